@@ -1,0 +1,38 @@
+"""The live DeepSpeed engine as fragments and buffers: the only user of DeepSpeed's insides.
+
+``support`` refuses what cannot be done; ``wrappers`` reads where each optimizer wrapper keeps its
+flat buffers; ``module`` tells names, shapes and buffers; ``training`` and ``inference`` are what
+``checkpoint`` saves and restores. Nothing of DeepSpeed is patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_elastic_zero.engine.inference import InferenceEngine
+from lightning_elastic_zero.engine.support import (
+    check_config,
+    check_supported,
+    optimizer_wrapper,
+    recovery_script,
+)
+from lightning_elastic_zero.engine.training import TrainingEngine
+
+__all__ = [
+    "InferenceEngine",
+    "TrainingEngine",
+    "check_config",
+    "check_supported",
+    "live_engine",
+    "recovery_script",
+]
+
+
+def live_engine(engine: Any) -> TrainingEngine | InferenceEngine:  # noqa: ANN401 (untyped library)
+    """Give the engine's state, with or without an optimizer.
+
+    Raises:
+        UnsupportedError: the engine, or an option of it, is not supported.
+    """
+    check_supported(engine)
+    return TrainingEngine(engine) if optimizer_wrapper(engine) else InferenceEngine(engine)

@@ -1,0 +1,138 @@
+"""What the engine's module tells by itself: names, shapes, ties, buffers, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import distributed  # noqa: TID251 (rank within DeepSpeed's own process groups)
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.manifest import Parameter, Plain
+
+
+def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """Give every name of every parameter, by identity; a tied weight has several."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def parameter_table(
+    module: torch.nn.Module, groups: Mapping[torch.nn.Parameter, int]
+) -> tuple[Parameter, ...]:
+    """Give the manifest's parameter table, in the module's order.
+
+    Args:
+        module: the engine's module.
+        groups: the optimizer group of each parameter that the optimizer owns.
+    """
+    return tuple(
+        Parameter(
+            name=names[0],
+            shape=full_shape(parameter),
+            dtype=dtype_name(parameter.dtype),
+            group=groups.get(parameter),
+            aliases=tuple(names[1:]),
+        )
+        for parameter, names in parameter_names(module).items()
+    )
+
+
+def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """Give the whole parameter's shape, whether ZeRO-3 has cut it or not."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def weight_piece(parameter: torch.nn.Parameter) -> tuple[int, torch.Tensor]:
+    """Give this rank's piece of a module weight: its first element, and a 1-D view of it.
+
+    Under ZeRO-3 the piece is the rank's partition without padding, which may be empty; the
+    parameter must be partitioned, not gathered. Otherwise it is the whole parameter.
+    """
+    if not hasattr(parameter, "ds_tensor"):
+        if not parameter.is_contiguous():
+            msg = "a frozen parameter is not contiguous: call .contiguous() on it before training"
+            raise UnsupportedError(msg)
+        return 0, parameter.data.view(-1)
+    piece = parameter.partition_numel()
+    start = distributed.get_rank(group=parameter.ds_process_group) * piece
+    count = max(0, min(piece, parameter.ds_numel - start))
+    return start, parameter.ds_tensor.data[:count]
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Give the buffers that belong into a checkpoint, by name; shared ones under each name."""
+    return {name: buffer for name, buffer in _buffers(module, "") if buffer is not None}
+
+
+def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Walk the modules: torch has no public list of the non-persistent buffers' full names."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (as DeepSpeed does)
+            yield prefix + name, buffer
+    for name, child in module.named_children():
+        yield from _buffers(child, f"{prefix}{name}.")
+
+
+def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy values into the module's persistent buffers."""
+    for name, buffer in persistent_buffers(module).items():
+        if name in values:
+            buffer.copy_(values[name])
+
+
+def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Give the low-precision weights as the module has them, under all their names.
+
+    Under ZeRO-3 they are the empty placeholders that DeepSpeed itself writes.
+    """
+    return {
+        name: parameter.detach() if not hasattr(parameter, "ds_id") else torch.empty(0)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def precision_of(engine: Any) -> str:  # noqa: ANN401 (untyped library)
+    """Give ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(value: object, where: str) -> Plain:
+    """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
+
+    Raises:
+        UnsupportedError: it is neither; ``where`` says which one it is.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, tuple):
+        return tuple(plain(v, where) for v in value)
+    if isinstance(value, list):
+        return [plain(v, where) for v in value]
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: plain(v, where) for k, v in value.items()}
+    msg = (
+        f"{where} is a {type(value).__name__}: an optimizer's hyperparameters must be numbers, "
+        "strings, or lists, tuples and dicts of them, to be saved as plain data"
+    )
+    raise UnsupportedError(msg)
+
+
+def unplain(value: Plain, like: object) -> object:
+    """Undo ``plain``: a tagged number becomes a tensor again, on the device of the live one."""
+    if isinstance(value, dict) and value.keys() == {"tensor", "dtype"}:
+        device = like.device if isinstance(like, torch.Tensor) else None
+        return torch.tensor(value["tensor"], dtype=getattr(torch, str(value["dtype"])), device=device)
+    return value

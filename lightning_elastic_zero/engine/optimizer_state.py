@@ -1,0 +1,152 @@
+"""The optimizer inside DeepSpeed's wrapper: its states are discovered, never listed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.engine.module import dtype_name
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.manifest import Group, Plain, StateKey
+from lightning_elastic_zero.state import Scalar
+
+ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
+"""One algorithm with one state: a run may change between them, as it does with CPU offload."""
+
+INT_STEPS = frozenset(
+    {"FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"}
+)
+"""DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor."""
+
+EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed, not what it computes: these stay as the live run has them."""
+
+SCHEDULER_KEYS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
+"""What schedulers keep in a group: restored also where the optimizer's class has changed."""
+
+
+def split_state(
+    state: Mapping[str, Any], flat: torch.Tensor, optimizer: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """Part the states of one flat buffer into element-wise tensors and scalars.
+
+    Args:
+        state: what the optimizer keeps for the flat buffer.
+        flat: the buffer, 1-D.
+        optimizer: class name, for the message.
+
+    Raises:
+        UnsupportedError: a state is neither: it has no rule by which it could be cut.
+    """
+    elementwise: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Scalar] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
+            elementwise[key] = value
+        elif value is None or isinstance(value, (bool, int, float)):
+            scalars[key] = value
+        elif isinstance(value, torch.Tensor) and value.ndim == 0:
+            scalars[key] = value
+        else:
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            msg = (
+                f"{optimizer} keeps {key!r} as {what} for a flat buffer of {flat.numel()} "
+                "elements: neither one value per element nor one for all, so it cannot be cut "
+                "for another number of devices; use an optimizer with element-wise state"
+            )
+            raise UnsupportedError(msg)
+    return elementwise, scalars
+
+
+def state_keys(
+    elementwise: Mapping[str, torch.Tensor], scalars: Mapping[str, Scalar]
+) -> tuple[StateKey, ...]:
+    """Give the table of a flat buffer's states, sorted by name."""
+    keys = [StateKey(k, "elementwise", dtype_name(v.dtype)) for k, v in elementwise.items()]
+    keys += [StateKey(k, "scalar", _scalar_dtype(v)) for k, v in scalars.items()]
+    return tuple(sorted(keys, key=lambda key: key.name))
+
+
+def _scalar_dtype(value: Scalar) -> str:
+    """Name the type of a scalar state."""
+    if isinstance(value, torch.Tensor):
+        return dtype_name(value.dtype)
+    return "None" if value is None else type(value).__name__
+
+
+def check_same_optimizer(saved: str, live: str) -> None:
+    """Refuse to give one optimizer's state to another.
+
+    Raises:
+        CheckpointMismatchError: the classes differ, and are not both kinds of Adam.
+    """
+    if saved in ("", live) or {saved, live} <= ADAM_FAMILY:
+        return
+    msg = (
+        f"the optimizer state was saved by {saved}, this run has {live}: configure {saved}, or "
+        "pass load_optimizer_state=False to start with a fresh optimizer on the saved weights"
+    )
+    raise CheckpointMismatchError(msg)
+
+
+def place_scalar(
+    key: str, value: Scalar, live: str, group: Mapping[str, Any], device: torch.device
+) -> Scalar:
+    """Give a scalar in the form, and on the device, that the live optimizer keeps it.
+
+    Args:
+        key: name of the state.
+        value: as saved.
+        live: class name of the live optimizer.
+        group: its parameter group.
+        device: of the flat buffer.
+    """
+    if key == "step" and value is not None:
+        if live in INT_STEPS:
+            return int(value)
+        if live in ADAM_FAMILY and not isinstance(value, torch.Tensor):
+            value = torch.tensor(float(value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    # torch keeps `step` on the host, but for fused and capturable steps; each flat buffer needs
+    # a tensor of its own, since the optimizer counts it up in place.
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return value.detach().clone().to(device if on_device else "cpu")
+
+
+def update_group(
+    group: dict[str, Any], saved: Mapping[str, Plain], *, same_class: bool, restore: Any  # noqa: ANN401
+) -> None:
+    """Restore a group's hyperparameters in place: schedulers hold on to the dict.
+
+    Args:
+        group: the live group.
+        saved: the saved hyperparameters.
+        same_class: whether the same optimizer class saved them; another one's own are left out.
+        restore: turns plain data into a value like the live one.
+    """
+    for key, value in saved.items():
+        if key in EXECUTION_KEYS:
+            continue
+        if same_class or key in group or key in SCHEDULER_KEYS:
+            group[key] = restore(value, group.get(key))
+
+
+def check_groups_alike(groups: Sequence[Group], flats: Sequence[tuple[int, tuple[StateKey, ...]]]) -> None:
+    """Refuse flat buffers of one group that do not hold the same states.
+
+    Raises:
+        UnsupportedError: they differ, so that the group has no single table of states.
+    """
+    for group, keys in flats:
+        if keys != groups[group].state:
+            have, first = ([k.name for k in t] for t in (keys, groups[group].state))
+            msg = (
+                f"parameter group {group}: one flat buffer holds the states {have}, another "
+                f"{first}; save after a step that updates all of the group"
+            )
+            raise UnsupportedError(msg)

@@ -1,0 +1,168 @@
+"""What the library cannot save or resume is refused here, by name, before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.errors import UnsupportedError
+
+WRAPPERS = {
+    "DeepSpeedZeroOptimizer": "ZeRO-1 and ZeRO-2",
+    "BF16_Optimizer": "ZeRO-1 in bf16 with fp32 gradient accumulation",
+    "DeepSpeedZeroOptimizer_Stage3": "ZeRO-3",
+}
+"""The optimizer wrappers whose flat buffers the library knows, by exact class name."""
+
+NO_OPTIMIZER = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
+"""What stands in the wrapper's place in an engine for inference."""
+
+RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "FusedLamb", "Lamb", "LAMB")
+"""Their state or their update depends on how the parameters are cut: not to be cut anew."""
+
+
+def optimizer_wrapper(engine: Any) -> str | None:  # noqa: ANN401 (untyped library)
+    """Give the class name of the engine's ZeRO optimizer; None in an engine without one."""
+    name = type(engine.optimizer).__name__
+    if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
+        return None
+    return None if name in NO_OPTIMIZER else name
+
+
+def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Refuse an engine that the library cannot save and resume.
+
+    Raises:
+        UnsupportedError: with every reason that was found.
+    """
+    reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
+    _refuse(reasons)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse a DeepSpeed config that the library cannot serve, before an engine is built on it.
+
+    Args:
+        config: the DeepSpeed config dict. What only a live engine shows is left to
+            ``check_supported``.
+
+    Raises:
+        UnsupportedError: with every reason that was found.
+    """
+    zero = config.get("zero_optimization")
+    if zero is None or not zero.get("stage"):
+        _refuse(["ZeRO stage 0: there is nothing partitioned to save; use Lightning's DDPStrategy"])
+        return
+    reasons = []
+    for what in ("offload_optimizer", "offload_param"):
+        if (zero.get(what) or {}).get("device") == "nvme":
+            reasons.append(f"zero_optimization.{what}.device = nvme: offload to cpu instead")
+    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1.0)
+    if ratio != 1.0:
+        reasons.append(f"zero_optimization.offload_optimizer.ratio = {ratio}: leave it at 1.0")
+    if (zero.get("offload_optimizer") or {}).get("super_offload"):
+        reasons.append("zero_optimization.offload_optimizer.super_offload")
+    if zero.get("zenflow"):
+        reasons.append("zero_optimization.zenflow")
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
+        reasons.append("tensor_parallel: tensor parallelism")
+    _refuse(reasons)
+
+
+def recovery_script() -> Path | None:
+    """Give DeepSpeed's own ``zero_to_fp32.py``, which checkpoints carry; None where it lacks."""
+    spec = util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    script = Path(next(iter(spec.submodule_search_locations))) / "utils" / "zero_to_fp32.py"
+    return script if script.is_file() else None
+
+
+def version_of(package: str) -> str:
+    """Give an installed package's version, empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _refuse(reasons: list[str]) -> None:
+    """Raise for all reasons at once, so that nobody mends a config one error at a time."""
+    if reasons:
+        listed = "\n".join(f"  - {reason}" for reason in reasons)
+        msg = f"lightning_elastic_zero cannot save and resume this run:\n{listed}"
+        raise UnsupportedError(msg)
+
+
+def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield the kinds of parallelism beside data parallelism that are in use."""
+    if type(engine).__name__ == "PipelineEngine":
+        yield "pipeline parallelism (PipelineEngine)"
+    if engine.mp_world_size > 1:
+        yield f"tensor or model parallelism over {engine.mp_world_size} ranks"
+    if getattr(engine, "sequence_parallel_size", 1) > 1:
+        yield f"sequence parallelism over {engine.sequence_parallel_size} ranks"
+    if engine.has_moe_layers:
+        yield "mixture-of-experts layers (expert parallelism)"
+
+
+def _optimizer(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield what is unknown or unfit about the optimizer and its wrapper."""
+    wrapper = optimizer_wrapper(engine)
+    if wrapper is None:
+        return
+    if wrapper not in WRAPPERS:
+        known = "; ".join(f"{name} ({what})" for name, what in WRAPPERS.items())
+        yield f"the optimizer wrapper {wrapper}; known are {known}"
+        return
+    yield from _inner_optimizer(engine, wrapper)
+
+
+def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield what is unfit about the optimizer inside a known wrapper."""
+    inner = engine.optimizer.optimizer
+    name = type(inner).__name__
+    if name in RANK_LOCAL_OPTIMIZERS:
+        yield f"the optimizer {name}: its state depends on how the parameters are cut"
+    if wrapper == "DeepSpeedZeroOptimizer" and any(g.get("use_muon") for g in inner.param_groups):
+        yield "Muon in ZeRO-1/2: its momentum is not cut like the parameters; use stage 3"
+    flats = len(_flat_groups(engine.optimizer, wrapper))
+    if len(inner.param_groups) < flats:
+        yield (
+            f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
+            f"{len(inner.param_groups)} when it starts; put all parameters into one group"
+        )
+
+
+def _flat_groups(optimizer: Any, wrapper: str) -> set[int]:  # noqa: ANN401 (untyped library)
+    """Give the indices of the parameter groups that the wrapper was built with."""
+    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        return set(optimizer.sub_group_to_group_id.values())
+    bf16 = wrapper == "BF16_Optimizer"
+    return set(range(len(optimizer.bf16_groups if bf16 else optimizer.bit16_groups)))
+
+
+def _offload(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield the kinds of offload that are not supported."""
+    optimizer = engine.optimizer
+    if getattr(optimizer, "swap_optimizer", False):
+        yield "zero_optimization.offload_optimizer.device = nvme: offload to cpu instead"
+    if getattr(optimizer, "params_in_nvme_and_cpu", False):
+        yield "zero_optimization.offload_param.device = nvme: offload to cpu instead"
+    ratio = getattr(optimizer, "partial_offload", None)
+    if getattr(optimizer, "offload_optimizer", False) and ratio not in (None, 1.0):
+        yield f"zero_optimization.offload_optimizer.ratio = {ratio}: leave it at 1.0"
+    if getattr(engine, "zenflow", False):
+        yield "zero_optimization.zenflow"
+
+
+def _state(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield options that hold state which would not come back."""
+    if engine.zero_quantized_nontrainable_weights():
+        yield "zero_optimization.zero_quantized_nontrainable_weights: frozen weights are int8"
+    if engine.random_ltd_enabled():
+        yield "data_efficiency.data_routing (random-LTD)"
+    if getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None:
+        yield "torch_autocast with float16: its GradScaler's state would be lost; use bfloat16"

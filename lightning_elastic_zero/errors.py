@@ -1,0 +1,69 @@
+"""What can go wrong, as one tree.
+
+::
+
+    ElasticZeroError
+    ├── UnsupportedError            this engine, model or option cannot be saved or resumed by the library
+    ├── CheckpointNotFoundError     there is no published checkpoint at that path
+    ├── CheckpointFormatError       something is there, but it is no checkpoint that can be read
+    ├── CheckpointMismatchError     a sound checkpoint of another model, or without what is asked of it
+    ├── CheckpointCorruptedError    bytes are not those that were written
+    ├── SaveError                   a checkpoint could not be written; the last published one is intact
+    └── RanksError                  ranks failed, died, stalled, or are not in the same step
+
+Every message says what was found, what was wanted and what helps. An error that one rank meets
+is raised on all ranks, as the same class, with the failing ranks named.
+"""
+
+from __future__ import annotations
+
+
+class ElasticZeroError(Exception):
+    """The root: everything that this library raises on purpose."""
+
+
+class UnsupportedError(ElasticZeroError):
+    """This engine, model or option cannot be saved or resumed by the library."""
+
+
+class CheckpointNotFoundError(ElasticZeroError):
+    """There is no published checkpoint at the path."""
+
+
+class CheckpointFormatError(ElasticZeroError):
+    """Something is at the path, but it is no checkpoint that can be read."""
+
+
+class CheckpointMismatchError(ElasticZeroError):
+    """The checkpoint is sound but belongs to another model, or lacks what is asked of it."""
+
+
+class CheckpointCorruptedError(ElasticZeroError):
+    """The bytes on disk are not those that were written."""
+
+
+class SaveError(ElasticZeroError):
+    """A checkpoint could not be written; the last published one is intact."""
+
+
+class RanksError(ElasticZeroError):
+    """Ranks failed, died, stalled, or are not in the same step."""
+
+
+_BY_NAME = {
+    cls.__name__: cls
+    for cls in (
+        UnsupportedError,
+        CheckpointNotFoundError,
+        CheckpointFormatError,
+        CheckpointMismatchError,
+        CheckpointCorruptedError,
+        SaveError,
+        RanksError,
+    )
+}
+
+
+def error_class(name: str) -> type[ElasticZeroError]:
+    """Give the class of that name, ``RanksError`` for any other: what a rank raises for another."""
+    return _BY_NAME.get(name, RanksError)

@@ -1,0 +1,89 @@
+"""What every on-disk format offers to a load: its manifest, its layout, and runs of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.manifest import Manifest, Plain
+from lightning_elastic_zero.state import Scalar
+
+WEIGHT = ""
+"""The key of the weights themselves in a ``ReadRequest``: masters, or frozen weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """One run to be read, and the 1-D tensor that it goes into."""
+
+    key: str
+    """An element-wise optimizer state's name, or ``WEIGHT``."""
+    transfer: Transfer
+    """From where to where; ``target_offset`` counts in ``target``."""
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """What a checkpoint holds once, for all ranks, and what it kept for this one."""
+
+    buffers: Mapping[str, torch.Tensor]
+    """Persistent module buffers, with their shapes."""
+    client_state: Mapping[str, Any]
+    """What the trainer, module, datamodule and callbacks saved."""
+    loss_scaler: Mapping[str, Plain]
+    lr_scheduler: Mapping[str, Any] | None
+
+
+class CheckpointReader(Protocol):
+    """An open checkpoint of some format, read by one rank.
+
+    Used in this order: the manifest and the layouts are there at once, from small files;
+    ``check`` touches the files that this rank will read, without reading data; ``read`` may be
+    called several times; ``close`` at the end.
+    """
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the checkpoint says of itself; foreign formats build one from what they find."""
+        ...
+
+    def layout(self) -> Layout:
+        """Which files hold which elements of masters and optimizer state."""
+        ...
+
+    def frozen_layout(self) -> Layout:
+        """Which files hold which elements of the frozen weights."""
+        ...
+
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        """Check size and identity of every file that the requests need.
+
+        Raises:
+            CheckpointCorruptedError: one is missing, cut short, or of another save.
+        """
+        ...
+
+    def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
+        """Fill all targets; give the bytes read from disk.
+
+        Raises:
+            CheckpointCorruptedError: what is on disk is not what was written.
+        """
+        ...
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        ...
+
+    def module_state(self, rank: int, world_size: int) -> ModuleState:
+        """Give what is held once, and what was kept for this rank where ranks match."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...

@@ -1,0 +1,128 @@
+"""Fragments, layouts, and the one planner: interval intersection, nothing else.
+
+Everything that a rank holds, at every ZeRO stage, is a set of *fragments*: elements
+``[start, stop)`` of the flattened parameter ``name`` sit at ``offset`` of flat buffer ``buffer``
+of rank ``rank``. The fp32 master weights and every element-wise optimizer state share the same
+fragments. A checkpoint is a layout (which fragments are held where) and a way to read a run of
+elements; a live optimizer is a layout (which fragments are wanted) and writable buffers;
+restoring is to find, for each wanted fragment, the held runs that cover it, exactly once.
+
+What no fragment covers is padding. It needs no name and is never saved as state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_elastic_zero.errors import CheckpointFormatError
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements ``[start, stop)`` of a flattened parameter, and where they sit.
+
+    Half-open, in elements, never in bytes; ``0 <= start < stop <= numel``.
+    """
+
+    name: str
+    """The parameter's name, as in ``named_parameters()`` (tied weights: the first name)."""
+    start: int
+    """First element, counted in the flattened parameter."""
+    stop: int
+    """One past the last element."""
+    rank: int
+    """The data-parallel rank that holds them."""
+    buffer: int
+    """Which of the rank's flat buffers: a parameter group (ZeRO-1/2) or a sub-group (ZeRO-3)."""
+    offset: int
+    """Where element ``start`` sits in that buffer, in elements."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a run of elements."""
+        if not (0 <= self.start < self.stop and self.offset >= 0):
+            msg = f"no run of elements: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
+            raise ValueError(msg)
+
+    def cut(self, start: int, stop: int) -> Fragment:
+        """Give the part of this fragment inside ``[start, stop)``, which must overlap it."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        offset = self.offset + first - self.start
+        return Fragment(self.name, first, last, self.rank, self.buffer, offset)
+
+
+class Layout(Protocol):
+    """Which fragments are held where. An implementation computes them; it stores no list of them.
+
+    The number of fragments grows with parameters times ranks: a thousand ranks of a large model
+    hold a million of them, so both questions below are answered by arithmetic.
+    """
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that hold something."""
+        ...
+
+    def on_rank(self, rank: int) -> Sequence[Fragment]:
+        """Give all that one rank holds, ordered by buffer and offset."""
+        ...
+
+    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+        """Yield the runs that hold ``[start, stop)`` of a parameter, cut to it, in order.
+
+        Raises:
+            KeyError: no rank holds a parameter of that name.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One run to copy: ``[start, stop)`` of a parameter, from a held place to a wanted one."""
+
+    name: str
+    start: int
+    stop: int
+    source_rank: int
+    source_buffer: int
+    source_offset: int
+    target_buffer: int
+    target_offset: int
+
+
+def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
+    """Plan how the wanted fragments are filled from the held ones, each element exactly once.
+
+    Pure: integers in, integers out. Cost is proportional to what one rank wants, whatever the
+    number of ranks on either side.
+
+    Raises:
+        CheckpointFormatError: an element is held nowhere, or twice.
+    """
+    return [transfer for fragment in wanted for transfer in _fill(fragment, held)]
+
+
+def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
+    """Yield the transfers of one wanted fragment, checking that they tile it."""
+    reached = wanted.start
+    for source in held.covering(wanted.name, wanted.start, wanted.stop):
+        if source.start != reached:
+            break
+        yield Transfer(
+            name=wanted.name,
+            start=source.start,
+            stop=source.stop,
+            source_rank=source.rank,
+            source_buffer=source.buffer,
+            source_offset=source.offset,
+            target_buffer=wanted.buffer,
+            target_offset=wanted.offset + source.start - wanted.start,
+        )
+        reached = source.stop
+    if reached != wanted.stop:
+        msg = (
+            f"the checkpoint's layout does not hold {wanted.name}[{wanted.start}:{wanted.stop}] "
+            f"exactly once: what covers it breaks off, or overlaps, at element {reached}"
+        )
+        raise CheckpointFormatError(msg)

@@ -1,0 +1,289 @@
+"""What a checkpoint says of itself: ``manifest.json``, to and from frozen dataclasses.
+
+The manifest is written last and is the commit mark: a directory without one was never published
+by this library. It is small, whatever the size of the state: tables of names and numbers, and for
+each file its size and a digest of its checksums. Nothing that it does not name is ever read.
+
+The format is described field by field in ``docs/format.md``. Readers refuse a newer
+``format_version``; unknown fields of the same version are ignored, so that fields can be added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.layout import Layout
+from lightning_elastic_zero.partition import (
+    FlatBuffer,
+    PerParameterPartition,
+    layout_of,
+    unpartitioned,
+)
+
+FORMAT = "lightning_elastic_zero"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+STAGE_WEIGHTS = 3
+"""The ZeRO stage that partitions the weights too."""
+
+Plain: TypeAlias = "None | bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain]"
+"""What a hyperparameter may be: JSON's values, and tuples (``betas``), which keep their type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One row of the parameter table."""
+
+    name: str
+    """As in ``named_parameters()``; the first name of a tied weight."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Low-precision (module) dtype, such as ``"bfloat16"``."""
+    group: int | None
+    """Index of its optimizer parameter group; None where the optimizer does not own it: frozen
+    parameters, and those without elements."""
+    aliases: tuple[str, ...] = ()
+    """The other names of a tied weight."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """One optimizer state, as the optimizer itself names it (``exp_avg``, ``step``, ...)."""
+
+    name: str
+    kind: str
+    """``"elementwise"``: one value per element, cut like the parameter. ``"scalar"``: one value
+    per flat buffer, a 0-dimensional tensor or a number, alike on all ranks."""
+    dtype: str
+    """Of the tensor; ``"int"``, ``"float"``, ``"bool"`` or ``"None"`` for a Python value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One optimizer parameter group."""
+
+    names: tuple[str, ...]
+    """The parameters in it that the optimizer owns, in the optimizer's order."""
+    hyperparameters: Mapping[str, Plain]
+    """Everything in the group's dict but its parameters: ``lr``, ``betas``, ``initial_lr``, ..."""
+    state: tuple[StateKey, ...]
+    """Empty before the first step, and in a weights-only checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the checkpoint."""
+
+    name: str
+    """Path inside the checkpoint's directory, with forward slashes."""
+    size_bytes: int
+    sums_digest: str
+    """Digest of the sidecar that holds the checksums of the file's chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who wrote the checkpoint: for error messages and bug reports, never for decisions."""
+
+    library: str = ""
+    torch: str = ""
+    deepspeed: str = ""
+    lightning: str = ""
+    engine: str = ""
+    """Name of DeepSpeed's optimizer wrapper class."""
+    optimizer: str = ""
+    """Name of the optimizer's class inside the wrapper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the run had come, in units that do not depend on the number of devices."""
+
+    global_steps: int = 0
+    """Optimizer steps that DeepSpeed counted."""
+    global_samples: int = 0
+    """Samples that DeepSpeed counted, at the batch sizes of the runs that took them."""
+    skipped_steps: int = 0
+    """Steps skipped for overflow (fp16)."""
+    micro_steps: int = 0
+    """Backward passes that DeepSpeed counted, at ``gradient_accumulation_steps`` per step."""
+    gradient_accumulation_steps: int = 1
+    global_batch_size: int | None = None
+    """Samples per optimizer step; None where the engine was not told its batch size."""
+    sampler: Mapping[str, Plain] = field(default_factory=dict)
+    """Reserved for exact continuation: samples consumed in the epoch, dataset length, seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself. Everything that the planner needs is in here."""
+
+    save_id: str
+    """Unique to one save; every shard carries it too, so that saves cannot be mixed."""
+    stage: int
+    world_size: int
+    """Data-parallel ranks that wrote it."""
+    precision: str
+    """``"fp32"``, ``"bf16"`` or ``"fp16"``: of the module."""
+    master_dtype: str
+    """Of the master weights: ``"float32"`` but for DeepSpeed's low-precision master options."""
+    parameters: tuple[Parameter, ...]
+    groups: tuple[Group, ...]
+    buffers: tuple[FlatBuffer, ...]
+    """The flat buffers in order: with ``stage`` and ``world_size`` they say who holds what."""
+    module_buffers: tuple[str, ...]
+    """Names of the persistent module buffers."""
+    files: tuple[FileEntry, ...]
+    progress: Progress = field(default_factory=Progress)
+    writer: Writer = field(default_factory=Writer)
+    weights_only: bool = False
+    """True: masters, frozen weights and buffers, and no optimizer state."""
+    excluded: tuple[str, ...] = ()
+    """Frozen parameters that were left out on purpose (``exclude_frozen_parameters``)."""
+    rank_state: tuple[str, ...] = ()
+    """What differed between ranks and was kept for each: ``"buffers"``, ``"client_state"``."""
+    client_objects: tuple[str, ...] = ()
+    """Where in the client state objects sit that are not plain data, kept in a file apart."""
+
+    @property
+    def optimized(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer owns."""
+        return tuple(p for p in self.parameters if p.group is not None)
+
+    @property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer does not own and that the checkpoint holds."""
+        left_out = set(self.excluded)
+        return tuple(p for p in self.parameters if p.group is None and p.name not in left_out)
+
+    def layout(self) -> Layout:
+        """Say which rank's files hold which elements of masters and optimizer state."""
+        return layout_of(self.stage, self.buffers, self.world_size)
+
+    def frozen_layout(self) -> PerParameterPartition:
+        """Say which rank's files hold which elements of the frozen parameters."""
+        ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
+        return unpartitioned(((p.name, p.numel) for p in self.frozen), ranks)
+
+    def file(self, name: str) -> FileEntry:
+        """Give a file's entry.
+
+        Raises:
+            CheckpointFormatError: the manifest names no such file.
+        """
+        for entry in self.files:
+            if entry.name == name:
+                return entry
+        msg = f"{MANIFEST_NAME} names no file {name!r}: the checkpoint was not written whole"
+        raise CheckpointFormatError(msg)
+
+    def to_json(self) -> str:
+        """Give the text of ``manifest.json``: sorted, indented, the same for the same content."""
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        content["groups"] = [
+            {**asdict(g), "hyperparameters": _tag_tuples(dict(g.hyperparameters))}
+            for g in self.groups
+        ]
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+
+def manifest_from_json(text: str, where: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        text: the content of ``manifest.json``.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointFormatError: it is no JSON, of another format, newer than this reader, or
+            without a field that it must have.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        msg = f"{where} is no JSON ({error}): the file is damaged; resume from another checkpoint"
+        raise CheckpointFormatError(msg) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        msg = f"{where} is no manifest of {FORMAT}"
+        raise CheckpointFormatError(msg)
+    version = content.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        msg = (
+            f"{where} has format version {version}; this library reads up to {FORMAT_VERSION}: "
+            "install a newer lightning_elastic_zero"
+        )
+        raise CheckpointFormatError(msg)
+    try:
+        return _manifest(content)
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"{where} lacks or garbles a field ({error!r}): the file is damaged"
+        raise CheckpointFormatError(msg) from error
+
+
+def _manifest(content: Mapping[str, Any]) -> Manifest:
+    """Build the dataclass from checked JSON."""
+    return Manifest(
+        save_id=content["save_id"],
+        stage=content["stage"],
+        world_size=content["world_size"],
+        precision=content["precision"],
+        master_dtype=content["master_dtype"],
+        parameters=tuple(_row(Parameter, row) for row in content["parameters"]),
+        groups=tuple(
+            Group(
+                names=tuple(row["names"]),
+                hyperparameters=_untag_tuples(row["hyperparameters"]),
+                state=tuple(_row(StateKey, key) for key in row["state"]),
+            )
+            for row in content["groups"]
+        ),
+        buffers=tuple(_row(FlatBuffer, row) for row in content["buffers"]),
+        module_buffers=tuple(content["module_buffers"]),
+        files=tuple(_row(FileEntry, row) for row in content["files"]),
+        progress=_row(Progress, content["progress"]),
+        writer=_row(Writer, content["writer"]),
+        weights_only=content["weights_only"],
+        excluded=tuple(content["excluded"]),
+        rank_state=tuple(content["rank_state"]),
+        client_objects=tuple(content["client_objects"]),
+    )
+
+
+def _row(cls: type[Any], row: Mapping[str, Any]) -> Any:  # noqa: ANN401 (one of five dataclasses)
+    """Build one row, with lists as tuples, ignoring fields that a later writer may have added."""
+    known = cls.__dataclass_fields__
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items() if k in known})
+
+
+def _tag_tuples(value: Plain) -> Plain:
+    """Write a tuple as ``{"tuple": [...]}``, so that ``betas`` comes back as what it was."""
+    if isinstance(value, tuple):
+        return {"tuple": [_tag_tuples(v) for v in value]}
+    if isinstance(value, list):
+        return [_tag_tuples(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _tag_tuples(v) for k, v in value.items()}
+    return value
+
+
+def _untag_tuples(value: Any) -> Any:  # noqa: ANN401 (any JSON value)
+    """Undo ``_tag_tuples``."""
+    if isinstance(value, dict):
+        if value.keys() == {"tuple"}:
+            return tuple(_untag_tuples(v) for v in value["tuple"])
+        return {k: _untag_tuples(v) for k, v in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_untag_tuples(v) for v in value]
+    return value
