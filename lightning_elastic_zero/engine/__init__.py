@@ -15,6 +15,7 @@ from lightning_elastic_zero.engine.support import (
     check_supported,
     optimizer_wrapper,
     recovery_script,
+    use_accelerator,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_supported",
     "live_engine",
     "recovery_script",
+    "use_accelerator",
 ]
 
 

@@ -183,14 +183,12 @@ class TrainingEngine:
         return split_state(state, buffer.master, type(self._inner).__name__)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Give all that this rank holds, by reference. Under ZeRO-3 collective: parameters that
-        are gathered are partitioned first.
+        """Give all that this rank holds, by reference; no collective, nothing is changed.
 
         Args:
             exclude_frozen: leave out the weights that the optimizer does not own.
             keep_module_weights: add the low-precision weights, as the module has them.
         """
-        self.partition()
         module = self._engine.module
         scheduler = self._engine.lr_scheduler
         return RankState(
@@ -314,6 +312,9 @@ class TrainingEngine:
             master = target.buffer.master.data
             if not target.in_place:
                 master.copy_(received.weights[index])
+            if not self._engine.zero_load_from_fp32_weights():
+                # What the user's config asks for: masters without what rounding takes away.
+                master.copy_(master.to(target.buffer.low.dtype))
             _zero_padding(master, target.buffer)
             self._commit_state(target.buffer, received.states[index], incoming.scalars[index])
         if incoming.hyperparameters is not None:

@@ -1,0 +1,108 @@
+# Everything runs in .venv, which make fills itself. What is cached lies in .cache.
+#
+#   PYTHON=python3.12     the interpreter that .venv is made with
+#   PIP_ARGS=...          goes to every pip install, to say where a CPU-only build of torch is found
+#   ARGS=...              goes to pytest or the demo: make test ARGS="tests/core -x"
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+ARGS     ?=
+
+VENV    := .venv
+PY      := $(VENV)/bin/python
+PYTEST  := $(PY) -m pytest
+SOURCES := $(wildcard lightning_elastic_zero tests examples)
+BENCHMARKS ?= $(wildcard examples/benchmarks/*.py)
+
+INSTALLED := $(VENV)/.installed
+OPS_BUILT := .cache/ops-built
+
+# DeepSpeed finds ninja on PATH, and it must always be the same ninja: another one builds all anew.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Ranks share the processor; with more threads each, they wait for one another.
+export OMP_NUM_THREADS := 1
+
+# DeepSpeed decides on its device when it is imported, and would take CUDA wherever there is some, in
+# a test of CPU ranks too. So it is told, and what it compiles for one is not compiled over the other's.
+demo test test-long bench ops: export DS_ACCELERATOR := cpu
+demo test test-long bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
+test-gpu: export DS_ACCELERATOR := cuda
+test-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-long test-gpu lint format bench ops clean distclean
+
+help: ## Show what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: ops ## Train on 4 processes, resume on 2, then on 3, beside a run that never stopped
+	$(PY) examples/demo.py $(ARGS)
+
+test: ops ## Run the tests that take seconds each
+	$(PYTEST) -m "not long and not gpu" $(ARGS)
+
+test-long: ops ## Run the tests that take minutes: full matrices, faults
+	$(PYTEST) -m "long and not gpu" $(ARGS)
+
+test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
+	@mkdir -p $(TORCH_EXTENSIONS_DIR)
+	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: $(INSTALLED) ## Check style, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy $(SOURCES)
+
+format: $(INSTALLED) ## Format the code, and mend what ruff can mend
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+
+bench: ops ## Measure saving and loading beside stock DeepSpeed
+	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(PY) $$script $(ARGS); done
+
+clean: ## Remove caches and what runs have left
+	rm -rf .cache .hypothesis build dist lightning_logs
+	find lightning_elastic_zero tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## Remove .venv too
+	rm -rf $(VENV)
+
+# torch comes first and by its pinned version, so that nothing later chooses a build of its own.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# A process that is killed while it loads an op leaves a lock that all later ones wait for, silently
+# and without end. No other run is under way in this checkout, or it would lose its lock here.
+ops: $(OPS_BUILT)
+	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
+
+# One process compiles what CPU ranks load, so that they do not all wait for it within a test's
+# timeout. Without a working compiler there is nothing to build, which is no failure, and is tried
+# again the next time.
+$(OPS_BUILT): $(INSTALLED)
+	@mkdir -p $(TORCH_EXTENSIONS_DIR)
+	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
+	@echo "Building DeepSpeed's CPU ops, once: about a minute."
+	@if timeout 900 $(PY) -c "$$BUILD_OPS" 2> .cache/ops-build.log; then touch $@; \
+	else echo "Going on without them (.cache/ops-build.log)."; fi
+
+define BUILD_OPS
+import sys
+from deepspeed.accelerator import get_accelerator
+
+failed = []
+for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+    try:
+        get_accelerator().create_op_builder(name).load()
+    except (ImportError, OSError, RuntimeError) as error:
+        failed.append(name)
+        reasons = [line for line in str(error).splitlines() if "rror:" in line or "not found" in line]
+        print(f"  {name}: not built: {(reasons or [str(error)])[0]}")
+sys.exit(bool(failed))
+endef
+export BUILD_OPS

@@ -1,0 +1,84 @@
+"""Save a DeepSpeed ZeRO run on N devices, resume it on M, inside Lightning's Trainer.
+
+Names are handed out lazily (PEP 562), because Lightning and DeepSpeed take seconds to import and
+the command line needs neither. The strategy's registered names (``elastic_deepspeed``, ...) exist
+as soon as ``lightning_elastic_zero.strategy`` is imported: right here where Lightning is loaded
+already, else when ``ElasticDeepSpeedStrategy`` is first reached.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ElasticZeroError,
+    RanksError,
+    SaveError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.strategy import ElasticDeepSpeedStrategy
+
+    __version__: str
+
+__all__ = [
+    "CheckpointCorruptedError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "ElasticDeepSpeedStrategy",
+    "ElasticZeroError",
+    "RanksError",
+    "SaveError",
+    "UnsupportedError",
+    "__version__",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+_HOME_OF_NAME = {
+    "ElasticDeepSpeedStrategy": "lightning_elastic_zero.strategy",
+    "load_checkpoint": "lightning_elastic_zero.api",
+    "save_checkpoint": "lightning_elastic_zero.api",
+}
+
+
+if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a misspelt name.
+
+    def __getattr__(name: str) -> object:
+        """Import what is asked for the first time it is asked for, and keep it."""
+        if name == "__version__":
+            value = _installed_version()
+        elif name in _HOME_OF_NAME:
+            value = getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
+        else:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too."""
+    return sorted({*globals(), *__all__})
+
+
+def _installed_version() -> str:
+    """Give the installed distribution's version, or say that this is a bare source tree."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        return str(metadata.version("lightning-elastic-zero"))
+    except metadata.PackageNotFoundError:
+        return "0.0.0+source"
+
+
+if "lightning.pytorch" in sys.modules:
+    importlib.import_module("lightning_elastic_zero.strategy")

@@ -1,0 +1,138 @@
+"""Save and resume a plain DeepSpeed engine, without Lightning: the strategy stands on this too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from lightning_elastic_zero import checkpoint
+from lightning_elastic_zero.checkpoint import (
+    CheckpointFigures,
+    Loaded,
+    LoadOptions,
+    SaveOptions,
+)
+from lightning_elastic_zero.engine import live_engine, recovery_script
+from lightning_elastic_zero.ranks import Ranks, current_ranks
+
+__all__ = [
+    "CheckpointFigures",
+    "LoadOptions",
+    "Loaded",
+    "SaveOptions",
+    "load_checkpoint",
+    "load_with",
+    "save_checkpoint",
+    "save_with",
+]
+
+
+def save_checkpoint(  # noqa: PLR0913 (few, named, and each of its own kind)
+    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    path: str | os.PathLike[str],
+    client_state: Mapping[str, Any] | None = None,
+    *,
+    weights_only: bool = False,
+    exclude_frozen_parameters: bool = False,
+    save_module_weights: bool = False,
+) -> CheckpointFigures:
+    """Save a DeepSpeed engine into a checkpoint that resumes on any number of devices.
+
+    Call it on every rank, between optimizer steps. An existing checkpoint at ``path`` stays until
+    the new one is whole.
+
+    Args:
+        engine: what ``deepspeed.initialize`` gave, with ZeRO-1, 2 or 3.
+        path: the checkpoint's directory, the same on all ranks, on a disk that they share.
+        client_state: whatever of yours should come back: plain data is best (numbers, strings,
+            tensors, lists, dicts). Values may differ between ranks.
+        weights_only: leave out the optimizer's state.
+        exclude_frozen_parameters: leave out weights that the optimizer does not own.
+        save_module_weights: write the low-precision weights too, which the masters hold already.
+
+    Returns:
+        Where it was published, the seconds it took, the bytes that all ranks wrote.
+
+    Raises:
+        UnsupportedError: the engine, or a state of it, cannot be saved by this library.
+        SaveError: it could not be written; the last published checkpoint is intact.
+        RanksError: a rank failed, died, or did not call this.
+    """
+    options = SaveOptions(
+        weights_only=weights_only,
+        exclude_frozen=exclude_frozen_parameters,
+        module_weights=save_module_weights,
+    )
+    with closing(current_ranks()) as ranks:
+        return save_with(engine, path, ranks, client_state or {}, options)
+
+
+def load_checkpoint(  # noqa: PLR0913 (few, named, and each of its own kind)
+    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    path: str | os.PathLike[str],
+    *,
+    load_optimizer_state: bool = True,
+    load_hyperparameters: bool = True,
+    strict: bool = True,
+    allow_pickle: bool = False,
+) -> Loaded:
+    """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
+
+    Call it on every rank. Nothing of the engine is changed before all that can be wrong has been
+    looked at on all ranks.
+
+    Args:
+        engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
+        path: the checkpoint's directory.
+        load_optimizer_state: False: a fresh optimizer on the saved weights.
+        load_hyperparameters: False: learning rate, weight decay, ... stay as configured now.
+        strict: False: frozen parameters and buffers may be missing, or too many.
+        allow_pickle: build Python objects of any class from the client state; it can run code.
+
+    Returns:
+        The client state, the manifest, and what the load cost.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
+        CheckpointCorruptedError: it is damaged.
+        UnsupportedError: the engine is one that the library cannot restore.
+        RanksError: a rank failed, died, or did not call this.
+    """
+    options = LoadOptions(
+        optimizer_state=load_optimizer_state,
+        hyperparameters=load_hyperparameters,
+        strict=strict,
+        allow_pickle=allow_pickle,
+    )
+    with closing(current_ranks()) as ranks:
+        return load_with(engine, path, ranks, options)
+
+
+def save_with(
+    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    path: str | os.PathLike[str],
+    ranks: Ranks,
+    client_state: Mapping[str, Any],
+    options: SaveOptions,
+) -> CheckpointFigures:
+    """Save with ranks that are there already; see ``save_checkpoint``."""
+    live = ranks.together(f"save {path}: look at the engine", lambda: live_engine(engine))
+    script = recovery_script()
+    return checkpoint.save(
+        path, live, ranks, client_state, options=options, recovery_script=script
+    )
+
+
+def load_with(
+    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    path: str | os.PathLike[str],
+    ranks: Ranks,
+    options: LoadOptions,
+) -> Loaded:
+    """Restore with ranks that are there already; see ``load_checkpoint``."""
+    live = ranks.together(f"load {path}: look at the engine", lambda: live_engine(engine))
+    return checkpoint.load(path, live, ranks, options=options)

@@ -1,0 +1,26 @@
+"""Files of ``torch.save``, written and read by ranges of bytes.
+
+What is written is a plain zip that everybody can ``torch.load(..., weights_only=True)``; what is
+special is how. ``writing`` takes each tensor's bytes from where they live, a bounded part at a
+time. ``index`` knows where in a file each tensor's bytes are without reading them; ``reading``
+reads the ranges that are wanted, each byte verified, to where they are wanted.
+"""
+
+from __future__ import annotations
+
+from lightning_elastic_zero.formats.torch_file.index import FileSlice
+from lightning_elastic_zero.formats.torch_file.reading import Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file.writing import (
+    PiecewiseSource,
+    ShardBuilder,
+    TensorSource,
+)
+
+__all__ = [
+    "FileSlice",
+    "Piece",
+    "PiecewiseSource",
+    "ShardBuilder",
+    "TensorSource",
+    "TorchFile",
+]

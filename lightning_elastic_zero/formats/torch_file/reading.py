@@ -1,0 +1,255 @@
+"""Reading: the elements that are wanted, verified, to where they are wanted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
+from lightning_elastic_zero.storage import FileRecord, VerifiedFile, no_progress
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of each size: elements that are not cast are copied as these, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a stored tensor, and their place in the tensor that wants them."""
+
+    tensor: torch.Tensor
+    """One of the file's tree, contiguous, or such a view of one; its elements are counted flat."""
+
+    start: int
+    """The first element."""
+
+    stop: int
+    """The element after the last one."""
+
+    target_offset: int
+    """Where the first one belongs in the 1-D target."""
+
+
+class TorchFile:
+    """A file of ``torch.save`` that is read by ranges; no byte of it is used unverified.
+
+    Attributes:
+        path: Where the file is.
+
+        tree: What was saved. Its tensors have shape and dtype, but no values (they are on the meta
+            device): those are fetched by ``read_into``, ``load`` and ``load_tree``.
+
+    """
+
+    def __init__(self, file: VerifiedFile) -> None:
+        """Read the index of an open file."""
+        self.path = file.path
+        self._file = file
+        self._index = TorchIndex(file)
+        self.tree: Any = self._index.tree
+
+    @classmethod
+    def open(cls, directory: Path, record: FileRecord, save_id: str | None = None) -> TorchFile:
+        """Open a file that a manifest names.
+
+        Args:
+            directory: The checkpoint's directory.
+
+            record: What the manifest says of the file.
+
+            save_id: The save that the file must belong to; None for any.
+
+        Raises:
+            CheckpointCorruptedError: The file is missing, or its bytes are not what was written.
+            CheckpointFormatError: It is not of ``torch.save``, or holds more than plain data.
+
+        """
+        file = VerifiedFile(directory, record, save_id)
+        try:
+            return cls(file)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes of the file and its checksums were read so far."""
+        return self._file.bytes_read
+
+    def locate(self, tensor: torch.Tensor) -> FileSlice:
+        """Say where in the file the elements of a contiguous tensor are.
+
+        Raises:
+            CheckpointFormatError: It is not of this file, or reaches beyond its storage.
+            ValueError: It is not contiguous.
+
+        """
+        if not tensor.is_contiguous():
+            msg = f"A tensor of strides {tensor.stride()} has no one place in {self.path}."
+            raise ValueError(msg)
+        return self._index.locate(tensor)
+
+    def read_into(
+        self,
+        wanted: Iterable[tuple[torch.Tensor, Piece]],
+        on_bytes: Callable[[int], None] = no_progress,
+    ) -> None:
+        """Fill targets with pieces of stored tensors, in one pass over the file.
+
+        Args:
+            wanted: A 1-D target on any device, and what goes into it, in any order. Elements of
+                another type are cast; all others are copied bit for bit.
+
+            on_bytes: Told the number of bytes that were used since it was last told.
+
+        Raises:
+            CheckpointCorruptedError: Bytes of the file are not what was written.
+            ValueError: A piece reaches beyond its tensor or its target.
+
+        """
+        self._fill([self._job(target, piece) for target, piece in wanted], on_bytes)
+
+    def _job(self, target: torch.Tensor, piece: Piece) -> _Job:
+        numel = piece.stop - piece.start
+        target_stop = piece.target_offset + numel
+        if not 0 <= piece.start <= piece.stop <= piece.tensor.numel():
+            msg = f"[{piece.start}, {piece.stop}) is not within {tuple(piece.tensor.shape)}."
+            raise ValueError(msg)
+        if target.dim() != 1 or not 0 <= piece.target_offset <= target_stop <= target.numel():
+            msg = f"[{piece.target_offset}, {target_stop}) is not within {tuple(target.shape)}."
+            raise ValueError(msg)
+        place = self.locate(piece.tensor)
+        start_byte = place.start_byte + piece.start * place.dtype.itemsize
+        slot = target.detach()[piece.target_offset : target_stop]
+        return _Job(FileSlice(start_byte, place.dtype, numel), slot)
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give an ordinary copy, on the host, of a tensor of the tree.
+
+        Raises:
+            CheckpointCorruptedError: Bytes of the file are not what was written.
+
+        """
+        return self._load_all([tensor])[0]
+
+    def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
+        """Give a part of the tree with ordinary copies in the place of its tensors.
+
+        Dicts, lists and tuples are new, and of the types that they were; all else is shared.
+
+        Raises:
+            CheckpointCorruptedError: Bytes of the file are not what was written.
+
+        """
+        tensors = {id(tensor): tensor for tensor in _tensors_of(subtree)}
+        copies = self._load_all(tensors.values())
+        return _replaced(subtree, dict(zip(tensors, copies, strict=True)))
+
+    def _load_all(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        copies, jobs = [], []
+        for tensor in tensors:
+            place = self._index.locate(tensor)
+            flat = torch.empty(place.numel, dtype=place.dtype)
+            jobs.append(_Job(place, flat))
+            copies.append(flat.as_strided(tensor.shape, tensor.stride()))
+        self._fill(jobs, no_progress)
+        return copies
+
+    def _fill(self, jobs: list[_Job], on_bytes: Callable[[int], None]) -> None:
+        waiting = sorted(jobs, key=lambda job: job.place.start_byte, reverse=True)
+        runs = _union(job.place for job in reversed(waiting))
+        open_jobs: list[_Job] = []
+        for offset, view in self._file.read_runs(runs):
+            stop = offset + view.nbytes
+            while waiting and waiting[-1].place.start_byte < stop:
+                open_jobs.append(waiting.pop())
+            for job in open_jobs:
+                job.take(offset, view)
+            open_jobs = [job for job in open_jobs if job.place.stop_byte > stop]
+            on_bytes(view.nbytes)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing. The tree stays, but nothing can be read."""
+        self._file.close()
+
+    def __enter__(self) -> TorchFile:
+        """Give the file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A place in the file and the elements that are filled from it."""
+
+    place: FileSlice
+    slot: torch.Tensor
+
+    def take(self, offset: int, view: memoryview) -> None:
+        """Copy what a piece of the file has for this job.
+
+        Neither end of the piece cuts an element: it is where a run begins or ends, or a border of
+        chunks, and both chunks and places are multiples of the element's size in the file.
+        """
+        place, itemsize = self.place, self.place.dtype.itemsize
+        low = max(place.start_byte, offset)
+        high = min(place.stop_byte, offset + view.nbytes)
+        numel = (high - low) // itemsize
+        if numel <= 0:
+            return
+        elements = torch.frombuffer(view, dtype=place.dtype, count=numel, offset=low - offset)
+        first = (low - place.start_byte) // itemsize
+        slot = self.slot[first : first + numel]
+        if slot.dtype == elements.dtype and itemsize in _BITS:
+            bits = _BITS[itemsize]
+            slot.view(bits).copy_(elements.view(bits))
+        else:
+            slot.copy_(elements)
+
+
+def _union(places: Iterable[FileSlice]) -> list[tuple[int, int]]:
+    """Join places, sorted by their start, that overlap or touch."""
+    runs: list[tuple[int, int]] = []
+    for place in places:
+        if runs and place.start_byte <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], place.stop_byte))
+        elif place.numel:
+            runs.append((place.start_byte, place.stop_byte))
+    return runs
+
+
+def _tensors_of(tree: object) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_of(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors_of(value)
+
+
+def _replaced(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:  # noqa: ANN401
+    if isinstance(tree, torch.Tensor):
+        return copies[id(tree)]
+    if isinstance(tree, dict):
+        # A copy keeps what a dict's own kind has besides its items.
+        result = copy.copy(tree)
+        result.update((key, _replaced(value, copies)) for key, value in tree.items())
+        return result
+    if type(tree) in {list, tuple}:
+        return type(tree)(_replaced(value, copies) for value in tree)
+    return tree

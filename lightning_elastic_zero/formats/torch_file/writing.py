@@ -1,0 +1,276 @@
+"""Writing: a tree of tensors whose bytes are fetched while the file is written."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+import numpy as np
+import torch
+
+from lightning_elastic_zero.storage import ChecksummedWriter, FileRecord, no_progress
+
+COPY_BYTES = 16 << 20
+"""The most that is brought to the host at once."""
+
+# A mapping that is never touched takes no memory; with this flag it is not counted as promised
+# memory either. Python knows the flag's name from 3.11 on, where the system has it.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+# torch's own checksum of each record halves the speed of writing, and nothing reads it. It can
+# only be switched for the whole process.
+_crc32_lock = threading.Lock()
+
+
+class TensorSource(Protocol):
+    """The elements of a 1-D tensor, to be fetched when they are written."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of each element."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        ...
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Give all elements in order, as contiguous 1-D tensors on the host, of bounded size."""
+        ...
+
+
+class PiecewiseSource:
+    """Pieces one after the other: tensors on any device, and stretches of zeros.
+
+    Attributes:
+        dtype: The type of each element; pieces of another type are cast.
+
+        numel: The number of elements.
+
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[torch.Tensor | int],
+        dtype: torch.dtype,
+        chunk_elements: int | None = None,
+    ) -> None:
+        """Take the pieces; nothing is copied yet.
+
+        Args:
+            pieces: Contiguous tensors, taken as 1-D; an int stands for so many zeros.
+
+            dtype: The type to be written.
+
+            chunk_elements: The most that ``chunks`` gives at once; by default ``COPY_BYTES``.
+
+        Raises:
+            ValueError: A tensor is not contiguous, or a number of zeros is negative.
+
+        """
+        for piece in pieces:
+            if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
+                text = piece if isinstance(piece, int) else (piece.shape, piece.stride())
+                msg = f"A piece is a contiguous tensor or a number of zeros; this one is {text}."
+                raise ValueError(msg)
+        self.dtype = dtype
+        self.numel = sum(p if isinstance(p, int) else p.numel() for p in pieces)
+        self._pieces = pieces
+        self._chunk_elements = chunk_elements or COPY_BYTES // dtype.itemsize
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Give all elements in order, at most ``chunk_elements`` at once."""
+        for piece in self._pieces:
+            if isinstance(piece, int):
+                zeros = torch.zeros(min(piece, self._chunk_elements), dtype=self.dtype)
+                for start in range(0, piece, self._chunk_elements):
+                    yield zeros[: piece - start]
+            else:
+                # A piece on the host is given as it is: the file copies it, not we.
+                flat = piece.detach().view(-1)
+                for start in range(0, flat.numel(), self._chunk_elements):
+                    part = flat[start : start + self._chunk_elements]
+                    yield part.to(device="cpu", dtype=self.dtype)
+
+
+class ShardBuilder:
+    """One file in the making: ``add`` each large tensor, put what it gives in a tree, ``write``."""
+
+    def __init__(self) -> None:
+        """Begin with no tensor."""
+        self._placed: list[_Placed] = []
+
+    def add(self, source: TensorSource) -> torch.Tensor:
+        """Give a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
+
+        All views of it share one storage in the file. It occupies addresses, not memory.
+        """
+        size_bytes = source.numel * source.dtype.itemsize
+        if not size_bytes:
+            return torch.empty(0, dtype=source.dtype)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
+        stand_in = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
+        start = stand_in.data_ptr()
+        self._placed.append(_Placed(start, start + size_bytes, source, stand_in))
+        return stand_in
+
+    def write(
+        self,
+        tree: object,
+        directory: Path,
+        name: str,
+        *,
+        save_id: str,
+        on_bytes: Callable[[int], None] = no_progress,
+    ) -> FileRecord:
+        """Write the file and its checksums, synced to disk.
+
+        Tensors in the tree that are no stand-ins are written as ``torch.save`` writes them: with
+        the whole of their storage, and told from which device.
+
+        Args:
+            tree: What ``torch.load`` will give.
+
+            directory: The checkpoint's directory, as it is being written.
+
+            name: The file's path below it, with forward slashes.
+
+            save_id: The save that the file belongs to.
+
+            on_bytes: Told the number of bytes that were written since it was last told.
+
+        Raises:
+            SaveError: The system did not take the bytes.
+            ValueError: A source did not give what it promised, or its stand-in is not in the tree.
+
+        """
+        with ChecksummedWriter(directory, name, on_bytes) as file:
+            stream = _SubstitutingStream(file, self._placed)
+            try:
+                with _without_crc32():
+                    # Of a file, torch.save uses just these two: write and flush.
+                    torch.save(tree, cast("IO[bytes]", stream))
+            finally:
+                stream.raise_error()
+            stream.check_complete()
+            return file.finish(save_id)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    with _crc32_lock:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(compute_crc32=False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(compute_crc32=before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A source and the addresses that stand for it."""
+
+    start: int
+    stop: int
+    source: TensorSource
+    stand_in: torch.Tensor
+    """Held, so that no other memory gets these addresses."""
+
+
+class _SubstitutingStream:
+    """A file for ``torch.save`` that writes a source's bytes where it is handed the stand-in's.
+
+    No exception leaves ``write``: torch's zip writer, which calls it from C++, tries to finish the
+    file in spite of it, and reports that instead. The first error is kept; nothing is written
+    after it.
+    """
+
+    def __init__(self, file: ChecksummedWriter, placed: list[_Placed]) -> None:
+        self._file = file
+        self._placed = sorted(placed, key=lambda one: one.start)
+        self._starts = [one.start for one in self._placed]
+        self._feeds = [_Feed(one) for one in self._placed]
+        self._error: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        if self._error is None and view.nbytes:
+            try:
+                self._write(view)
+            except BaseException as error:  # noqa: BLE001 - raised by raise_error
+                self._error = error
+        return view.nbytes
+
+    def _write(self, view: memoryview) -> None:
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._placed[index].stop:
+            self._file.write(view)
+            return
+        for part in self._feeds[index].take(address, view.nbytes):
+            self._file.write(part)
+
+    def flush(self) -> None:
+        """Do nothing: no bytes are held back."""
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def check_complete(self) -> None:
+        for feed in self._feeds:
+            feed.check_complete()
+
+
+class _Feed:
+    """The bytes of one source, in order."""
+
+    def __init__(self, placed: _Placed) -> None:
+        self._next = placed.start
+        self._stop = placed.stop
+        self._source = placed.source
+        self._parts = _bytes_of(placed.source)
+        self._rest = memoryview(b"")
+
+    def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
+        """Give the bytes that belong at an address; calls go through the addresses in order."""
+        if address != self._next:
+            msg = "torch.save wrote parts of one storage out of order; this release is not known."
+            raise RuntimeError(msg)
+        self._next += size_bytes
+        while size_bytes:
+            if not self._rest.nbytes:
+                self._rest = next(self._parts, self._rest)
+                if not self._rest.nbytes:
+                    self._fail(f"{size_bytes} bytes too few")
+            part, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
+            size_bytes -= part.nbytes
+            yield part
+
+    def check_complete(self) -> None:
+        if self._next != self._stop:
+            self._fail("no place in the tree")
+        if self._rest.nbytes or next(self._parts, None) is not None:
+            self._fail("more elements than it said")
+
+    def _fail(self, what: str) -> None:
+        msg = f"A source of {self._source.numel} elements of {self._source.dtype} has {what}."
+        raise ValueError(msg)
+
+
+def _bytes_of(source: TensorSource) -> Iterator[memoryview]:
+    for chunk in source.chunks():
+        if chunk.dtype != source.dtype or chunk.dim() != 1:
+            msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."
+            raise ValueError(msg)
+        if chunk.numel():
+            yield chunk.view(torch.uint8).numpy().data

@@ -1,0 +1,163 @@
+"""Does this checkpoint fit this model? Every difference by name, in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter
+
+LISTED = 20
+"""Names listed of each kind of difference; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a load wants of a checkpoint."""
+
+    optimizer_state: bool
+    """The optimizer's state, and so groups with the same members."""
+    hyperparameters: bool = True
+    """Each group's hyperparameters: the same number of groups."""
+    strict: bool = True
+    """False (Lightning's ``strict_loading``): frozen parameters and buffers that the checkpoint
+    lacks stay as they are, and what it has beyond the model is left out."""
+
+
+def check_fits(saved: Manifest, live: Manifest, wanted: Wanted, where: str) -> None:
+    """Compare a checkpoint with a live engine before anything is changed.
+
+    Args:
+        saved: the checkpoint's manifest.
+        live: what the engine says of itself.
+        wanted: what is to be restored.
+        where: the checkpoint's path, for the message.
+
+    Raises:
+        CheckpointMismatchError: with all differences, by name.
+    """
+    differences = list(_differences(saved, live, wanted))
+    if not differences:
+        return
+    listed = "\n".join(f"  - {difference}" for difference in differences)
+    msg = (
+        f"{where} does not fit this model.\n"
+        f"Saved: {describe(saved)}\nHere: {describe(live)}\n{listed}"
+    )
+    raise CheckpointMismatchError(msg)
+
+
+def describe(manifest: Manifest) -> str:
+    """Give one line about a checkpoint, or a live engine."""
+    numel = sum(p.numel for p in manifest.parameters)
+    stage = f"ZeRO-{manifest.stage}" if manifest.stage else "no ZeRO (evaluation)"
+    parts = [
+        f"{stage} on {manifest.world_size} device{'s' if manifest.world_size > 1 else ''}",
+        manifest.precision,
+        f"{len(manifest.parameters)} parameters with {numel:,} elements",
+    ]
+    if manifest.groups:
+        parts.append(f"{len(manifest.groups)} parameter group{'s' if len(manifest.groups) > 1 else ''}")
+    if manifest.writer.optimizer:
+        parts.append(manifest.writer.optimizer)
+    if manifest.weights_only:
+        parts.append("weights only")
+    return ", ".join(parts)
+
+
+def _differences(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
+    """Yield each kind of difference."""
+    if wanted.optimizer_state and saved.weights_only:
+        yield (
+            "it was saved with save_weights_only=True and holds no optimizer state: test or predict "
+            "with it, or pass load_optimizer_state=False to start a new run on its weights"
+        )
+    yield from _parameters(saved, live, wanted)
+    yield from _buffers(saved, live, wanted)
+    if live.groups:
+        yield from _groups(saved, live, wanted)
+
+
+def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
+    """Yield missing, unexpected and differently shaped parameters."""
+    have, want = _by_name(saved.parameters), _by_name(live.parameters)
+    missing = [n for n, p in want.items() if n not in have and not _may_lack(p, wanted)]
+    unexpected = [n for n in have if n not in want and (wanted.strict or have[n].group is not None)]
+    if missing:
+        yield f"missing from the checkpoint: {_names(missing)}"
+    if unexpected:
+        yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
+    for name in have.keys() & want.keys():
+        if have[name].shape != want[name].shape:
+            yield f"{name}: saved with shape {have[name].shape}, here {want[name].shape}"
+    if wanted.optimizer_state and live.groups:
+        frozen = [n for n in have.keys() & want.keys() if _owned(have[n]) and not _owned(want[n])]
+        thawed = [n for n in have.keys() & want.keys() if _owned(want[n]) and not _owned(have[n])]
+        if frozen:
+            yield f"trained when saved, frozen here: {_names(frozen)}"
+        if thawed:
+            yield f"frozen when saved, trained here: {_names(thawed)}"
+    lost = [n for n in saved.excluded if n in want and live.groups and _owned(want[n])]
+    if lost:
+        yield f"left out by exclude_frozen_parameters, but trained here: {_names(lost)}"
+
+
+def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    return {p.name: p for p in parameters}
+
+
+def _owned(parameter: Parameter) -> bool:
+    """Tell whether the optimizer owns it."""
+    return parameter.group is not None
+
+
+def _may_lack(parameter: Parameter, wanted: Wanted) -> bool:
+    """Tell whether a load may go on without a parameter."""
+    return not wanted.strict and not _owned(parameter)
+
+
+def _buffers(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
+    """Yield missing and unexpected module buffers."""
+    if not wanted.strict:
+        return
+    have, want = set(saved.module_buffers), set(live.module_buffers)
+    if want - have:
+        yield f"buffers missing from the checkpoint: {_names(sorted(want - have))}"
+    if have - want:
+        yield f"buffers in the checkpoint, but not in the model: {_names(sorted(have - want))}"
+
+
+def _groups(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
+    """Yield differences in the number and the membership of parameter groups."""
+    if not (wanted.optimizer_state or wanted.hyperparameters):
+        return
+    if len(saved.groups) != len(live.groups):
+        yield f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}"
+        return
+    for index, (have, want) in enumerate(zip(saved.groups, live.groups, strict=True)):
+        if set(have.names) != set(want.names):
+            yield from _membership(index, have, want, _groups_of(saved))
+
+
+def _membership(
+    index: int, have: Group, want: Group, group_of: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield what moved between groups, or left them."""
+    moved = [n for n in want.names if n not in have.names and n in group_of]
+    if moved:
+        was = sorted({group_of[n] for n in moved})
+        yield f"in parameter group {index} here, in {_names(map(str, was))} when saved: {_names(moved)}"
+    elif set(have.names) - set(want.names):
+        yield f"parameter group {index} held when saved: {_names(sorted(set(have.names) - set(want.names)))}"
+
+
+def _groups_of(manifest: Manifest) -> dict[str, int]:
+    return {name: index for index, group in enumerate(manifest.groups) for name in group.names}
+
+
+def _names(names: Iterable[str]) -> str:
+    """List names, the first of them where there are many."""
+    listed = list(names)
+    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
+    return ", ".join(listed[:LISTED]) + more

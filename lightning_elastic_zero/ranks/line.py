@@ -1,0 +1,255 @@
+"""The line from a rank to the store of the job, and the thread that serves it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_elastic_zero import verdicts
+from lightning_elastic_zero.errors import ElasticZeroError, RanksError, error_class
+from lightning_elastic_zero.verdicts import Beat, Judge, RankTimes, Store, Watch
+
+LINGER_S = 1.0
+"""The longest wait for others to read a last word."""
+
+_GLANCE_S = 1.0
+"""How often a rank at work looks whether the step has failed meanwhile."""
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
+"""The first and the longest pause between two looks of a rank that waits."""
+
+_MOST_POLLS_PER_S = 5000
+"""What the waiting ranks, however many, may ask of the store together."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step as this rank sees it, shared by the caller's thread and the line's."""
+
+    seq: int
+    """Counted from 1, alike on all ranks."""
+
+    kind: str
+    """The method that was called."""
+
+    name: str
+
+    arrived: threading.Event = field(default_factory=threading.Event)
+    """The store knows that this rank is here; a verdict that is there already has been read."""
+
+    reported: threading.Event = field(default_factory=threading.Event)
+    """The store knows how this rank's work went, or nobody needs to know any more."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    """There is a verdict."""
+
+    report_held: bool = False
+    """The store holds a report of this rank, for this rank to delete."""
+
+    failure: ElasticZeroError | None = None
+    """The verdict, if the step has failed."""
+
+    values: list[Any] = field(default_factory=list)
+    """The verdict, if it has succeeded and there are results for this rank."""
+
+    def end(self, failure: ElasticZeroError | None) -> None:
+        """Let the caller go, to return or to raise."""
+        self.failure = failure
+        self.over.set()
+        self.arrived.set()
+
+
+class Line(threading.Thread):
+    """The one thread of a rank that talks to the store; what it does is in the private methods.
+
+    It does what the caller orders, beats in between, and looks for the verdict of the step.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, name: str, times: RankTimes
+    ) -> None:
+        super().__init__(name=f"{name} rank {rank}", daemon=True)
+        self.step = Step(0, "", "")
+        self.step.end(None)
+        self.step.reported.set()
+        self.progress = 0
+        self._source: Any = store
+        self._rank, self._world_size, self._prefix, self._times = rank, world_size, name, times
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lost = ""  # why this rank can talk no more
+        self._closing = False
+        self._judge: Judge | None = None
+        self._first = Watch(times)
+        self._grouped = dist.is_initialized()
+        self._at, self._doing, self._count = self.step, "done", 0
+        self._beat_at = self._answered_at = time.monotonic()
+        self._poll_s = _FIRST_POLL_S
+
+    def begin(self, step: Step) -> None:
+        """Come to a step; return once it is known whether it has failed already."""
+        self.step = step
+        self.check()
+        self._orders.put(lambda: self._arrive(step))
+        self.wait(step.arrived)
+
+    def report(self, step: Step, text: str, *, failed: bool) -> None:
+        """Report how the work went; return at once."""
+        self._orders.put(lambda: self._report(step, text, failed=failed))
+
+    def wait(self, event: threading.Event) -> None:
+        """Wait for the thread, but not for one that will not answer."""
+        while not event.wait(_GLANCE_S):
+            self.check()
+
+    def check(self) -> None:
+        """Raise if the store does not answer."""
+        answered_at = self._answered_at
+        if not self._lost and time.monotonic() - answered_at > self._times.dead_s:
+            # All of this process may have been stopped: give the thread the time to go on.
+            time.sleep(2 * self._times.beat_s)
+            if self._answered_at == answered_at:
+                self._lost = (
+                    f"the job's store has not answered for {self._times.dead_s:g} s: rank 0, or "
+                    "whatever process hosts it, died or is stopped"
+                )
+        if self._lost and not self.step.over.is_set():
+            raise RanksError(self._lost)
+
+    def close(self) -> None:
+        """Stop, unless the thread is held by a store that does not answer."""
+        self._closing = True
+        self._orders.put(lambda: None)
+        if threading.current_thread() is not self:
+            self.join(2 * LINGER_S)
+
+    def run(self) -> None:
+        """Serve the caller, beat and look, until closed or cut off."""
+        try:
+            self._open()
+            while not (self._closing or self._lost):
+                self._turn()
+            if not self._lost:
+                self._farewell()
+        except Exception as error:  # noqa: BLE001 - raised by the caller, who waits for it
+            reason = str(error).partition("\n")[0]
+            self._lost = self._lost or (
+                "the job's store is lost: rank 0, or whatever process hosts it, died or has ended "
+                f"({type(error).__name__}: {reason})"
+            )
+        self._lost = self._lost or "these ranks are closed"
+        if not self.step.over.is_set():
+            self.step.end(RanksError(f"step {self.step.name!r}: {self._lost}"))
+
+    def _open(self) -> None:
+        store, self._source = self._source, None  # held, it would outlive its process group
+        with contextlib.suppress(AttributeError):  # older ones have one connection only
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=self._times.dead_s))
+        made = PrefixStore(self._prefix, store).add(f"made/{self._rank}", 1)
+        self._store: Store = PrefixStore(f"{self._prefix}/{made}", store)
+        if self._rank == 0:
+            self._judge = Judge(self._store, self._world_size, self._times)
+        self._say()
+        self._answered_at = time.monotonic()
+
+    def _turn(self) -> None:
+        order = None
+        with contextlib.suppress(queue.Empty):
+            order = self._orders.get(timeout=self._pause_s())
+        if self._grouped and not dist.is_initialized():
+            # The store may be gone: a call to it would have torch print a warning.
+            self._lost = "the process group has been destroyed"
+            return
+        if order is not None:
+            order()
+        beat = time.monotonic() >= self._beat_at
+        if beat:
+            self._say()
+        if self._judge is not None:
+            # With rank 0 the store may have been stopped: nobody could post that he has given up.
+            gap_s = time.monotonic() - self._answered_at
+            if gap_s > self._times.dead_s - 2 * self._times.beat_s:
+                self._judge.resign(gap_s)
+            self._judge.look()
+        if not self.step.over.is_set():
+            self._look(self.step, beat=beat)
+        self._answered_at = time.monotonic()
+
+    def _pause_s(self) -> float:
+        pause_s = max(0.0, self._beat_at - time.monotonic())
+        if self.step.over.is_set():
+            return pause_s
+        if not self.step.reported.is_set():
+            return min(pause_s, _GLANCE_S)
+        longest_s = max(_LAST_POLL_S, self._world_size / _MOST_POLLS_PER_S)
+        self._poll_s = min(1.5 * self._poll_s, longest_s)
+        return min(pause_s, self._poll_s)
+
+    def _arrive(self, step: Step) -> None:
+        label = verdicts.pack([step.kind, step.name])
+        held = self._store.compare_set(f"{step.seq}/step", "", label)
+        self._at, self._poll_s = step, _FIRST_POLL_S
+        self._say("working")
+        self._look(step)
+        if held != label.encode():
+            self._report(step, verdicts.pack(verdicts.mismatch_report()), failed=True)
+        step.arrived.set()
+
+    def _report(self, step: Step, text: str, *, failed: bool) -> None:
+        if step.over.is_set():
+            step.reported.set()
+            return
+        if text:
+            self._store.set(f"{step.seq}/report/{self._rank}", text)
+            step.report_held = True
+        if failed:
+            self._store.add(f"{step.seq}/failed", 1)
+        self._store.add(f"{step.seq}/done", 1)
+        self._poll_s = _FIRST_POLL_S
+        self._say("waiting")
+        step.reported.set()
+
+    def _say(self, doing: str = "") -> None:
+        self._doing = doing or self._doing
+        self._count += 1
+        at = self._at
+        beat = Beat(self._count, at.seq, at.kind, at.name, self._doing, self.progress)
+        self._store.set(f"beat/{self._rank}", beat.packed())
+        self._beat_at = time.monotonic() + self._times.beat_s
+
+    def _look(self, step: Step, *, beat: bool = False) -> None:
+        """End the step if there is a verdict, or if rank 0 can give none any more."""
+        key = f"{step.seq}/verdict"
+        if beat and self._judge is None:
+            there = self._store.check(["beat/0"])
+            why = self._first.gone(Beat.unpacked(self._store.get("beat/0")) if there else None)
+            if why:
+                loss = verdicts.loss(step.name, {0: why}, self._world_size)
+                self._store.compare_set(key, "", verdicts.pack(loss))
+        if not self._store.check([key]):
+            return
+        verdict = verdicts.unpack(self._store.get(key))
+        if step.report_held:
+            self._store.delete_key(f"{step.seq}/report/{self._rank}")
+        self._say("done")
+        if "error" in verdict:
+            step.end(error_class(verdict["error"])(verdict["message"]))
+        else:
+            step.values = self._judge.values if self._judge else verdict["values"]
+            step.end(None)
+
+    def _farewell(self) -> None:
+        # With rank 0 the store often ends: let the others read the last verdict before that.
+        until = time.monotonic() + LINGER_S
+        while self._judge and not self._judge.all_read() and time.monotonic() < until:
+            time.sleep(_LAST_POLL_S)
+        self._say("closed")

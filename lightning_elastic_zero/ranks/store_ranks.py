@@ -1,0 +1,116 @@
+"""Ranks that agree through a key-value store: the caller's side."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_elastic_zero.errors import RanksError
+from lightning_elastic_zero.ranks.line import LINGER_S, Line, Step
+from lightning_elastic_zero.verdicts import RankTimes, Store, failure_report, pack
+
+T = TypeVar("T")
+J = TypeVar("J")
+
+
+class StoreRanks:
+    """Several ranks that agree through a store, over a connection of their own.
+
+    Every rank makes its instances of one ``name`` in the same order, does all steps of an instance
+    from one thread, and closes it before it destroys the process group that the store is of.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        name: str = "elastic-zero",
+        times: RankTimes = RankTimes(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._seq = 0
+        self._running = threading.Lock()
+        self._line = Line(store, rank, world_size, name, times)
+        self._line.start()
+        self._close = weakref.finalize(self, self._line.close)
+        # At exit, a thread that comes back from C++ to a dead interpreter may crash it. Registered
+        # late, this runs before an exit hook, such as Lightning's, that destroys the process group.
+        self._close.atexit = False
+        atexit.register(self._close)
+
+    def together(self, step: str, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank; see ``Ranks``."""
+        own: list[T] = []
+        self._run("together", step, lambda: own.append(work()))
+        return own[0]
+
+    def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
+        """Give rank 0 all results; see ``Ranks``."""
+        values = self._run("gather", step, work)
+        return values if self.rank == 0 else None
+
+    def from_first(self, step: str, work: Callable[[], J]) -> J:
+        """Give every rank the result of rank 0; see ``Ranks``."""
+        value: J = self._run("from_first", step, work if self.rank == 0 else None)[0]
+        return value
+
+    def everywhere(self, step: str, work: Callable[[], J]) -> list[J]:
+        """Give every rank all results; see ``Ranks``."""
+        return self._run("everywhere", step, work)
+
+    def progress(self) -> None:
+        """Show that long work goes on; see ``Ranks``."""
+        self._line.progress += 1
+        step = self._line.step
+        if not step.reported.is_set():
+            if step.failure is not None:
+                raise step.failure
+            self._line.check()
+
+    def close(self) -> None:
+        """Stop the thread; see ``Ranks``."""
+        atexit.unregister(self._close)
+        self._close()
+
+    def _run(self, kind: str, name: str, work: Callable[[], object] | None) -> list[Any]:
+        if not self._running.acquire(blocking=False):
+            msg = f"step {name!r} was begun within another step; a thread needs its own StoreRanks"
+            raise RanksError(msg)
+        try:
+            self._seq += 1
+            step = Step(self._seq, kind, name)
+            self._line.begin(step)
+            own = None
+            if not (step.over.is_set() or step.reported.is_set()):
+                own = self._work(step, work)
+            self._line.wait(step.over)
+        finally:
+            step.reported.set()  # no work goes on that progress() could end
+            self._running.release()
+        if step.failure is None:
+            return step.values
+        # Where progress() raised it in the midst of work, it is no cause of itself.
+        raise step.failure from (None if own is step.failure else own)
+
+    def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
+        """Run this rank's work and report how it went; give what it raised."""
+        own: Exception | None = None
+        report = ""
+        try:
+            result = work() if work is not None else None
+            if work is not None and step.kind != "together":
+                report = pack({"value": result})
+        except Exception as error:  # noqa: BLE001 - all ranks raise it, after the verdict
+            own, report = error, pack(failure_report(error))
+        except BaseException as error:
+            self._line.report(step, pack(failure_report(error)), failed=True)
+            step.reported.wait(LINGER_S)
+            raise
+        self._line.report(step, report, failed=own is not None)
+        return own

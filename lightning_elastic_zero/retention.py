@@ -1,0 +1,87 @@
+"""Which published checkpoints may be deleted, and how.
+
+``ModelCheckpoint`` decides what is superfluous; it compares paths without resolving links, deletes
+before it moves ``last.ckpt`` to the new checkpoint, and knows nothing of the checkpoint that a run
+was resumed from through a link. So a deletion waits here while something still needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from lightning_elastic_zero.manifest import MANIFEST_NAME
+from lightning_elastic_zero.storage import check_local_path, sync_directory
+
+DOOMED = ".elastic-removed-"
+"""Prefix of a directory that is being deleted: renamed first, so that none is half there."""
+
+log = logging.getLogger(__name__)
+
+
+class Retention:
+    """Deletes checkpoints, unless they are still needed. Used on one rank."""
+
+    def __init__(self) -> None:
+        self._resumed_from: Path | None = None
+        self._waiting: list[Path] = []
+
+    def protect(self, path: str | os.PathLike[str]) -> None:
+        """Keep the checkpoint that the run was resumed from, behind whatever link."""
+        self._resumed_from = Path(os.path.realpath(path))
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, now or as soon as no link names it any more."""
+        self._waiting.append(check_local_path(path))
+        self.retry()
+
+    def retry(self) -> None:
+        """Delete what waited and is free now."""
+        self._waiting = [path for path in self._waiting if not self._try(path)]
+
+    def _try(self, path: Path) -> bool:
+        """Delete a checkpoint; False: it has to wait."""
+        if path.is_symlink():
+            path.unlink()
+            return True
+        if not path.exists():
+            return True
+        if Path(os.path.realpath(path)) == self._resumed_from:
+            log.info("%s is kept: this run was resumed from it", path)
+            return True
+        if _is_last_good(path):
+            log.info("%s is kept: no other checkpoint is there yet", path)
+            return False
+        if _links_to(path):
+            return False
+        _delete(path)
+        return True
+
+
+def _is_last_good(path: Path) -> bool:
+    """Tell whether a checkpoint is published and no other one beside it is."""
+    published = [entry.parent for entry in path.parent.glob(f"*/{MANIFEST_NAME}")]
+    others = [p for p in published if os.path.realpath(p) != os.path.realpath(path)]
+    return (path / MANIFEST_NAME).exists() and not others
+
+
+def _links_to(path: Path) -> bool:
+    """Tell whether a link beside a checkpoint still names it."""
+    real = os.path.realpath(path)
+    return any(e.is_symlink() and os.path.realpath(e) == real for e in path.parent.iterdir())
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, or a directory that vanishes at once and is then emptied."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    for left_over in path.parent.glob(f"{DOOMED}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    doomed = path.parent / f"{DOOMED}{uuid.uuid4().hex}"
+    path.rename(doomed)
+    sync_directory(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,54 @@
+"""Files that can be trusted, and directories that appear whole or not at all.
+
+``checksums`` writes a file together with the checksums of its chunks; ``verified`` reads runs of
+its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory under
+a hidden name and publishes it in one step. ``places`` knows which paths can be used at all, and
+proves that all ranks see the same one.
+"""
+
+from __future__ import annotations
+
+from lightning_elastic_zero.storage.checksums import (
+    CHUNK_BYTES,
+    SUMS_SUFFIX,
+    ChecksummedWriter,
+    FileRecord,
+    no_progress,
+    write_durably,
+)
+from lightning_elastic_zero.storage.places import (
+    check_local_path,
+    leave_token,
+    remove_token,
+    see_token,
+    sync_directory,
+)
+from lightning_elastic_zero.storage.staging import (
+    StagedDirectory,
+    remove_leftovers,
+    repair,
+    repair_target,
+    staging_path,
+)
+from lightning_elastic_zero.storage.verified import READ_BYTES, VerifiedFile
+
+__all__ = [
+    "CHUNK_BYTES",
+    "READ_BYTES",
+    "SUMS_SUFFIX",
+    "ChecksummedWriter",
+    "FileRecord",
+    "StagedDirectory",
+    "VerifiedFile",
+    "check_local_path",
+    "leave_token",
+    "no_progress",
+    "remove_leftovers",
+    "remove_token",
+    "repair",
+    "repair_target",
+    "see_token",
+    "staging_path",
+    "sync_directory",
+    "write_durably",
+]

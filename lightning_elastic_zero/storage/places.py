@@ -1,0 +1,123 @@
+"""Which paths can be used, and whether all ranks see the same directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.storage.checksums import write_durably
+
+_URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
+
+_POLL_S = 0.1
+
+_NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+
+
+def check_local_path(path: str | os.PathLike[str]) -> Path:
+    """Give the absolute path, its links not resolved.
+
+    Raises:
+        UnsupportedError: It is the address of a remote storage.
+
+    """
+    text = os.fspath(path)
+    url = _URL.match(text)
+    if url is None:
+        return Path(os.path.abspath(text))  # noqa: PTH100 - Path.absolute() would keep ".."
+    if url[1].lower() == "file":
+        return Path(os.path.abspath(text[url.end() :]))  # noqa: PTH100 - as above
+    msg = (
+        f"{text} is on a remote storage, which is not supported yet: a checkpoint is many files "
+        "that appear in one step, and ranges of them are read. Give a path on a filesystem that "
+        "all ranks share, and copy the checkpoint from there."
+    )
+    raise UnsupportedError(msg)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk.
+
+    Filesystems that do not offer this for directories are left to their own ways.
+
+    Raises:
+        OSError: The system failed in doing so.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_DIRECTORIES:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def leave_token(directory: Path, token: str) -> None:
+    """Leave a sign in the directory, for the other ranks to see: what rank 0 does.
+
+    Raises:
+        SaveError: The directory cannot be written.
+
+    """
+    write_durably(_token_path(directory, token), b"")
+
+
+def see_token(directory: Path, token: str, wait_s: float = 10.0) -> None:
+    """Prove that this rank sees the directory in which rank 0 left the token.
+
+    Args:
+        directory: The directory, as this rank names it.
+
+        token: What rank 0 left there.
+
+        wait_s: How long to look: network filesystems show the work of others with a delay.
+
+    Raises:
+        SaveError: The token is not there. The directory is another one, or is missing.
+
+    """
+    stop_s = time.monotonic() + wait_s
+    while not _has_name(directory, _token_path(directory, token).name):
+        if time.monotonic() >= stop_s:
+            msg = (
+                f"{socket.gethostname()} does not see the directory that rank 0 made, {directory}, "
+                f"after {wait_s:g} s. All ranks must write into one directory: save on a "
+                "filesystem that all machines share, and give it the same path on each."
+            )
+            raise SaveError(msg)
+        time.sleep(_POLL_S)
+
+
+def remove_token(directory: Path, token: str) -> None:
+    """Take the token away again, if it is there.
+
+    Raises:
+        SaveError: The directory cannot be written.
+
+    """
+    try:
+        _token_path(directory, token).unlink(missing_ok=True)
+    except OSError as error:
+        msg = f"Could not remove a file of ours from {directory}: {error.strerror}."
+        raise SaveError(msg) from error
+
+
+def _token_path(directory: Path, token: str) -> Path:
+    return directory / f".seen-{token}"
+
+
+def _has_name(directory: Path, name: str) -> bool:
+    # Opening a directory makes a network filesystem ask its server again; a mere look-up of the
+    # name may be answered from what was cached, for as long as a minute.
+    try:
+        with os.scandir(directory.parent), os.scandir(directory) as entries:
+            return any(entry.name == name for entry in entries)
+    except OSError:
+        return False

@@ -1,0 +1,316 @@
+"""The Lightning strategy: what its parent does, with checkpoints that fit any device count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_elastic_zero.api import (
+    CheckpointFigures,
+    Loaded,
+    LoadOptions,
+    SaveOptions,
+    load_with,
+    save_with,
+)
+from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
+from lightning_elastic_zero.ranks import Ranks, current_ranks
+from lightning_elastic_zero.retention import Retention
+from lightning_elastic_zero.schedules import keep_configured_rates
+
+if TYPE_CHECKING:
+    import os
+
+    import lightning.pytorch as pl
+    from torch.optim import Optimizer
+
+RESUME_END = "_CheckpointConnector.resume_end"
+"""Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
+
+
+class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
+    """DeepSpeed ZeRO-1, 2 and 3 whose checkpoints resume on any number of devices.
+
+    Takes everything that Lightning's ``DeepSpeedStrategy`` takes. The trainer's loop,
+    ``ModelCheckpoint`` and ``ckpt_path`` are used as ever; a checkpoint is a directory. Runs with
+    ``accelerator="cpu"`` (gloo) as well as on CUDA.
+    """
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401 (the parent's own)
+        load_optimizer_state: bool = True,
+        load_hyperparameters: bool = True,
+        save_module_weights: bool = False,
+        allow_pickle: bool = False,
+        **kwargs: Any,  # noqa: ANN401 (the parent's own)
+    ) -> None:
+        """Take the parent's arguments, and a few of this library's.
+
+        Args:
+            *args: as ``DeepSpeedStrategy``.
+            load_optimizer_state: False: ``fit(ckpt_path=...)`` goes on from the saved weights with
+                a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
+            load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
+                configures them; the optimizer's moments are restored all the same.
+            save_module_weights: write the low-precision weights beside the fp32 masters that hold
+                them already, for tools that insist on them.
+            allow_pickle: build Python objects of any class from the trainer's state (hyperparameters
+                and callbacks that are no plain data). That can run code: only for checkpoints that
+                you trust.
+            **kwargs: as ``DeepSpeedStrategy``.
+        """
+        super().__init__(*args, **kwargs)
+        self._load_options = LoadOptions(
+            optimizer_state=load_optimizer_state,
+            hyperparameters=load_hyperparameters,
+            allow_pickle=allow_pickle,
+        )
+        self._save_module_weights = save_module_weights
+        self._ranks: Ranks | None = None
+        self._retention = Retention()
+        self._resumed = False
+        self.last_save: CheckpointFigures | None = None
+        """Path, seconds and bytes of the last save."""
+        self.last_load: CheckpointFigures | None = None
+        """Path, seconds and bytes of the last load."""
+
+    # -- setting up --------------------------------------------------------------------------
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node. CPUs are numbered too: DeepSpeed wants each device's index."""
+        devices = self._parallel_devices
+        if devices and devices[0].type == "cpu":
+            return [torch.device("cpu", index) for index in range(len(devices))]
+        return devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    @override
+    def setup_environment(self) -> None:
+        if not isinstance(self.accelerator, CPUAccelerator):
+            super().setup_environment()
+            return
+        use_accelerator("cpu")
+        # The parent refuses all but CUDA here, and else does what its own parent does.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._init_config_if_needed()
+        check_config(self.config or {})
+        super().setup(trainer)
+        check_supported(self.deepspeed_engine)
+        self._resumed = False
+        self._agree()
+
+    def _agree(self) -> Ranks:
+        """Give the means of agreement between ranks, made when first needed."""
+        if self._ranks is None:
+            self._ranks = current_ranks()
+        return self._ranks
+
+    # -- saving ------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Give nothing: the weights are saved from the masters, not through this dict."""
+        return {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Give nothing: the state is saved from the optimizer's buffers, not through this dict."""
+        return {}
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint directory; collective.
+
+        Args:
+            checkpoint: what Lightning's trainer hands over.
+            filepath: the directory, the same on all ranks.
+            storage_options: not supported.
+
+        Raises:
+            TypeError: ``storage_options`` were given.
+            SaveError: it could not be written; the last published checkpoint is intact.
+            UnsupportedError: something in the run cannot be saved.
+            RanksError: a rank failed, died, or did not call this.
+        """
+        if storage_options is not None:
+            msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
+            raise TypeError(msg)
+        self._retention.retry()
+        client_state = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
+        options = SaveOptions(
+            weights_only="optimizer_states" not in checkpoint,
+            exclude_frozen=self.exclude_frozen_parameters,
+            module_weights=self._save_module_weights,
+        )
+        self.last_save = save_with(
+            self.deepspeed_engine, filepath, self._agree(), client_state, options
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint as soon as nothing needs it any more."""
+        if self.is_global_zero:
+            self._retention.remove(filepath)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Restore a checkpoint directory that any number of devices wrote; collective.
+
+        Args:
+            checkpoint_path: the directory; all ranks take rank 0's.
+            weights_only: not used: nothing is unpickled unless ``allow_pickle`` was given.
+
+        Returns:
+            The trainer's part, from which Lightning restores loops, callbacks and schedulers.
+
+        Raises:
+            ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
+        """
+        if self.load_full_weights and self.zero_stage_3:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        module = self.lightning_module
+        options = LoadOptions(
+            optimizer_state=self._load_options.optimizer_state,
+            hyperparameters=self._load_options.hyperparameters,
+            strict=module is None or module.strict_loading,
+            allow_pickle=self._load_options.allow_pickle,
+        )
+        loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
+        self._resumed = True
+        self.last_load = loaded.figures
+        self._retention.protect(loaded.figures.path)
+        return self._trainer_state(loaded)
+
+    def _trainer_state(self, loaded: Loaded) -> dict[str, Any]:
+        """Give what Lightning's loops, callbacks and schedulers restore themselves from."""
+        state, manifest = loaded.client_state, loaded.manifest
+        fitting = self._fitting()
+        rank_zero_info(
+            f"Loaded {loaded.figures.path} (saved on {manifest.world_size} devices with "
+            f"ZeRO-{manifest.stage}) on {self.world_size} devices: "
+            f"{loaded.figures.bytes / 1e6:.1f} MB in {loaded.figures.seconds:.2f} s"
+        )
+        if fitting and manifest.weights_only:
+            rank_zero_info("It holds weights only: a new run starts on them, at step 0")
+            return {}
+        if fitting and not self._load_options.hyperparameters:
+            state["lr_schedulers"] = keep_configured_rates(state.get("lr_schedulers", []))
+        return state
+
+    def _fitting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing for directories: the engine has its weights already."""
+        if self.load_full_weights and self.zero_stage_3:
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; at the end of a resume, agree first on what was resumed."""
+        if RESUME_END in (*args, kwargs.get("name")):
+            self._agree_on_resume()
+        super().barrier(*args, **kwargs)
+
+    def _agree_on_resume(self) -> None:
+        """Fail at once where one rank found a checkpoint and another did not.
+
+        Each rank resolves ``ckpt_path="last"`` by itself, before any hook of a strategy. A rank
+        that found nothing comes here while the others are still loading: their steps differ.
+        """
+        self._agree().together("go on without loading a checkpoint (any more)", lambda: None)
+        if self._fitting() and not self._resumed:
+            self._say_what_was_not_resumed()
+
+    def _say_what_was_not_resumed(self) -> None:
+        """Training starts at step 0: say so, loudly where there is something to resume."""
+        module = self.lightning_module
+        if module is None:
+            return
+        callbacks = module.trainer.checkpoint_callbacks
+        folders = {str(d) for c in callbacks if (d := getattr(c, "dirpath", None))}
+        found = [p for folder in sorted(folders) for p in sorted(Path(folder).glob("*.ckpt"))]
+        dangling = [p for p in found if p.is_symlink() and not p.exists()]
+        if dangling:
+            rank_zero_warn(
+                f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is gone. "
+                f"Pass the checkpoint that you want as ckpt_path."
+            )
+        elif found:
+            rank_zero_warn(
+                f"Training starts from step 0, although {found[0].parent} holds {len(found)} "
+                f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
+            )
+        else:
+            rank_zero_info("No checkpoint was loaded: training starts from step 0.")
+
+    # -- the end -----------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        """Delete what waited, and stop agreeing; no collective, since ranks may be gone."""
+        if self.is_global_zero:
+            self._retention.retry()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names ``elastic_deepspeed...``, one for each of Lightning's own."""
+        base, offload = "elastic_deepspeed", {"offload_optimizer": True}
+        both = {**offload, "offload_parameters": True}
+        nvme = {
+            "remote_device": "nvme",
+            "offload_params_device": "nvme",
+            "offload_optimizer_device": "nvme",
+        }
+        names: dict[str, dict[str, Any]] = {
+            base: {},
+            f"{base}_stage_1": {"stage": 1},
+            f"{base}_stage_2": {"stage": 2},
+            f"{base}_stage_2_offload": {"stage": 2, **offload},
+            f"{base}_stage_3": {"stage": 3},
+            f"{base}_stage_3_offload": {"stage": 3, **both},
+            f"{base}_stage_3_offload_nvme": {"stage": 3, **both, **nvme},
+        }
+        for name, arguments in names.items():
+            description = f"Elastic DeepSpeed: {arguments or 'defaults'}"
+            strategy_registry.register(name, cls, description, override=True, **arguments)
+
+
+ElasticDeepSpeedStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,381 @@
+"""How rank 0 judges a step: which ranks failed, which are lost, and what all ranks hear of it.
+
+It sees the job through a key-value store only, in which these keys are::
+
+    beat/<rank>            what a rank last said of itself, counted up with every sign of life
+    <seq>/step             kind and name of a step, set by the first rank that comes to it
+    <seq>/report/<rank>    a result or a failure, where there is one
+    <seq>/done, /failed    how many ranks have reported, and how many of them a failure
+    <seq>/verdict          set once, by rank 0, or by a rank that has given up rank 0
+
+The cost is in proportion to the ranks: two counters are read while the step runs, the beats of all
+ranks once per ``beat_s``. No key stays behind once every rank has come to a later step.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
+
+from lightning_elastic_zero.errors import error_class
+
+MOST_BYTES = 8 * 1024 * 1024
+"""A TCPStore drops the connection of a client that sends a longer value."""
+
+_LONG_BYTES = 16 * 1024
+_MOST_CHARACTERS = 4000
+_MOST_LINES = 16
+_MISMATCH = "mismatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """How long ranks wait for each other, in seconds.
+
+    With the defaults, all ranks raise within 10 s where one raised, and within 60 s where one died
+    or stalled.
+    """
+
+    beat_s: float = 2.0
+    """From one sign of life of a rank to its next."""
+
+    dead_s: float = 30.0
+    """Without a sign of life for so long, a rank died or is stopped, or the store's host is."""
+
+    stalled_s: float = 50.0
+    """At work on a step for so long without ``progress()``, a rank has stalled."""
+
+    absent_s: float = 180.0
+    """A living rank comes to a step no later than this after the first one.
+
+    Longer than the others, for to be late is no fault: rank 0 may be in a long logging callback.
+    Yet a call that is made on one rank only must end.
+    """
+
+    settle_s: float = 1.0
+    """After a first failure, for so long other ranks may add theirs before the verdict."""
+
+    def __post_init__(self) -> None:
+        """Refuse times that would take a living rank for a dead one."""
+        if self.beat_s <= 0 or min(self.dead_s, self.stalled_s, self.absent_s) < 4 * self.beat_s:
+            msg = f"{self}: dead_s, stalled_s and absent_s must be at least 4 * beat_s, beat_s > 0"
+            raise ValueError(msg)
+
+
+class Store(Protocol):
+    """What is used of ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Give the value of a key that is there; it would wait for another one."""
+
+    def add(self, key: str, value: int, /) -> int:
+        """Count up, from 0 where the key is not there, and give the new count."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Say whether all keys are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key if it holds what is expected ("" where it is not there); give what it holds."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key, if it is there."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Give the values of keys that are there."""
+
+
+def pack(data: object) -> str:
+    """Give plain data as text for the store.
+
+    Raises:
+        TypeError: It is not plain data.
+        ValueError: It is too long for the store.
+    """
+    text = json.dumps(data)
+    if len(text) > _LONG_BYTES:
+        text = "z" + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+    if len(text) > MOST_BYTES:
+        msg = f"the result has {len(text)} bytes when packed, the store takes {MOST_BYTES} at most"
+        raise ValueError(msg)
+    return text
+
+
+def unpack(held: bytes) -> Any:  # noqa: ANN401 - any plain data
+    """Give the plain data of a text in the store."""
+    return json.loads(zlib.decompress(base64.b64decode(held[1:])) if held[:1] == b"z" else held)
+
+
+def failure_report(error: BaseException) -> dict[str, str]:
+    """Give an error as plain data, with the nearest class that other ranks know."""
+    mro = type(error).__mro__
+    known = (cls.__name__ for cls in mro if error_class(cls.__name__) is cls)
+    message = str(error)[:_MOST_CHARACTERS]
+    return {
+        "error": next(known, "RanksError"),
+        "type": type(error).__name__,
+        "message": message,
+    }
+
+
+def mismatch_report() -> dict[str, str]:
+    """Give the report of a rank that came to a step under another name than the first one."""
+    return {"error": "RanksError", "type": _MISMATCH, "message": ""}
+
+
+def loss(name: str, lost: dict[int, str], world_size: int) -> dict[str, str]:
+    """Give the verdict on a step that waits for ranks that will not come."""
+    message = f"step {name!r} cannot be finished without {_by_rank(lost, world_size)}"
+    return {"error": "RanksError", "message": message}
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank last said of itself."""
+
+    count: int
+    """How many times it has said something."""
+
+    seq: int
+    """The step it came to last, 0 before its first one."""
+
+    kind: str
+    name: str
+
+    doing: str
+    """``working`` or ``waiting`` in that step, ``done`` with it, or ``closed``."""
+
+    progress: int
+    """How often it has shown progress."""
+
+    def packed(self) -> str:
+        """Give it as text for the store."""
+        return pack(astuple(self))
+
+    @classmethod
+    def unpacked(cls, held: bytes) -> Beat:
+        """Read it from the store."""
+        return cls(*unpack(held))
+
+    def last_seen(self) -> str:
+        """Say where the rank was."""
+        if self.seq == 0:
+            return "last seen before its first step"
+        where = {"working": "at work in", "waiting": "waiting in"}.get(self.doing, "after")
+        return f"last seen {where} step {self.name!r}"
+
+
+class Silence:
+    """For how long a thing has not changed, to a watcher that may itself have been stopped."""
+
+    def __init__(self, most_s: float) -> None:
+        """Count at most ``most_s`` per look: time in which nobody looked is held against nobody."""
+        self._most_s = most_s
+        self._value: object = None
+        self._silent_s = 0.0
+        self._looked_at = time.monotonic()
+
+    def look(self, value: object) -> float:
+        """Give the seconds for which it has been this value."""
+        now = time.monotonic()
+        same = value == self._value
+        more_s = min(now - self._looked_at, self._most_s)
+        self._silent_s = self._silent_s + more_s if same else 0.0
+        self._value, self._looked_at = value, now
+        return self._silent_s
+
+
+class Watch:
+    """What is known of the life of one rank, from its beats."""
+
+    def __init__(self, times: RankTimes) -> None:
+        """Watch from now on."""
+        self._times = times
+        self._beat = Silence(2 * times.beat_s)
+        self._work = Silence(2 * times.beat_s)
+
+    def gone(self, beat: Beat | None) -> str | None:
+        """Say why the rank will never answer, if so."""
+        silent_s = self._beat.look(beat.count if beat else None)
+        if beat is None:
+            wait_s = self._times.absent_s
+            return f"never seen in {wait_s:g} s" if silent_s >= wait_s else None
+        if beat.doing == "closed":
+            return f"it has ended its part, {beat.last_seen()}"
+        if silent_s >= self._times.dead_s:
+            wait_s = self._times.dead_s
+            return f"no sign of life for {wait_s:g} s (it died or is stopped), {beat.last_seen()}"
+        return None
+
+    def idle(self, beat: Beat, seq: int, open_s: float) -> str | None:
+        """Say why step ``seq``, open for ``open_s``, waits in vain for this living rank, if so."""
+        still_s = self._work.look((beat.seq, beat.doing, beat.progress))
+        if beat.seq < seq and open_s >= self._times.absent_s:
+            return (
+                f"alive, but not here after {open_s:.0f} s, {beat.last_seen()}; this call must be "
+                "made on every rank: `trainer.save_checkpoint(...)` on one rank only cannot work"
+            )
+        if beat.seq == seq and beat.doing == "working" and still_s >= self._times.stalled_s:
+            return f"alive, but without progress for {still_s:.0f} s, {beat.last_seen()}"
+        return None
+
+
+class Judge:
+    """Rank 0's part: one verdict for each step, in their order."""
+
+    def __init__(self, store: Store, world_size: int, times: RankTimes) -> None:
+        """Judge from the first step on."""
+        self.values: list[Any] = []
+        self._store = store
+        self._world_size = world_size
+        self._times = times
+        self._seq = 1
+        self._kind, self._name = "", ""
+        self._passed: list[int] = []  # judged, but a rank may still come to read of it
+        self._unseen = set(range(world_size))
+        self._watches = [Watch(times) for _ in range(world_size)]
+        self._open = Silence(2 * times.beat_s)
+        self._failing = Silence(2 * times.beat_s)
+        self._look_at = 0.0
+
+    def look(self) -> None:
+        """Give the verdict on the open step, if it can be given now."""
+        if not (self._kind or self._is_open()):
+            return
+        open_s = self._open.look(self._seq)
+        # In this order: a rank counts its failure before it counts itself done.
+        done = self._store.add(f"{self._seq}/done", 0)
+        failed = self._store.add(f"{self._seq}/failed", 0)
+        all_in = done >= self._world_size
+        if all_in and not failed:
+            self._post(self._success(), all_in=True)
+        elif failed:
+            if all_in or self._failing.look(self._seq) >= self._times.settle_s:
+                self._post(self._failure(), all_in=all_in)
+        elif time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + self._times.beat_s
+            self._judge_lives(open_s)
+
+    def resign(self, stopped_s: float) -> None:
+        """Fail the open step: rank 0 was stopped itself, the others have given it up meanwhile."""
+        if self._kind or self._is_open():
+            why = f"it was stopped for {stopped_s:.0f} s"
+            self._post(loss(self._name, {0: why}, self._world_size))
+
+    def all_read(self) -> bool:
+        """Say whether every rank has read the last verdict."""
+        last = self._seq - 1
+        return last == 0 or all(
+            beat is not None
+            and (beat.seq > last or (beat.seq == last and beat.doing in {"done", "closed"}))
+            for beat in self._beats()
+        )
+
+    def _is_open(self) -> bool:
+        key = f"{self._seq}/step"
+        if self._store.check([key]):
+            self._kind, self._name = unpack(self._store.get(key))
+        return bool(self._kind)
+
+    def _beats(self) -> list[Beat | None]:
+        # To get a key that is not there would wait for it. A beat, once there, is never deleted.
+        self._unseen -= {r for r in self._unseen if self._store.check([f"beat/{r}"])}
+        seen = [r for r in range(self._world_size) if r not in self._unseen]
+        texts = self._store.multi_get([f"beat/{r}" for r in seen])
+        beats = {r: Beat.unpacked(text) for r, text in zip(seen, texts, strict=True)}
+        return [beats.get(r) for r in range(self._world_size)]
+
+    def _judge_lives(self, open_s: float) -> None:
+        lost = {}
+        for rank, (beat, watch) in enumerate(zip(self._beats(), self._watches, strict=True)):
+            why = watch.gone(beat) or (beat and watch.idle(beat, self._seq, open_s))
+            if why:
+                lost[rank] = why
+        if lost:
+            self._post(loss(self._name, lost, self._world_size))
+        elif self._store.check([f"{self._seq}/verdict"]):
+            self._next(all_in=False)  # another rank has given up rank 0
+
+    def _success(self) -> dict[str, list[Any]]:
+        ranks = {"together": 0, "from_first": 1}.get(self._kind, self._world_size)
+        held = self._store.multi_get([f"{self._seq}/report/{r}" for r in range(ranks)])
+        self.values = [unpack(text)["value"] for text in held]
+        # What rank 0 gathers for itself need not travel again.
+        return {"values": [] if self._kind == "gather" else self.values}
+
+    def _failure(self) -> dict[str, str]:
+        keys = {r: f"{self._seq}/report/{r}" for r in range(self._world_size)}
+        held = {r: unpack(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
+        reports = {r: report for r, report in held.items() if "error" in report}
+        if any(report["type"] == _MISMATCH for report in reports.values()):
+            return self._mismatch()
+        classes = {report["error"] for report in reports.values()}
+        error = classes.pop() if len(classes) == 1 else "RanksError"
+        texts = {
+            r: report["message"]
+            if report["type"] == error
+            else f"{report['type']}: {report['message']}"
+            for r, report in reports.items()
+        }
+        where = _by_rank(texts, self._world_size)
+        return {"error": error, "message": f"step {self._name!r} failed on {where}"}
+
+    def _mismatch(self) -> dict[str, str]:
+        places: dict[str, list[int]] = {}
+        for rank, beat in enumerate(self._beats()):
+            if beat is not None and beat.seq == self._seq:
+                places.setdefault(f"{beat.name!r} ({beat.kind})", []).append(rank)
+        found = ", ".join(f"{_ranks(ranks)} at {place}" for place, ranks in places.items())
+        message = f"every rank must make the same calls in the same order, but found {found}"
+        return {"error": "RanksError", "message": message}
+
+    def _post(self, verdict: dict[str, Any], *, all_in: bool = False) -> None:
+        try:
+            text = pack(verdict)
+        except ValueError as error:
+            text = pack({"error": "RanksError", "message": f"step {self._name!r}: {error}"})
+        # Whoever comes first decides, so that no two ranks hear different things.
+        self._store.compare_set(f"{self._seq}/verdict", "", text)
+        self._next(all_in=all_in)
+
+    def _next(self, *, all_in: bool) -> None:
+        if all_in:  # so all ranks have read the verdicts before this one
+            parts = ("step", "done", "failed", "verdict")
+            for seq, part in itertools.product(self._passed, parts):
+                self._store.delete_key(f"{seq}/{part}")
+            self._passed = []
+        self._passed.append(self._seq)
+        self._seq += 1
+        self._kind, self._name = "", ""
+
+
+def _by_rank(texts: dict[int, str], world_size: int) -> str:
+    """Say which ranks, and of each what; ranks of which the same is said go together."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        groups.setdefault(text, []).append(rank)
+    all_of_them = len(texts) == world_size
+    where = f"all {world_size} ranks" if all_of_them else f"{_ranks(texts)} of {world_size}"
+    if len(groups) == 1:
+        return f"{where}: {next(iter(groups))}"
+    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    return "\n".join([f"{where}:", *lines])
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Name ranks: ``rank 2``, ``ranks 1, 3``, ``ranks 0-5, 9``."""
+    runs: list[str] = []
+    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in pairs]
+        runs += [f"{run[0]}-{run[-1]}"] if run[0] + 1 < run[-1] else map(str, run)
+    return ("ranks " if len(runs) > 1 or "-" in runs[0] else "rank ") + ", ".join(runs)

@@ -1,0 +1,311 @@
+"""The walls of the house: who may import whom, and how large a room may be.
+
+The tables below are the rule. To let a module import another one is to change a table, and so a
+decision that is seen; CONTRIBUTING.md tells the same in words.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_elastic_zero"
+ROOT = Path(__file__).parents[2] / PACKAGE
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": {"errors"},
+    "verdicts": {"errors"},
+    "storage": {"errors"},
+    "ranks": {"verdicts", "errors"},
+    "partition": {"layout", "errors"},
+    "manifest": {"layout", "partition", "errors"},
+    "state": {"manifest", "layout", "errors"},
+    "match": {"manifest", "errors"},
+    "progress": {"manifest", "errors"},
+    "formats": {"state", "manifest", "partition", "layout", "storage", "errors"},
+    "engine": {"state", "manifest", "partition", "layout", "errors"},
+    "checkpoint": {"formats", "match", "storage", "ranks", "state", "manifest", "layout", "errors"},
+    "api": {"engine", "checkpoint", "match", "ranks", "storage", "state", "manifest", "errors"},
+    "callbacks": set(),
+    "strategy": {
+        "api",
+        "engine",
+        "checkpoint",
+        "progress",
+        "storage",
+        "ranks",
+        "state",
+        "manifest",
+        "errors",
+    },
+    "tools": {"formats", "manifest", "partition", "layout", "storage", "errors"},
+    "cli": {"tools"},
+}
+"""What each module, or package of modules, may import of the others; its own modules always."""
+
+LAZY_DOOR = "__init__"
+"""Hands out every public name, but imports at once only what EAGER names."""
+
+EAGER = {"errors"}
+
+STANDARD_LIBRARY_ONLY = {"errors", "layout", "partition", "manifest"}
+"""Integers in, integers out: these run, and are tested, with nothing installed."""
+
+ONLY_IN: dict[str, set[str]] = {
+    "deepspeed": {"engine"},
+    "lightning": {"strategy", "callbacks"},
+    "pytorch_lightning": set(),
+    "torch.distributed": {"ranks", "engine"},
+}
+"""Where each of these may be imported at all."""
+
+NO_COMMUNICATION = {"engine": {"get_rank", "get_world_size"}}
+"""What may be used of torch.distributed where its collectives may not: to ask, not to talk."""
+
+LOADS_WITHOUT: dict[str, set[str]] = {
+    PACKAGE: {"lightning", "deepspeed", "torch"},
+    f"{PACKAGE}.layout": {"lightning", "deepspeed", "torch"},
+    f"{PACKAGE}.manifest": {"lightning", "deepspeed", "torch"},
+    f"{PACKAGE}.partition": {"lightning", "deepspeed", "torch"},
+    f"{PACKAGE}.formats": {"lightning", "deepspeed"},
+    f"{PACKAGE}.checkpoint": {"lightning", "deepspeed"},
+    f"{PACKAGE}.tools": {"lightning", "deepspeed"},
+    f"{PACKAGE}.cli": {"lightning", "deepspeed"},
+}
+"""What importing a module must not load, in a process of its own."""
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+MEDIAN_FUNCTION_LINES = 15
+
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+def unit_of(source: Path) -> str:
+    """Name the row of the table that a file belongs to: its module, or its package's."""
+    first = source.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def unit_of_name(dotted: str) -> str:
+    """Name the row that ``lightning_elastic_zero.<...>`` belongs to; the door's, if no module's."""
+    _, _, rest = dotted.partition(".")
+    first = rest.split(".")[0]
+    is_module = (ROOT / first).is_dir() or (ROOT / f"{first}.py").is_file()
+    return first if first and is_module else LAZY_DOOR
+
+
+def each_source_of(*units: str) -> pytest.MarkDecorator:
+    """Run a test once for each file of those rows; of all rows, if none is named."""
+    chosen = [source for source in SOURCES if not units or unit_of(source) in units]
+    return pytest.mark.parametrize(
+        "source", chosen, ids=[str(source.relative_to(ROOT)) for source in chosen]
+    )
+
+
+@cache
+def tree_of(source: Path) -> ast.Module:
+    """Parse a file, once."""
+    return ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
+
+
+def names_imported(node: ast.AST) -> Iterator[str]:
+    """Give the full dotted name of all that one node imports, by whichever way."""
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=str(module), names=names):
+            yield from (f"{module}.{alias.name}" for alias in names)
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+            if ast.unparse(function).split(".")[-1] in {"import_module", "__import__"}:
+                yield name
+        case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+            yield "torch.distributed"
+
+
+def imports_of(source: Path) -> list[tuple[int, str]]:
+    """List the imports of a file with their lines, wherever they stand: in functions too."""
+    return [
+        (node.lineno, name)
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.stmt | ast.expr)
+        for name in names_imported(node)
+    ]
+
+
+def is_or_is_in(name: str, module: str) -> bool:
+    """Tell whether a dotted name is that module, or something in it."""
+    return name == module or name.startswith(f"{module}.")
+
+
+def functions_of(source: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """List the functions and methods of a file."""
+    return [
+        node
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count a function's lines, docstring included, decorators not."""
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Give the nodes that run when a module is imported: no function's, none for type checkers."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting.extend(node.orelse)
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def test_the_table_goes_one_way() -> None:
+    """No module reaches itself through what it may import."""
+    order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
+    assert set(order) == set(MAY_IMPORT)
+
+
+@each_source_of()
+def test_every_module_has_its_row(source: Path) -> None:
+    """A new module is a decision: it is written into the table, and so is what it may import."""
+    unit = unit_of(source)
+    assert unit in {*MAY_IMPORT, LAZY_DOOR}, (
+        f"{PACKAGE}.{unit} is not in the dependency table. Say what it may import in MAY_IMPORT of"
+        f" {Path(__file__).name}, and what it is for in CONTRIBUTING.md."
+    )
+
+
+@each_source_of(*MAY_IMPORT)
+def test_imports_follow_the_table(source: Path) -> None:
+    """A module imports only what its row names."""
+    unit = unit_of(source)
+    allowed = {*MAY_IMPORT[unit], unit}
+    wrong = [
+        f"line {line}: {name}"
+        for line, name in imports_of(source)
+        if is_or_is_in(name, PACKAGE) and unit_of_name(name) not in allowed
+    ]
+    assert not wrong, f"{unit} may import only {sorted(allowed)} of {PACKAGE}, but has {wrong}"
+
+
+@each_source_of()
+def test_imports_are_absolute(source: Path) -> None:
+    """No relative import hides what a module stands on."""
+    relative = [
+        node.lineno
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not relative, f"relative imports in lines {relative}"
+
+
+@each_source_of(*MAY_IMPORT)
+def test_guests_stay_in_their_rooms(source: Path) -> None:
+    """DeepSpeed, Lightning and torch.distributed are imported only where the table says."""
+    unit = unit_of(source)
+    wrong = [
+        f"line {line}: {name} (only in {sorted(rooms) or 'no module'})"
+        for line, name in imports_of(source)
+        for guest, rooms in ONLY_IN.items()
+        if is_or_is_in(name, guest) and unit not in rooms
+    ]
+    assert not wrong, f"{unit} has {wrong}"
+
+
+@each_source_of(*NO_COMMUNICATION)
+def test_no_collectives_outside_ranks(source: Path) -> None:
+    """Where torch.distributed may only be asked, nothing else of it is used, under any name."""
+    imported_by_name = {
+        name.removeprefix("torch.distributed.")
+        for _, name in imports_of(source)
+        if name.startswith("torch.distributed.")
+    }
+    used = {
+        node.attr
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in {"distributed", "dist", "torch.distributed"}
+    }
+    assert imported_by_name | used <= NO_COMMUNICATION[unit_of(source)]
+
+
+@each_source_of(*STANDARD_LIBRARY_ONLY)
+def test_the_core_is_pure(source: Path) -> None:
+    """Layout, partition and manifest need the standard library and nothing else."""
+    foreign = [
+        f"line {line}: {name}"
+        for line, name in imports_of(source)
+        if not is_or_is_in(name, PACKAGE) and name.split(".")[0] not in sys.stdlib_module_names
+    ]
+    assert not foreign
+
+
+def test_the_door_is_lazy() -> None:
+    """Importing the package imports the errors and no other module of it."""
+    at_once = {
+        unit_of_name(name)
+        for node in runs_at_import(tree_of(ROOT / "__init__.py"))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in names_imported(node)
+        if is_or_is_in(name, PACKAGE)
+    }
+    assert at_once <= EAGER
+
+
+@each_source_of()
+def test_files_are_short(source: Path) -> None:
+    """A file is one noun, and fits in a head."""
+    assert len(source.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+
+
+@each_source_of()
+def test_functions_are_short(source: Path) -> None:
+    """A function is one step of a story."""
+    long = {
+        function.name: lines_of(function)
+        for function in functions_of(source)
+        if lines_of(function) > FUNCTION_LINES
+    }
+    assert not long, f"functions of more than {FUNCTION_LINES} lines: {long}"
+
+
+def test_most_functions_are_very_short() -> None:
+    """The limit is for the exception: half of all functions stay far below it."""
+    lengths = [lines_of(function) for source in SOURCES for function in functions_of(source)]
+    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
+
+
+@pytest.mark.parametrize(
+    "module",
+    [name for name in LOADS_WITHOUT if name == PACKAGE or unit_of_name(name) != LAZY_DOOR],
+)
+def test_importing_loads_no_more_than_needed(module: str) -> None:
+    """What takes seconds to import is not imported by what does not need it."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=False,
+        cwd=ROOT.parent,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert LOADS_WITHOUT[module] & set(done.stdout.split()) == set()

@@ -1,0 +1,91 @@
+"""What users may import from the package itself, pinned: growth is a decision."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import lightning_elastic_zero
+from lightning_elastic_zero import errors
+
+PUBLIC = {
+    "ElasticDeepSpeedStrategy",
+    "load_checkpoint",
+    "save_checkpoint",
+    "ElasticZeroError",
+    "UnsupportedError",
+    "CheckpointNotFoundError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointCorruptedError",
+    "SaveError",
+    "RanksError",
+    "__version__",
+}
+
+
+def in_a_fresh_process(program: str) -> str:
+    """Run a program where nothing is imported yet, and give what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_these() -> None:
+    """No name appears or disappears by accident."""
+    assert set(lightning_elastic_zero.__all__) == PUBLIC
+
+
+def test_every_error_is_public() -> None:
+    """What the library raises on purpose can be caught by a public name."""
+    classes = {
+        name
+        for name, value in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(value, errors.ElasticZeroError)
+    }
+    assert classes <= PUBLIC
+
+
+def test_every_error_has_one_root() -> None:
+    """``except ElasticZeroError`` catches them all, and ``except Exception`` does too."""
+    assert issubclass(errors.ElasticZeroError, Exception)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there(name: str) -> None:
+    """Each name can be reached, lazily or not, and is listed."""
+    assert getattr(lightning_elastic_zero, name) is not None
+    assert name in dir(lightning_elastic_zero)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """A misspelt name fails as in any module, so that hasattr and the import statement work."""
+    with pytest.raises(AttributeError, match="no attribute 'ElasticStrategy'"):
+        getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
+
+
+def test_the_strategy_registers_where_lightning_is_loaded() -> None:
+    """``Trainer(strategy="elastic_deepspeed")`` needs no more than importing the package."""
+    program = (
+        "import lightning.pytorch, lightning_elastic_zero\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "print('elastic_deepspeed' in StrategyRegistry)"
+    )
+    assert in_a_fresh_process(program).splitlines()[-1] == "True"
+
+
+def test_the_strategy_registers_where_it_is_first_reached() -> None:
+    """The order of the imports does not matter, once the strategy itself is asked for."""
+    program = (
+        "import lightning_elastic_zero, sys\n"
+        "assert 'lightning' not in sys.modules\n"
+        "lightning_elastic_zero.ElasticDeepSpeedStrategy\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "print('elastic_deepspeed' in StrategyRegistry)"
+    )
+    assert in_a_fresh_process(program).splitlines()[-1] == "True"
