@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def save_checkpoint(  # noqa: PLR0913 (few, named, and each of its own kind)
+def save_checkpoint(
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
     client_state: Mapping[str, Any] | None = None,
@@ -69,7 +69,7 @@ def save_checkpoint(  # noqa: PLR0913 (few, named, and each of its own kind)
         return save_with(engine, path, ranks, client_state or {}, options)
 
 
-def load_checkpoint(  # noqa: PLR0913 (few, named, and each of its own kind)
+def load_checkpoint(
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
     *,
@@ -120,11 +120,9 @@ def save_with(
     options: SaveOptions,
 ) -> CheckpointFigures:
     """Save with ranks that are there already; see ``save_checkpoint``."""
-    live = ranks.together(f"save {path}: look at the engine", lambda: live_engine(engine))
+    live = ranks.together("save: look at the engine", lambda: live_engine(engine))
     script = recovery_script()
-    return checkpoint.save(
-        path, live, ranks, client_state, options=options, recovery_script=script
-    )
+    return checkpoint.save(path, live, ranks, client_state, options=options, recovery_script=script)
 
 
 def load_with(
@@ -134,5 +132,5 @@ def load_with(
     options: LoadOptions,
 ) -> Loaded:
     """Restore with ranks that are there already; see ``load_checkpoint``."""
-    live = ranks.together(f"load {path}: look at the engine", lambda: live_engine(engine))
+    live = ranks.together("load: look at the engine", lambda: live_engine(engine))
     return checkpoint.load(path, live, ranks, options=options)

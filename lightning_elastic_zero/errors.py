@@ -3,12 +3,12 @@
 ::
 
     ElasticZeroError
-    ├── UnsupportedError            this engine, model or option cannot be saved or resumed by the library
+    ├── UnsupportedError            this engine, model or option cannot be saved or resumed
     ├── CheckpointNotFoundError     there is no published checkpoint at that path
     ├── CheckpointFormatError       something is there, but it is no checkpoint that can be read
-    ├── CheckpointMismatchError     a sound checkpoint of another model, or without what is asked of it
+    ├── CheckpointMismatchError     a sound checkpoint of another model, or one that lacks something
     ├── CheckpointCorruptedError    bytes are not those that were written
-    ├── SaveError                   a checkpoint could not be written; the last published one is intact
+    ├── SaveError                   a checkpoint could not be written; the last one is intact
     └── RanksError                  ranks failed, died, stalled, or are not in the same step
 
 Every message says what was found, what was wanted and what helps. An error that one rank meets

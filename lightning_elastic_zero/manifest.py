@@ -30,7 +30,9 @@ MANIFEST_NAME = "manifest.json"
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
 
-Plain: TypeAlias = "None | bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain]"
+Plain: TypeAlias = (
+    "bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain] | None"
+)
 """What a hyperparameter may be: JSON's values, and tuples (``betas``), which keep their type."""
 
 

@@ -58,7 +58,9 @@ def describe(manifest: Manifest) -> str:
         f"{len(manifest.parameters)} parameters with {numel:,} elements",
     ]
     if manifest.groups:
-        parts.append(f"{len(manifest.groups)} parameter group{'s' if len(manifest.groups) > 1 else ''}")
+        parts.append(
+            f"{len(manifest.groups)} parameter group{'s' if len(manifest.groups) > 1 else ''}"
+        )
     if manifest.writer.optimizer:
         parts.append(manifest.writer.optimizer)
     if manifest.weights_only:
@@ -70,8 +72,8 @@ def _differences(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[st
     """Yield each kind of difference."""
     if wanted.optimizer_state and saved.weights_only:
         yield (
-            "it was saved with save_weights_only=True and holds no optimizer state: test or predict "
-            "with it, or pass load_optimizer_state=False to start a new run on its weights"
+            "it was saved with save_weights_only=True and holds no optimizer state: test or "
+            "predict with it, or pass load_optimizer_state=False to start a new run on its weights"
         )
     yield from _parameters(saved, live, wanted)
     yield from _buffers(saved, live, wanted)
@@ -92,15 +94,21 @@ def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str
         if have[name].shape != want[name].shape:
             yield f"{name}: saved with shape {have[name].shape}, here {want[name].shape}"
     if wanted.optimizer_state and live.groups:
-        frozen = [n for n in have.keys() & want.keys() if _owned(have[n]) and not _owned(want[n])]
-        thawed = [n for n in have.keys() & want.keys() if _owned(want[n]) and not _owned(have[n])]
-        if frozen:
-            yield f"trained when saved, frozen here: {_names(frozen)}"
-        if thawed:
-            yield f"frozen when saved, trained here: {_names(thawed)}"
+        yield from _ownership(have, want)
     lost = [n for n in saved.excluded if n in want and live.groups and _owned(want[n])]
     if lost:
         yield f"left out by exclude_frozen_parameters, but trained here: {_names(lost)}"
+
+
+def _ownership(have: Mapping[str, Parameter], want: Mapping[str, Parameter]) -> Iterator[str]:
+    """Yield parameters that are trained on one side and frozen on the other."""
+    both = [n for n in want if n in have]
+    frozen = [n for n in both if _owned(have[n]) and not _owned(want[n])]
+    thawed = [n for n in both if _owned(want[n]) and not _owned(have[n])]
+    if frozen:
+        yield f"trained when saved, frozen here: {_names(frozen)}"
+    if thawed:
+        yield f"frozen when saved, trained here: {_names(thawed)}"
 
 
 def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
@@ -140,16 +148,14 @@ def _groups(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
             yield from _membership(index, have, want, _groups_of(saved))
 
 
-def _membership(
-    index: int, have: Group, want: Group, group_of: Mapping[str, int]
-) -> Iterator[str]:
+def _membership(index: int, have: Group, want: Group, group_of: Mapping[str, int]) -> Iterator[str]:
     """Yield what moved between groups, or left them."""
     moved = [n for n in want.names if n not in have.names and n in group_of]
     if moved:
-        was = sorted({group_of[n] for n in moved})
-        yield f"in parameter group {index} here, in {_names(map(str, was))} when saved: {_names(moved)}"
-    elif set(have.names) - set(want.names):
-        yield f"parameter group {index} held when saved: {_names(sorted(set(have.names) - set(want.names)))}"
+        was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
+        yield f"in parameter group {index} here, in {was} when saved: {_names(moved)}"
+    elif gone := sorted(set(have.names) - set(want.names)):
+        yield f"parameter group {index} held when saved: {_names(gone)}"
 
 
 def _groups_of(manifest: Manifest) -> dict[str, int]:

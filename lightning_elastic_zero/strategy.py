@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_elastic_zero.api import (
@@ -27,8 +28,6 @@ from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.schedules import keep_configured_rates
 
 if TYPE_CHECKING:
-    import os
-
     import lightning.pytorch as pl
     from torch.optim import Optimizer
 
@@ -46,12 +45,12 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     def __init__(
         self,
-        *args: Any,  # noqa: ANN401 (the parent's own)
+        *args: Any,
         load_optimizer_state: bool = True,
         load_hyperparameters: bool = True,
         save_module_weights: bool = False,
         allow_pickle: bool = False,
-        **kwargs: Any,  # noqa: ANN401 (the parent's own)
+        **kwargs: Any,
     ) -> None:
         """Take the parent's arguments, and a few of this library's.
 
@@ -63,9 +62,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
                 configures them; the optimizer's moments are restored all the same.
             save_module_weights: write the low-precision weights beside the fp32 masters that hold
                 them already, for tools that insist on them.
-            allow_pickle: build Python objects of any class from the trainer's state (hyperparameters
-                and callbacks that are no plain data). That can run code: only for checkpoints that
-                you trust.
+            allow_pickle: build Python objects of any class from the trainer's state
+                (hyperparameters and callbacks that are no plain data). That can run code: only for
+                checkpoints that you trust.
             **kwargs: as ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -197,7 +196,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
         """
         if self.load_full_weights and self.zero_stage_3:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)
         module = self.lightning_module
         options = LoadOptions(
             optimizer_state=self._load_options.optimizer_state,
@@ -265,8 +264,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         dangling = [p for p in found if p.is_symlink() and not p.exists()]
         if dangling:
             rank_zero_warn(
-                f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is gone. "
-                f"Pass the checkpoint that you want as ckpt_path."
+                f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is "
+                "gone. Pass the checkpoint that you want as ckpt_path."
             )
         elif found:
             rank_zero_warn(

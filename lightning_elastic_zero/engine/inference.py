@@ -86,7 +86,8 @@ class InferenceEngine:
         del with_optimizer
         self.partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
-        fragments, weights = [], []
+        fragments: list[Fragment] = []
+        weights: list[torch.Tensor] = []
         for name, parameter in self._parameters.items():
             start, piece = weight_piece(parameter)
             if name in held and piece.numel():

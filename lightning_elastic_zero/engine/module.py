@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import distributed  # noqa: TID251 (rank within DeepSpeed's own process groups)
+from torch import distributed
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Parameter, Plain
@@ -46,7 +46,7 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def weight_piece(parameter: torch.nn.Parameter) -> tuple[int, torch.Tensor]:
+def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:  # noqa: ANN401 (ZeRO-3 adds fields)
     """Give this rank's piece of a module weight: its first element, and a 1-D view of it.
 
     Under ZeRO-3 the piece is the rank's partition without padding, which may be empty; the
@@ -71,7 +71,7 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Walk the modules: torch has no public list of the non-persistent buffers' full names."""
     for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (as DeepSpeed does)
+        if name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer
     for name, child in module.named_children():
         yield from _buffers(child, f"{prefix}{name}.")
@@ -134,5 +134,7 @@ def unplain(value: Plain, like: object) -> object:
     """Undo ``plain``: a tagged number becomes a tensor again, on the device of the live one."""
     if isinstance(value, dict) and value.keys() == {"tensor", "dtype"}:
         device = like.device if isinstance(like, torch.Tensor) else None
-        return torch.tensor(value["tensor"], dtype=getattr(torch, str(value["dtype"])), device=device)
+        return torch.tensor(
+            value["tensor"], dtype=getattr(torch, str(value["dtype"])), device=device
+        )
     return value

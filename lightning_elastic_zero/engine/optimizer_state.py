@@ -47,9 +47,7 @@ def split_state(
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
             elementwise[key] = value
-        elif value is None or isinstance(value, (bool, int, float)):
-            scalars[key] = value
-        elif isinstance(value, torch.Tensor) and value.ndim == 0:
+        elif _is_scalar(value):
             scalars[key] = value
         else:
             what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -60,6 +58,13 @@ def split_state(
             )
             raise UnsupportedError(msg)
     return elementwise, scalars
+
+
+def _is_scalar(value: object) -> bool:
+    """Tell whether a state is one value for the whole flat buffer."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0
+    return value is None or isinstance(value, (bool, int, float))
 
 
 def state_keys(
@@ -119,7 +124,11 @@ def place_scalar(
 
 
 def update_group(
-    group: dict[str, Any], saved: Mapping[str, Plain], *, same_class: bool, restore: Any  # noqa: ANN401
+    group: dict[str, Any],
+    saved: Mapping[str, Plain],
+    *,
+    same_class: bool,
+    restore: Any,  # noqa: ANN401
 ) -> None:
     """Restore a group's hyperparameters in place: schedulers hold on to the dict.
 
@@ -136,7 +145,9 @@ def update_group(
             group[key] = restore(value, group.get(key))
 
 
-def check_groups_alike(groups: Sequence[Group], flats: Sequence[tuple[int, tuple[StateKey, ...]]]) -> None:
+def check_groups_alike(
+    groups: Sequence[Group], flats: Sequence[tuple[int, tuple[StateKey, ...]]]
+) -> None:
     """Refuse flat buffers of one group that do not hold the same states.
 
     Raises:

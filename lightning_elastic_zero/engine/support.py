@@ -59,10 +59,11 @@ def check_config(config: Mapping[str, Any]) -> None:
     if zero is None or not zero.get("stage"):
         _refuse(["ZeRO stage 0: there is nothing partitioned to save; use Lightning's DDPStrategy"])
         return
-    reasons = []
-    for what in ("offload_optimizer", "offload_param"):
-        if (zero.get(what) or {}).get("device") == "nvme":
-            reasons.append(f"zero_optimization.{what}.device = nvme: offload to cpu instead")
+    reasons = [
+        f"zero_optimization.{what}.device = nvme: offload to cpu instead"
+        for what in ("offload_optimizer", "offload_param")
+        if (zero.get(what) or {}).get("device") == "nvme"
+    ]
     ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1.0)
     if ratio != 1.0:
         reasons.append(f"zero_optimization.offload_optimizer.ratio = {ratio}: leave it at 1.0")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,17 +16,24 @@ from lightning_elastic_zero.engine.module import (
     persistent_buffers,
     plain,
     precision_of,
-    unplain,
     weight_piece,
     write_buffers,
 )
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
-    place_scalar,
     split_state,
     state_keys,
-    update_group,
+)
+from lightning_elastic_zero.engine.restore import (
+    Target,
+    commit_counters,
+    commit_groups,
+    commit_masters,
+    commit_state,
+    rebuild_masters,
+    state_targets,
+    target_of,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper, version_of
 from lightning_elastic_zero.engine.wrappers import (
@@ -50,18 +55,6 @@ from lightning_elastic_zero.manifest import (
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.state import FlatState, Incoming, RankState, Receiving
 
-COMPARE_ELEMENTS = 1 << 20
-"""Elements compared at a time: bounds the memory of comparing masters with weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where one flat buffer's masters are received."""
-
-    buffer: LiveBuffer
-    tensor: torch.Tensor
-    in_place: bool
-
 
 class TrainingEngine:
     """A DeepSpeed engine with a ZeRO optimizer, as state to save and to restore.
@@ -76,6 +69,7 @@ class TrainingEngine:
         self._optimizer = engine.optimizer
         self._stage: int = int(engine.zero_optimization_stage())
         self._names = {p: names[0] for p, names in parameter_names(engine.module).items()}
+        self._targets: list[Target] = []
         if offloaded := getattr(self._optimizer, "offloaded_states", None):
             msg = f"states are offloaded ({offloaded}): call engine.reload_states() first"
             raise UnsupportedError(msg)
@@ -227,7 +221,7 @@ class TrainingEngine:
     # -- how it is given other state ---------------------------------------------------------
 
     def partition(self) -> None:
-        """ZeRO-3: partition the parameters that are gathered (collective)."""
+        """ZeRO-3: partition the parameters that are gathered."""
         if self._stage == STAGE_WEIGHTS:
             self._optimizer.checkpoint_event_prologue()
 
@@ -252,7 +246,7 @@ class TrainingEngine:
         rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
         """
         self.partition()
-        self._targets = [self._target(buffer) for buffer in self._buffers]
+        self._targets = [target_of(buffer) for buffer in self._buffers]
         fragments = [
             fragment
             for index, buffer in enumerate(self._buffers)
@@ -270,82 +264,33 @@ class TrainingEngine:
             fragments=tuple(fragments),
             weights=tuple(weights),
             states=tuple(
-                self._state_targets(target.buffer, source) if with_optimizer else {}
+                state_targets(self._inner, target.buffer, source) if with_optimizer else {}
                 for target in self._targets
             ),
         )
-
-    def _target(self, buffer: LiveBuffer) -> _Target:
-        in_place = _masters_are_weights(buffer)
-        master = buffer.master.data
-        return _Target(buffer, master if in_place else torch.empty_like(master, device="cpu"), in_place)
-
-    def _state_targets(self, buffer: LiveBuffer, source: Manifest) -> dict[str, torch.Tensor]:
-        """Allocate the element-wise states of one buffer, zeroed: padding stays zero."""
-        master = buffer.master
-        # A live state means that its memory is taken already: receive beside it, on the host.
-        device = "cpu" if self._inner.state.get(master) else master.device
-        return {
-            key.name: torch.zeros(
-                master.numel(),
-                # States kept in the masters' dtype follow the live masters' one.
-                dtype=master.dtype if key.dtype == source.master_dtype else getattr(torch, key.dtype),
-                device=device,
-            )
-            for key in source.groups[buffer.group].state
-            if key.kind == "elementwise"
-        }
 
     def abandon(self) -> None:
         """Undo ``receive`` after a failure: masters that were received in place are rebuilt.
 
         No collective: a rank may be lost. ZeRO-3 gathers what it needs at the next forward.
         """
-        for target in self._targets:
-            if target.in_place:
-                target.buffer.master.data.copy_(target.buffer.low.data)
+        rebuild_masters(self._targets)
 
     @torch.no_grad()
     def commit(self, received: Receiving, incoming: Incoming) -> None:
         """Take what was received: collective, after all ranks have agreed that all is well."""
+        keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
+        commit_masters(self._targets, received, keep_fp32=keep_fp32)
         for index, target in enumerate(self._targets):
-            master = target.buffer.master.data
-            if not target.in_place:
-                master.copy_(received.weights[index])
-            if not self._engine.zero_load_from_fp32_weights():
-                # What the user's config asks for: masters without what rounding takes away.
-                master.copy_(master.to(target.buffer.low.dtype))
-            _zero_padding(master, target.buffer)
-            self._commit_state(target.buffer, received.states[index], incoming.scalars[index])
-        if incoming.hyperparameters is not None:
-            self._commit_groups(incoming)
+            states, scalars = received.states[index], incoming.scalars[index]
+            commit_state(self._inner, target.buffer, states, scalars)
+        commit_groups(self._inner, incoming)
         has_state = any(received.states) or any(incoming.scalars)
         refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)
         self._commit_frozen(received)
         write_buffers(self._engine.module, incoming.module_buffers)
-        self._commit_counters(incoming)
+        commit_counters(self._engine, incoming)
         self.gather_persistent()
-
-    def _commit_state(
-        self, buffer: LiveBuffer, elementwise: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
-    ) -> None:
-        """Hang new states onto a flat buffer; none of them: the optimizer makes fresh ones."""
-        master, inner = buffer.master, self._inner
-        if not elementwise and not scalars:
-            _forget_state(inner, master)
-            return
-        group, live = inner.param_groups[buffer.group], type(inner).__name__
-        inner.state[master] = {
-            **{k: v.to(master.device) for k, v in elementwise.items()},
-            **{k: place_scalar(k, v, live, group, master.device) for k, v in scalars.items()},
-        }
-
-    def _commit_groups(self, incoming: Incoming) -> None:
-        same_class = incoming.optimizer == type(self._inner).__name__
-        for group, saved in zip(
-            self._inner.param_groups, incoming.hyperparameters or (), strict=True
-        ):
-            update_group(group, saved, same_class=same_class, restore=unplain)
 
     def _commit_frozen(self, received: Receiving) -> None:
         frozen = self._frozen()
@@ -354,58 +299,9 @@ class TrainingEngine:
                 _, piece = weight_piece(frozen[fragment.name])
                 piece.copy_(received.weights[fragment.buffer])
 
-    def _commit_counters(self, incoming: Incoming) -> None:
-        engine, progress = self._engine, incoming.progress
-        engine.global_steps = progress.global_steps
-        engine.global_samples = progress.global_samples
-        engine.skipped_steps = progress.skipped_steps
-        # Whole accumulation windows only: gradients inside a window are in no checkpoint.
-        windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
-        engine.micro_steps = windows * engine.gradient_accumulation_steps()
-        scaler = getattr(self._optimizer, "loss_scaler", None)
-        if scaler is not None and incoming.loss_scaler.get("class") == type(scaler).__name__:
-            for key in vars(scaler).keys() & incoming.loss_scaler.keys():
-                setattr(scaler, key, incoming.loss_scaler[key])
-        if incoming.lr_scheduler is not None and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(dict(incoming.lr_scheduler))
-
 
 def _numel(shape: tuple[int, ...]) -> int:
     numel = 1
     for size in shape:
         numel *= size
     return numel
-
-
-def _masters_are_weights(buffer: LiveBuffer) -> bool:
-    """Tell whether a flat buffer's masters are exactly its low-precision weights, widened."""
-    for _, start, stop, offset in buffer.places:
-        for at in range(offset, offset + stop - start, COMPARE_ELEMENTS):
-            end = min(at + COMPARE_ELEMENTS, offset + stop - start)
-            master = buffer.master.data[at:end]
-            if not torch.equal(master, buffer.low.data[at:end].to(master)):
-                return False
-    return True
-
-
-def _zero_padding(flat: torch.Tensor, buffer: LiveBuffer) -> None:
-    """Zero what no piece covers: live padding is uninitialised memory."""
-    reached = 0
-    for _, start, stop, offset in buffer.places:
-        flat[reached:offset].zero_()
-        reached = offset + stop - start
-    flat[reached:].zero_()
-
-
-def _forget_state(optimizer: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
-    """Drop a flat buffer's states, so that the optimizer starts fresh on it.
-
-    Optimizers that make their state when they are constructed (torch's Adagrad) cannot make it
-    again: theirs is set back to its start in place.
-    """
-    state = optimizer.state.get(flat)
-    if state and type(optimizer).__name__ == "Adagrad":
-        state["step"].zero_()
-        state["sum"].fill_(optimizer.defaults.get("initial_accumulator_value", 0.0))
-    else:
-        optimizer.state.pop(flat, None)

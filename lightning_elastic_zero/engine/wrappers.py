@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed  # noqa: TID251 (rank within DeepSpeed's own process groups)
+from torch import distributed
 
 from lightning_elastic_zero.layout import Fragment
 
@@ -62,13 +62,13 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
     """
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         for sub_group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # noqa: SLF001
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
         return
     optimizer.update_lp_params()
     # DeepSpeed links each parameter to its optimizer state once; the tensors are new now.
-    optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
+    optimizer._hp_optimizer_states_linked = False
     if has_state:
-        optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _zero_1_2(optimizer: Any) -> Iterator[LiveBuffer]:  # noqa: ANN401 (untyped)

@@ -54,8 +54,8 @@ def _what_is_there(path: Path) -> str:
     """Say why a path without a manifest is no checkpoint, and what it may be."""
     if path.is_file():
         return (
-            f"{path} is a file; a checkpoint of this library is a directory with a {MANIFEST_NAME}. "
-            "Single-file checkpoints are loaded by Lightning's own strategies"
+            f"{path} is a file; a checkpoint of this library is a directory with a "
+            f"{MANIFEST_NAME}. Single-file checkpoints are loaded by Lightning's own strategies"
         )
     if (path.parent / MANIFEST_NAME).is_file():
         return f"{path} is the inside of a checkpoint: pass {path.parent}"

@@ -109,7 +109,7 @@ def differing(state: Mapping[str, Any], first: Mapping[str, str]) -> tuple[tuple
     }
     tops = {path for path in changed if len(path) == 1}
     kept = [path for path in names.values() if path in changed and path[:1] not in tops]
-    return tuple((p, state[p[0]]) for p in sorted(tops, key=str)) + tuple(
+    return tuple((p, state[str(p[0])]) for p in sorted(tops, key=str)) + tuple(
         (p, leaves[p]) for p in kept
     )
 

@@ -88,7 +88,8 @@ class ElasticReader:
         if wrong:
             msg = (
                 f"{self._directory} is damaged: {'; '.join(wrong)}. "
-                "Resume from another checkpoint, or copy these files again from where they are whole"
+                "Resume from another checkpoint, or copy these files again from where they are "
+                "whole"
             )
             raise CheckpointCorruptedError(msg)
 
@@ -132,7 +133,10 @@ class ElasticReader:
         transfer = request.transfer
         if transfer.name not in self._optimized:
             pieces = file.tree[FROZEN]
-            stored, base = pieces[transfer.name].view(-1), self._frozen_start(transfer.name, transfer.source_rank)
+            stored, base = (
+                pieces[transfer.name].view(-1),
+                self._frozen_start(transfer.name, transfer.source_rank),
+            )
         elif request.key == WEIGHT:
             stored = file.tree[OPTIMIZER][fp32_key(self.manifest.stage)][transfer.source_buffer]
             base = transfer.start - transfer.source_offset
@@ -144,7 +148,8 @@ class ElasticReader:
         if not 0 <= start <= stop <= stored.numel():
             msg = (
                 f"{file.path} holds {stored.numel()} elements of {transfer.name} from {base} on, "
-                f"the manifest wants [{transfer.start}, {transfer.stop}) of it: they are not of one save"
+                f"the manifest wants [{transfer.start}, {transfer.stop}) of it: they are not of "
+                "one save"
             )
             raise CheckpointFormatError(msg)
         return Piece(stored, start, stop, transfer.target_offset)

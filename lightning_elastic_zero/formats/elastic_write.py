@@ -98,7 +98,9 @@ class _Write:
             "partition_count": manifest.world_size
             if zero_3
             else [manifest.world_size] * len(manifest.buffers),
-            fp32_key(manifest.stage): [_masters(builder, flat, padded=zero_3) for flat in state.flats],
+            fp32_key(manifest.stage): [
+                _masters(builder, flat, padded=zero_3) for flat in state.flats
+            ],
             "loss_scaler": dict(state.loss_scaler),
         }
         if not zero_3:
@@ -227,4 +229,3 @@ def _shapes(manifest: Manifest, names: tuple[str, ...]) -> OrderedDict[str, torc
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy small tensors to the host, each into a storage of its own size."""
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-

@@ -20,7 +20,11 @@ HARMLESS = frozenset(
         "uuid.UUID",
         "numpy.dtype",
         "numpy.ndarray",
-        *(f"numpy.{core}.multiarray.{n}" for core in ("core", "_core") for n in ("_reconstruct", "scalar")),
+        *(
+            f"numpy.{core}.multiarray.{n}"
+            for core in ("core", "_core")
+            for n in ("_reconstruct", "scalar")
+        ),
     }
 )
 """Globals that rebuild a value and run no code of anyone else's. Exact names, never modules."""
@@ -53,7 +57,7 @@ class _Unpickler(pickle.Unpickler):
         self._where = where
         self._allow_pickle = allow_pickle
 
-    def find_class(self, module: str, name: str) -> object:  # type: ignore[override]
+    def find_class(self, module: str, name: str) -> object:
         """Give a global that the pickle asks for.
 
         Raises:
@@ -62,8 +66,8 @@ class _Unpickler(pickle.Unpickler):
         if self._allow_pickle or f"{module}.{name}" in HARMLESS:
             return super().find_class(module, name)
         msg = (
-            f"{self._where}: the trainer's state holds a Python object of {module}.{name}. Building "
-            "it can run code. If you trust this checkpoint, pass allow_pickle=True (to "
+            f"{self._where}: the trainer's state holds a Python object of {module}.{name}. "
+            "Building it can run code. If you trust this checkpoint, pass allow_pickle=True (to "
             "ElasticDeepSpeedStrategy, or to load_checkpoint)"
         )
         raise UnsupportedError(msg)

@@ -1,4 +1,4 @@
-"""A step on all ranks that fails on all ranks: the only module that uses ``torch.distributed``.
+"""A step on all ranks that fails on all ranks: the only place where ranks talk to each other.
 
 A collective is no place to agree in: it hangs for half an hour when one rank raised, died or never
 came. Ranks agree through the key-value store of the job instead. One step::
@@ -7,9 +7,10 @@ came. Ranks agree through the key-value store of the job instead. One step::
     rank 0        counts the reports and posts one verdict, also about a rank that is lost
     every rank    polls for the verdict, then returns or raises it
 
-One thread per rank does all the talking, over a connection of its own, because a call to a store
-whose host is stopped never returns. It also beats: a rank without beats died or is stopped, one
-that beats without progress has stalled or is elsewhere.
+One thread per rank does all the talking (``line``), over a connection of its own, because a call to
+a store whose host is stopped never returns. It also beats: a rank without beats died or is stopped,
+one that beats without progress has stalled or is elsewhere. What rank 0 makes of all this is told
+in ``verdicts``, next door, which needs no process to be tested.
 """
 
 from __future__ import annotations

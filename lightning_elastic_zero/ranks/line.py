@@ -18,8 +18,8 @@ from lightning_elastic_zero import verdicts
 from lightning_elastic_zero.errors import ElasticZeroError, RanksError, error_class
 from lightning_elastic_zero.verdicts import Beat, Judge, RankTimes, Store, Watch
 
-LINGER_S = 1.0
-"""The longest wait for others to read a last word."""
+LINGER_S = 2.0
+"""The longest wait for others to read a last word: two glances."""
 
 _GLANCE_S = 1.0
 """How often a rank at work looks whether the step has failed meanwhile."""

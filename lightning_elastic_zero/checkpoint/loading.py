@@ -1,0 +1,183 @@
+"""Loading: all that can be wrong is found before the first live byte is changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.checkpoint.words import (
+    CheckpointFigures,
+    LiveState,
+    Loaded,
+    LoadOptions,
+    report_bytes,
+)
+from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
+from lightning_elastic_zero.formats import WEIGHT, ElasticReader, ReadRequest, open_checkpoint
+from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
+from lightning_elastic_zero.match import Wanted, check_fits, describe
+from lightning_elastic_zero.ranks import Ranks
+from lightning_elastic_zero.state import Incoming, Receiving, Scalar
+from lightning_elastic_zero.storage import check_local_path, repair_target
+
+log = logging.getLogger(__name__)
+
+
+def load(
+    path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
+) -> Loaded:
+    """Restore a checkpoint into a live engine, whole or not at all. Collective.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
+        CheckpointCorruptedError: it is damaged.
+        RanksError: a rank failed, died, or did not call this.
+    """
+    began = time.monotonic()
+    first = ranks.from_first("load: find the checkpoint", lambda: _find(path))
+    directory = Path(first["path"])
+    source = ranks.together(
+        f"load {directory}: open", lambda: _open(path, first, allow_pickle=options.allow_pickle)
+    )
+    try:
+        ranks.together(
+            f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks.rank)
+        )
+        try:
+            receiving, incoming, bytes_read = ranks.together(
+                f"load {directory}: read", lambda: _read(source, live, options, ranks)
+            )
+        except BaseException:
+            live.abandon()
+            raise
+        live.commit(receiving, incoming)
+        module_state = source.module_state(ranks.rank, ranks.world_size)
+    finally:
+        source.close()
+    of_ranks = ranks.gather(f"load {directory}: done", lambda: bytes_read) or []
+    figures = CheckpointFigures(str(directory), time.monotonic() - began, sum(of_ranks))
+    return Loaded(dict(module_state.client_state), source.manifest, figures)
+
+
+def _find(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
+    found = check_local_path(path)
+    repair_target(found)
+    directory = Path(os.path.realpath(found)) if found.exists() else found
+    with_manifest = open_checkpoint(directory)
+    with_manifest.check_all()
+    return {"path": str(directory), "save_id": with_manifest.manifest.save_id}
+
+
+def _open(
+    path: str | os.PathLike[str], first: Mapping[str, str], *, allow_pickle: bool
+) -> ElasticReader:
+    """Open the checkpoint that rank 0 found."""
+    directory = Path(first["path"])
+    mine = os.path.realpath(check_local_path(path))
+    if mine != first["path"]:
+        log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
+    source = open_checkpoint(directory, allow_pickle=allow_pickle)
+    if source.manifest.save_id != first["save_id"]:
+        msg = (
+            f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
+            "rank 0: the ranks do not share the directory, or a save replaced it just now"
+        )
+        raise CheckpointFormatError(msg)
+    return source
+
+
+def _check(
+    source: ElasticReader, live: LiveState, options: LoadOptions, where: str, rank: int
+) -> None:
+    """Find all that can be wrong before anything is changed."""
+    here = live.describe()
+    training = bool(here.groups)
+    wanted = Wanted(
+        optimizer_state=training and options.optimizer_state,
+        hyperparameters=training and options.hyperparameters and not source.manifest.weights_only,
+        strict=options.strict,
+    )
+    check_fits(source.manifest, here, wanted, where)
+    if wanted.optimizer_state and any(group.state for group in source.manifest.groups):
+        live.check_optimizer(source.manifest)
+    if rank == 0:
+        log.info("loading %s (%s) into %s", where, describe(source.manifest), describe(here))
+
+
+def _read(
+    source: ElasticReader, live: LiveState, options: LoadOptions, ranks: Ranks
+) -> tuple[Receiving, Incoming, int]:
+    """Fill this rank's buffers from the checkpoint."""
+    manifest = source.manifest
+    here = live.describe()
+    with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
+    receiving = live.receive(manifest, with_optimizer=with_optimizer)
+    requests = list(_requests(source, receiving))
+    source.check(requests)
+    once = source.module_state(ranks.rank, ranks.world_size)
+    # Weights alone start a new run; a whole checkpoint goes on, if need be with a fresh optimizer.
+    restores_run = bool(here.groups) and not manifest.weights_only
+    incoming = Incoming(
+        scalars=tuple(
+            _scalars_of(source, buffer.names) if with_optimizer else {} for buffer in here.buffers
+        ),
+        hyperparameters=tuple(group.hyperparameters for group in manifest.groups)
+        if restores_run and options.hyperparameters
+        else None,
+        module_buffers=once.buffers,
+        progress=manifest.progress if restores_run else here.progress,
+        loss_scaler=once.loss_scaler if restores_run else {},
+        lr_scheduler=once.lr_scheduler if restores_run and options.hyperparameters else None,
+        optimizer=manifest.writer.optimizer,
+    )
+    bytes_read = source.read(requests, report_bytes("reading", ranks))
+    return receiving, incoming, bytes_read
+
+
+def _requests(source: ElasticReader, receiving: Receiving) -> list[ReadRequest]:
+    """Plan every run to be read: weights from masters or frozen weights, then states."""
+    owned = {p.name for p in source.manifest.optimized}
+    mine = [f for f in receiving.fragments if f.name in owned]
+    frozen = [f for f in receiving.fragments if f.name not in owned]
+    plan = plan_transfers(mine, source.layout())
+    weights = [*plan, *plan_transfers(frozen, source.frozen_layout())]
+    requests = [ReadRequest(WEIGHT, t, receiving.weights[t.target_buffer]) for t in weights]
+    return requests + [
+        ReadRequest(key, transfer, target)
+        for transfer in plan
+        for key, target in _states_of(transfer, receiving).items()
+    ]
+
+
+def _states_of(transfer: Transfer, receiving: Receiving) -> Mapping[str, Any]:
+    """Give the state targets that share a transfer's place; frozen weights have none."""
+    states = receiving.states
+    return states[transfer.target_buffer] if transfer.target_buffer < len(states) else {}
+
+
+def _scalars_of(source: ElasticReader, names: tuple[str, ...]) -> Mapping[str, Scalar]:
+    """Give the scalars of a live flat buffer, whose parameters may have lain in several.
+
+    Raises:
+        CheckpointMismatchError: those differ, and the live buffer can have one value only.
+    """
+    held: dict[int, Fragment] = {}
+    for name in names:
+        at = next(iter(source.layout().covering(name, 0, 1)))
+        held.setdefault(at.buffer, at)
+    scalars = [source.scalars(at) for at in held.values()]
+    for other in scalars[1:]:
+        if repr(dict(other)) != repr(dict(scalars[0])):
+            msg = (
+                f"parameters that share a flat buffer here were saved with the states "
+                f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"
+            )
+            raise CheckpointMismatchError(msg)
+    return scalars[0]

@@ -1,0 +1,214 @@
+"""Saving: every rank writes its shards into a hidden directory; rank 0 publishes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.checkpoint.words import (
+    CheckpointFigures,
+    LiveState,
+    SaveOptions,
+    report_bytes,
+)
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.formats.client_state import (
+    differing,
+    dotted,
+    fingerprints,
+    split_objects,
+)
+from lightning_elastic_zero.formats.elastic_write import ClientPart, write_rank
+from lightning_elastic_zero.formats.names import LATEST, RECOVERY_SCRIPT, TAG
+from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
+from lightning_elastic_zero.ranks import Ranks
+from lightning_elastic_zero.state import RankState
+from lightning_elastic_zero.storage import (
+    StagedDirectory,
+    check_local_path,
+    leave_token,
+    remove_leftovers,
+    remove_token,
+    see_token,
+    staging_path,
+    write_durably,
+)
+
+
+def save(
+    path: str | os.PathLike[str],
+    live: LiveState,
+    ranks: Ranks,
+    client_state: Mapping[str, Any],
+    *,
+    options: SaveOptions,
+    recovery_script: Path | None = None,
+) -> CheckpointFigures:
+    """Write a checkpoint and publish it; the one it replaces stays until then. Collective.
+
+    Raises:
+        SaveError: it could not be written; the last published checkpoint is intact.
+        UnsupportedError: something in the state has no rule by which it could be saved.
+        RanksError: a rank failed, died, or did not call this.
+    """
+    began = time.monotonic()
+    draft = _Draft.make(live, client_state, options)
+    first = ranks.from_first("save: describe the run", lambda: draft().to_first(path))
+    target, save_id = Path(first["path"]), first["save_id"]
+    ranks.together("save: compare", lambda: draft().check_like(first, path, ranks.rank))
+    staging = staging_path(target, save_id)
+    try:
+        ranks.from_first(f"save {target}: make a directory", lambda: _stage(target, save_id))
+        files = ranks.gather(
+            f"save {target}: write", lambda: _write_files(draft(), staging, first, ranks)
+        )
+        ranks.from_first(
+            f"save {target}: publish",
+            lambda: _publish(draft(), target, save_id, files or [], recovery_script),
+        )
+    except BaseException:
+        if ranks.rank == 0:
+            StagedDirectory(target, save_id).abandon()
+        raise
+    size_bytes = sum(sum(entry["size_bytes"] for entry in of_rank) for of_rank in files or [])
+    seconds, size_bytes = ranks.from_first(
+        f"save {target}: done", lambda: [time.monotonic() - began, size_bytes]
+    )
+    return CheckpointFigures(str(target), seconds, int(size_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What one rank is about to write."""
+
+    manifest: Manifest
+    state: RankState
+    client: Mapping[str, Any]
+    objects: tuple[tuple[tuple[str | int, ...], object], ...]
+
+    @classmethod
+    def make(
+        cls, live: LiveState, client_state: Mapping[str, Any], options: SaveOptions
+    ) -> Callable[[], _Draft]:
+        """Give a function that makes the draft once: what it raises must reach all ranks."""
+        made: list[_Draft] = []
+
+        def draft() -> _Draft:
+            if not made:
+                manifest = live.describe()
+                if options.weights_only:
+                    groups = tuple(replace(group, state=()) for group in manifest.groups)
+                    manifest = replace(manifest, weights_only=True, groups=groups)
+                if options.exclude_frozen:
+                    left_out = tuple(p.name for p in manifest.parameters if p.group is None)
+                    manifest = replace(manifest, excluded=left_out)
+                state = live.rank_state(
+                    exclude_frozen=options.exclude_frozen,
+                    keep_module_weights=options.module_weights,
+                )
+                split = split_objects(client_state)
+                made.append(cls(manifest, state, split.plain, split.objects))
+            return made[0]
+
+        return draft
+
+    def to_first(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Rank 0: give what the others compare themselves with."""
+        return {
+            "path": str(check_local_path(path)),
+            "save_id": uuid.uuid4().hex,
+            "tables": self._tables(),
+            "buffers": fingerprints(dict(self.state.module_buffers)),
+            "client": fingerprints(self.client),
+        }
+
+    def _tables(self) -> dict[str, str]:
+        """Give what must be alike on all ranks."""
+        scalars = [
+            {key: repr(value) for key, value in sorted(flat.scalars.items())}
+            for flat in self.state.flats
+        ]
+        described = asdict(self.manifest)
+        tables = ("parameters", "groups", "buffers", "progress", "module_buffers", "stage")
+        return {**{key: repr(described[key]) for key in tables}, "scalar states": repr(scalars)}
+
+    def check_like(self, first: Mapping[str, Any], path: str | os.PathLike[str], rank: int) -> None:
+        """Refuse ranks that would write different checkpoints, or into different places."""
+        mine = str(check_local_path(path))
+        if mine != first["path"]:
+            msg = (
+                f"rank 0 saves to {first['path']}, this rank to {mine}: a checkpoint is one "
+                "directory; give all ranks the same path (ModelCheckpoint does)"
+            )
+            raise SaveError(msg)
+        tables = self._tables()
+        if differ := [key for key, table in first["tables"].items() if tables[key] != table]:
+            msg = f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run"
+            raise UnsupportedError(msg)
+        fragments = [f for flat in self.state.flats for f in flat.fragments]
+        if list(self.manifest.layout().on_rank(rank)) != fragments:
+            msg = (
+                f"DeepSpeed {self.manifest.writer.deepspeed} cuts parameters in a way that this "
+                "library does not know: report it with your DeepSpeed config"
+            )
+            raise UnsupportedError(msg)
+
+
+def _stage(target: Path, save_id: str) -> None:
+    """Make the hidden directory beside the target, and what all files of it stand in."""
+    if target.parent.is_dir():
+        remove_leftovers(target.parent)
+    staged = StagedDirectory.create(target, save_id)
+    (staged.path / TAG).mkdir()
+    leave_token(staged.path, save_id)
+
+
+def _write_files(
+    draft: _Draft, staging: Path, first: Mapping[str, Any], ranks: Ranks
+) -> list[dict[str, Any]]:
+    """Write this rank's files; give their records as plain data."""
+    see_token(staging, first["save_id"])
+    manifest = replace(draft.manifest, save_id=first["save_id"])
+    state, client = draft.state, ClientPart(draft.client, draft.objects)
+    if ranks.rank:
+        theirs = fingerprints(dict(state.module_buffers))
+        own = {n: t for n, t in state.module_buffers.items() if theirs[n] != first["buffers"][n]}
+        state = replace(state, module_buffers=own)
+        client = ClientPart({}, own=differing(draft.client, first["client"]))
+    records = write_rank(
+        staging, manifest, ranks.rank, state, client, report_bytes("writing", ranks)
+    )
+    entries = [asdict(record) for record in records]
+    kept = {"buffers": bool(ranks.rank and state.module_buffers), "client_state": bool(client.own)}
+    return [{**entry, "kept": [k for k, is_kept in kept.items() if is_kept]} for entry in entries]
+
+
+def _publish(
+    draft: _Draft,
+    target: Path,
+    save_id: str,
+    files: list[list[dict[str, Any]]],
+    recovery_script: Path | None,
+) -> None:
+    """Rank 0: write what DeepSpeed's tools look for, the manifest last, and publish."""
+    staged = StagedDirectory(target, save_id)
+    write_durably(staged.path / LATEST, TAG.encode())
+    if recovery_script is not None:
+        shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
+    entries = [entry for of_rank in files for entry in of_rank]
+    manifest = replace(
+        draft.manifest,
+        save_id=save_id,
+        files=tuple(FileEntry(e["name"], e["size_bytes"], e["sums_digest"]) for e in entries),
+        rank_state=tuple(sorted({kept for e in entries for kept in e["kept"]})),
+        client_objects=tuple(dotted(path) for path, _ in draft.objects),
+    )
+    remove_token(staged.path, save_id)
+    write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())
+    staged.publish()

@@ -1,0 +1,108 @@
+"""The words of the two stories: what a live engine offers, options, and what comes back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.ranks import Ranks
+from lightning_elastic_zero.state import Incoming, RankState, Receiving
+
+REPORT_EVERY_S = 10.0
+"""How often long reading and writing says how far it is."""
+
+log = logging.getLogger(__name__)
+
+
+class LiveState(Protocol):
+    """What a live engine offers; ``lightning_elastic_zero.engine`` implements it twice."""
+
+    def describe(self) -> Manifest:
+        """Say what it is, as a manifest without files."""
+        ...
+
+    def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
+        """Give what this rank holds, by reference."""
+        ...
+
+    def check_optimizer(self, source: Manifest) -> None:
+        """Refuse the state of another optimizer."""
+        ...
+
+    def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
+        """Give buffers to fill; nothing live is lost before ``commit``."""
+        ...
+
+    def abandon(self) -> None:
+        """Undo ``receive`` after a failure; no collective."""
+        ...
+
+    def commit(self, received: Receiving, incoming: Incoming) -> None:
+        """Take what was received; collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What a save writes."""
+
+    weights_only: bool = False
+    """Masters, frozen weights and buffers, and no optimizer state."""
+    exclude_frozen: bool = False
+    """Leave out weights that the optimizer does not own; a load keeps the model's own."""
+    module_weights: bool = False
+    """Write the low-precision weights too, for tools that insist on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What a load restores."""
+
+    optimizer_state: bool = True
+    """False: a fresh optimizer on the saved weights."""
+    hyperparameters: bool = True
+    """False: learning rate, weight decay, ... stay as they are configured now."""
+    strict: bool = True
+    """False: frozen parameters and buffers may be missing, or too many."""
+    allow_pickle: bool = False
+    """Build Python objects of any class from the trainer's state; that can run code."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFigures:
+    """What a save or a load cost."""
+
+    path: str
+    seconds: float
+    """Wall clock, from the call until all ranks were done."""
+    bytes: int
+    """Written, or read, by all ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load gives back."""
+
+    client_state: dict[str, Any]
+    """What the trainer, module, datamodule and callbacks had saved."""
+    manifest: Manifest
+    figures: CheckpointFigures
+
+
+def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:
+    """Give a callback for long I/O: shows the other ranks that this one lives, and reports."""
+    done, reported = 0, time.monotonic()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        ranks.progress()
+        if ranks.rank == 0 and time.monotonic() - reported > REPORT_EVERY_S:
+            reported = time.monotonic()
+            log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
+
+    return on_bytes

@@ -1,0 +1,158 @@
+"""Putting received state into a live optimizer: masters, states, groups, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.engine.module import unplain
+from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_group
+from lightning_elastic_zero.engine.wrappers import LiveBuffer
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.state import Incoming, Receiving, Scalar
+
+COMPARE_ELEMENTS = 1 << 20
+"""Elements compared at a time: bounds the memory of comparing masters with weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one flat buffer's masters are received."""
+
+    buffer: LiveBuffer
+    tensor: torch.Tensor
+    """The live masters, or a tensor of their shape on the host."""
+    in_place: bool
+
+
+def target_of(buffer: LiveBuffer) -> Target:
+    """Choose where a flat buffer's masters are received.
+
+    In place, where the low-precision weights can rebuild what is overwritten: that is so in a
+    fresh engine, and in one that trains in fp32. It saves one more copy of the masters.
+    """
+    master = buffer.master.data
+    if _masters_are_weights(buffer):
+        return Target(buffer, master, in_place=True)
+    return Target(buffer, torch.empty_like(master, device="cpu"), in_place=False)
+
+
+def _masters_are_weights(buffer: LiveBuffer) -> bool:
+    """Tell whether a flat buffer's masters are exactly its low-precision weights, widened."""
+    for _, start, stop, offset in buffer.places:
+        for at in range(offset, offset + stop - start, COMPARE_ELEMENTS):
+            end = min(at + COMPARE_ELEMENTS, offset + stop - start)
+            master = buffer.master.data[at:end]
+            if not torch.equal(master, buffer.low.data[at:end].to(master)):
+                return False
+    return True
+
+
+def rebuild_masters(targets: Sequence[Target]) -> None:
+    """Undo receiving in place."""
+    for target in targets:
+        if target.in_place:
+            target.buffer.master.data.copy_(target.buffer.low.data)
+
+
+def state_targets(inner: Any, buffer: LiveBuffer, source: Manifest) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero."""
+    master = buffer.master
+    # A live state means that its memory is taken already: receive beside it, on the host.
+    device = "cpu" if inner.state.get(master) else master.device
+    return {
+        key.name: torch.zeros(
+            master.numel(), dtype=_state_dtype(key.dtype, source, master), device=device
+        )
+        for key in source.groups[buffer.group].state
+        if key.kind == "elementwise"
+    }
+
+
+def _state_dtype(saved: str, source: Manifest, master: torch.Tensor) -> torch.dtype:
+    """Give a state's dtype: one kept in the masters' dtype follows the live masters' one."""
+    dtype: torch.dtype = master.dtype if saved == source.master_dtype else getattr(torch, saved)
+    return dtype
+
+
+def commit_masters(targets: Sequence[Target], received: Receiving, *, keep_fp32: bool) -> None:
+    """Take the masters; padding, which is uninitialised memory in a live engine, is zeroed.
+
+    Args:
+        targets: where they were received.
+        received: the filled tensors.
+        keep_fp32: False is DeepSpeed's ``load_from_fp32_weights: false``: masters without what
+            rounding to the low-precision weights takes away.
+    """
+    for index, target in enumerate(targets):
+        master = target.buffer.master.data
+        if not target.in_place:
+            master.copy_(received.weights[index])
+        if not keep_fp32:
+            master.copy_(master.to(target.buffer.low.dtype))
+        reached = 0
+        for _, start, stop, offset in target.buffer.places:
+            master[reached:offset].zero_()
+            reached = offset + stop - start
+        master[reached:].zero_()
+
+
+def commit_state(
+    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    buffer: LiveBuffer,
+    elementwise: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Scalar],
+) -> None:
+    """Hang new states onto a flat buffer; without any the optimizer starts fresh on it."""
+    master = buffer.master
+    if not elementwise and not scalars:
+        _forget_state(inner, master)
+        return
+    group, live = inner.param_groups[buffer.group], type(inner).__name__
+    inner.state[master] = {
+        **{key: value.to(master.device) for key, value in elementwise.items()},
+        **{k: place_scalar(k, v, live, group, master.device) for k, v in scalars.items()},
+    }
+
+
+def _forget_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
+    """Drop a flat buffer's states, so that the optimizer starts fresh on it.
+
+    Optimizers that make their state when they are constructed (torch's Adagrad) cannot make it
+    again: theirs is set back to its start in place.
+    """
+    state = inner.state.get(flat)
+    if state and type(inner).__name__ == "Adagrad":
+        state["step"].zero_()
+        state["sum"].fill_(inner.defaults.get("initial_accumulator_value", 0.0))
+    else:
+        inner.state.pop(flat, None)
+
+
+def commit_groups(inner: Any, incoming: Incoming) -> None:  # noqa: ANN401
+    """Restore each parameter group's hyperparameters, in place, where they are to be restored."""
+    if incoming.hyperparameters is None:
+        return
+    same_class = incoming.optimizer == type(inner).__name__
+    for group, saved in zip(inner.param_groups, incoming.hyperparameters, strict=True):
+        update_group(group, saved, same_class=same_class, restore=unplain)
+
+
+def commit_counters(engine: Any, incoming: Incoming) -> None:  # noqa: ANN401 (untyped library)
+    """Restore what DeepSpeed counts, its loss scaler, and the scheduler that it steps itself."""
+    progress = incoming.progress
+    engine.global_steps = progress.global_steps
+    engine.global_samples = progress.global_samples
+    engine.skipped_steps = progress.skipped_steps
+    # Whole accumulation windows only: gradients inside a window are in no checkpoint.
+    windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
+    engine.micro_steps = windows * engine.gradient_accumulation_steps()
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None and incoming.loss_scaler.get("class") == type(scaler).__name__:
+        for key in vars(scaler).keys() & incoming.loss_scaler.keys():
+            setattr(scaler, key, incoming.loss_scaler[key])
+    if incoming.lr_scheduler is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(dict(incoming.lr_scheduler))
