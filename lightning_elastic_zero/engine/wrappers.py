@@ -16,6 +16,10 @@ from torch import distributed
 from lightning_elastic_zero.layout import Fragment
 
 
+GATHER_ELEMENTS = 1 << 21
+"""Elements that are gathered at once from all ranks together: bounds the memory of a refresh."""
+
+
 @dataclass(frozen=True, slots=True)
 class LiveBuffer:
     """One flat buffer of a live engine, as this rank has it."""
@@ -64,11 +68,36 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
         for sub_group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
         return
-    optimizer.update_lp_params()
+    bf16 = wrapper == "BF16_Optimizer"
+    partitions = (
+        optimizer.bf16_partitioned_groups if bf16 else optimizer.parallel_partitioned_bit16_groups
+    )
+    for group, buffer in enumerate(live_buffers(optimizer, wrapper)):
+        buffer.low.data.copy_(buffer.master.data)
+        _gather_partitions(partitions[group], buffer.low, optimizer.real_dp_process_group[group])
     # DeepSpeed links each parameter to its optimizer state once; the tensors are new now.
     optimizer._hp_optimizer_states_linked = False
     if has_state:
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _gather_partitions(
+    partitions: Sequence[torch.Tensor],
+    own: torch.Tensor,
+    process_group: Any,  # noqa: ANN401
+) -> None:
+    """Give every rank all partitions of a flat buffer: collective.
+
+    A bounded part at a time: DeepSpeed's own ``update_lp_params`` gathers the whole buffer at once,
+    for which gloo holds a second copy of it.
+    """
+    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+
+    part = max(GATHER_ELEMENTS // len(partitions), 1)
+    for start in range(0, own.numel(), part):
+        count = min(part, own.numel() - start)
+        parts = [partition.data.narrow(0, start, count) for partition in partitions]
+        comm.all_gather(parts, own.data.narrow(0, start, count), group=process_group)
 
 
 def _zero_1_2(optimizer: Any) -> Iterator[LiveBuffer]:  # noqa: ANN401 (untyped)

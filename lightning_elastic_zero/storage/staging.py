@@ -117,23 +117,23 @@ class StagedDirectory:
                 power cut) and "cleaned".
 
         Raises:
-            SaveError: The system refused; the target is what it was.
+            SaveError: The system refused. The target is what it was, or, if the message says so,
+                the new checkpoint, which a power cut may still undo.
 
         """
         _refuse_file(self.target)
+        state = f"The files of the checkpoint are in {self.path}."
         try:
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
             on_step("synced")
             self._place(on_step, exchange=exchange)
+            state = "It is in its place, but may be lost if the power fails."
             on_step("placed")
             sync_directory(self.target.parent)
             on_step("kept")
         except OSError as error:
-            msg = (
-                f"Could not publish {self.target}: {error.strerror}. "
-                f"The files of the checkpoint are in {self.path}."
-            )
+            msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
         self._clean()
         on_step("cleaned")

@@ -20,7 +20,7 @@ COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
 
 # A mapping that is never touched takes no memory; with this flag it is not counted as promised
-# memory either. Python knows the flag's name from 3.11 on, where the system has it.
+# memory either. Older Pythons do not know it by name.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 # torch's own checksum of each record halves the speed of writing, and nothing reads it. It can

@@ -1,0 +1,143 @@
+"""Ranks that save and load a large state, and count what that costs. Run by test_budget.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing, nn
+
+WIDTH = 1536
+LAYERS = 9
+BYTES_PER_PARAMETER = 12
+STATE_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * BYTES_PER_PARAMETER
+"""fp32 masters and Adam's two moments: 255 MB."""
+
+
+class Mlp(nn.Module):
+    """Square layers, applied one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give a loss."""
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.pow(2).mean()
+
+
+def anonymous_bytes() -> int:
+    """Give this process's anonymous memory, by the operating system's count."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("RssAnon")
+
+
+def bytes_read() -> int:
+    """Give what this process has read through the system, from the cache or the disk."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("rchar:"):
+            return int(line.split()[1])
+    raise LookupError("rchar")
+
+
+class Peak:
+    """Watches the highest anonymous memory while a block runs."""
+
+    def __enter__(self) -> Peak:
+        """Begin to watch."""
+        self.before = self.highest = anonymous_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.highest = max(self.highest, anonymous_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        """Stop watching."""
+        self._done.set()
+        self._thread.join()
+        self.highest = max(self.highest, anonymous_bytes())
+
+
+def make_engine(stage: int) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+    """Build an engine with Adam."""
+    import deepspeed  # noqa: PLC0415 - after the process group's variables are set
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    module = Mlp()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def save(stage: int, path: str) -> dict[str, int]:
+    """Train one step and save; give what the save cost this rank in memory."""
+    from lightning_elastic_zero import save_checkpoint  # noqa: PLC0415
+
+    engine = make_engine(stage)
+    engine.backward(engine(torch.randn(1, WIDTH)))
+    engine.step()
+    save_checkpoint(engine, f"{path}.warm")
+    with Peak() as peak:
+        figures = save_checkpoint(engine, path)
+    return {"extra": peak.highest - peak.before, "written": figures.bytes}
+
+
+def load(stage: int, path: str) -> dict[str, int]:
+    """Load into a fresh engine; give the bytes that were read, and memory above own state."""
+    from lightning_elastic_zero import load_checkpoint  # noqa: PLC0415
+
+    engine = make_engine(stage)
+    before = bytes_read()
+    with Peak() as peak:
+        figures = load_checkpoint(engine, path)
+    after = bytes_read()
+    states = engine.optimizer.optimizer.state.values()
+    own = sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
+    return {
+        "extra": peak.highest - peak.before - own,
+        "read": after - before,
+        "figures": figures.figures.bytes,
+    }
+
+
+def be_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, out: str) -> None:
+    """Be one rank, and leave what it measured in a file."""
+    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+    from lightning_elastic_zero.engine import use_accelerator  # noqa: PLC0415
+
+    use_accelerator("cpu")
+    import deepspeed  # noqa: PLC0415
+
+    deepspeed.init_distributed("gloo")
+    measured = {"save": save, "load": load}[what](stage, path)
+    Path(f"{out}.{rank}").write_text(json.dumps(measured))
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    what_, ranks_, port_, stage_, path_, out_ = sys.argv[1:]
+    multiprocessing.spawn(
+        be_rank,
+        (int(ranks_), int(port_), what_, int(stage_), path_, out_),
+        nprocs=int(ranks_),
+    )
