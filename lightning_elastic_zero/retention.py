@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.storage import check_local_path, sync_directory
 
-DOOMED = ".elastic-removed-"
+DOOMED = ".zero-removed-"
 """Prefix of a directory that is being deleted: renamed first, so that none is half there."""
 
 log = logging.getLogger(__name__)

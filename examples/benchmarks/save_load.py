@@ -28,7 +28,8 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from torch import multiprocessing, nn
+from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 TIMEOUT_S = 1500
 BYTES_PER_PARAMETER = 12  # fp32 master and Adam's two moments
@@ -43,6 +44,7 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give a loss."""
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x.pow(2).mean()
@@ -73,7 +75,7 @@ def train_step(engine: Any, width: int) -> None:  # noqa: ANN401
 def without_fsync() -> Iterator[None]:
     """Let fsync return at once: to time the bytes' way into the system alone."""
     real = os.fsync
-    os.fsync = lambda descriptor: None  # type: ignore[assignment,misc]  # noqa: ARG005
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]  # noqa: ARG005
     try:
         yield
     finally:
@@ -179,9 +181,8 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     try:
-        context = multiprocessing.spawn(
-            work_as, (options, port, folder), nprocs=options.ranks, join=False
-        )
+        ranks = (options, port, folder)
+        context = spawn(work_as, ranks, nprocs=options.ranks, join=False)  # type: ignore[no-untyped-call]
         deadline = time.monotonic() + TIMEOUT_S
         while not context.join(timeout=max(deadline - time.monotonic(), 0)):
             if time.monotonic() > deadline:

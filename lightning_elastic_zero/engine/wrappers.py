@@ -15,7 +15,6 @@ from torch import distributed
 
 from lightning_elastic_zero.layout import Fragment
 
-
 GATHER_ELEMENTS = 1 << 21
 """Elements that are gathered at once from all ranks together: bounds the memory of a refresh."""
 

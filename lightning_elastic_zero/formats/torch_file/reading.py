@@ -218,8 +218,8 @@ class _Job:
             return
         slot, elements = slot.view(_BITS[itemsize]), elements.view(_BITS[itemsize])
         if slot.device.type == "cpu":
-            # torch would share out the copy among threads, which wait for each other: where as many
-            # ranks as cores read at once, that is ten times slower than one thread alone.
+            # torch would share out the copy among threads, which wait for each other: on a busy
+            # host that was ten times slower than one thread alone.
             slot.numpy()[:] = elements.numpy()
         else:
             slot.copy_(elements)

@@ -1,0 +1,76 @@
+"""Train a small GPT with ZeRO on any number of devices, stop it, go on with any other number.
+
+    python examples/train.py --devices 4
+    python examples/train.py --devices 2 --ckpt_path last
+
+Lines marked with ``# elastic:`` are what a DeepSpeed user adds or changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+import lightning as L
+from gpt import GPT, StdlibText
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+# elastic: the strategy, in the place of Lightning's DeepSpeedStrategy
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+RUN_DIR = "runs/train"  # checkpoints and TensorBoard's files
+SEED = 1
+GLOBAL_BATCH_SIZE = 48  # samples per step, over all devices: their number must divide it
+STEPS_PER_EPOCH = 24
+MAX_EPOCHS = 4
+BLOCK_SIZE = 64  # characters per sample
+
+
+# DeepSpeed calls what torch calls by another name now: a warning per process, step and call.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--accelerator", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--devices", type=int, default=1, help="may change from run to run")
+    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="so may the stage")
+    parser.add_argument("--max_epochs", type=int, default=MAX_EPOCHS)
+    parser.add_argument("--ckpt_path", help='"last" or the path of a checkpoint')
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    L.seed_everything(SEED)
+    data = StdlibText(GLOBAL_BATCH_SIZE, BLOCK_SIZE, STEPS_PER_EPOCH * GLOBAL_BATCH_SIZE)
+    model = GPT(data.vocab_size, BLOCK_SIZE, total_steps=MAX_EPOCHS * STEPS_PER_EPOCH)
+
+    # elastic: a fixed dirpath, so that the next run finds "last", however many devices it has
+    checkpoints = ModelCheckpoint(
+        dirpath=f"{RUN_DIR}/checkpoints",
+        monitor="epoch",
+        mode="max",
+        save_top_k=2,
+        save_last="link",
+        enable_version_counter=False,  # or Lightning begins a last-v1.ckpt after each resume
+        save_on_train_epoch_end=True,
+    )
+    trainer = L.Trainer(
+        accelerator=arguments.accelerator,
+        devices=arguments.devices,
+        strategy=ElasticDeepSpeedStrategy(stage=arguments.stage),  # elastic: this is all
+        max_epochs=arguments.max_epochs,
+        gradient_clip_val=1.0,
+        callbacks=[checkpoints],
+        logger=TensorBoardLogger(RUN_DIR, name=None, version=""),
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+    )
+    # elastic: nothing to convert first; what 4 devices saved is what 2 devices read
+    trainer.fit(model, data, ckpt_path=arguments.ckpt_path)
+
+
+if __name__ == "__main__":
+    main()

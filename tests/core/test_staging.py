@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage import (
+    StagedDirectory,
+    remove_leftovers,
+    repair,
+    repair_target,
+    staging_path,
+)
+
+ROOT = Path(__file__).parents[2]
+
+SAVE = """
+import os, signal, sys
+from pathlib import Path
+from lightning_elastic_zero.storage import StagedDirectory
+
+def die(step):
+    if step == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+staged = StagedDirectory.create(Path(sys.argv[1]), "new")
+(staged.path / "checkpoint").mkdir()
+(staged.path / "checkpoint" / "shard.pt").write_text("new")
+die("written")
+(staged.path / "manifest.json").write_text("new")
+staged.publish(exchange=sys.argv[3] == "exchange", on_step=die)
+"""
+"""A save in a process of its own, that is killed after the step that it is told."""
+
+STEPS = [
+    *((step, "exchange") for step in ("written", "synced", "placed", "kept", "cleaned")),
+    *((step, "renames") for step in ("synced", "set aside", "placed", "kept", "cleaned")),
+]
+
+PLACED = {"placed", "kept", "cleaned"}
+
+
+def names_in(directory: Path) -> list[str]:
+    """List a directory, hidden names too."""
+    return sorted(path.name for path in directory.iterdir())
+
+
+def publish(target: Path, content: str, *, exchange: bool = True) -> None:
+    """Save a checkpoint whose files hold one text."""
+    staged = StagedDirectory.create(target, content)
+    (staged.path / "checkpoint").mkdir()
+    (staged.path / "checkpoint" / "shard.pt").write_text(content)
+    (staged.path / "manifest.json").write_text(content)
+    staged.publish(exchange=exchange)
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """Give the text of each file in a tree."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text() for path in files}
+
+
+def whole(content: str) -> dict[str, str]:
+    """Give what ``publish`` leaves."""
+    return {"checkpoint/shard.pt": content, "manifest.json": content}
+
+
+def killed_save(target: Path, step: str, way: str) -> None:
+    """Run a save that is killed after a step."""
+    arguments = [sys.executable, "-c", SAVE, str(target), step, way]
+    assert subprocess.run(arguments, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+
+
+class TestPublish:
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_replaces_a_checkpoint(self, tmp_path: Path, exchange: bool) -> None:
+        """What is published replaces all of what was there, and leaves nothing beside it."""
+        target = tmp_path / "last.ckpt"
+        publish(target, "old")
+        (target / "checkpoint" / "of-a-larger-world.pt").write_text("old")
+        publish(target, "new", exchange=exchange)
+        assert contents(target) == whole("new")
+        assert names_in(tmp_path) == ["last.ckpt"]
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_replaces_a_link_but_not_what_it_points_to(
+        self, tmp_path: Path, exchange: bool
+    ) -> None:
+        """Lightning's ``last.ckpt`` link gives way to a directory; its target stays whole."""
+        best, target = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+        publish(best, "old")
+        target.symlink_to(best.name)
+        publish(target, "new", exchange=exchange)
+        assert not target.is_symlink()
+        assert (contents(best), contents(target)) == (whole("old"), whole("new"))
+        assert names_in(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+    def test_replaces_a_dangling_link(self, tmp_path: Path) -> None:
+        """A link to nothing is no obstacle."""
+        (tmp_path / "last.ckpt").symlink_to("gone")
+        publish(tmp_path / "last.ckpt", "new")
+        assert contents(tmp_path / "last.ckpt") == whole("new")
+
+    def test_links_inside_the_old_checkpoint_are_not_followed(self, tmp_path: Path) -> None:
+        """Removing what was replaced does not reach beyond it."""
+        precious = tmp_path / "precious"
+        precious.mkdir()
+        (precious / "data").write_text("kept")
+        publish(tmp_path / "a.ckpt", "old")
+        (tmp_path / "a.ckpt" / "link").symlink_to(precious)
+        publish(tmp_path / "a.ckpt", "new")
+        assert contents(precious) == {"data": "kept"}
+
+    def test_a_file_is_not_replaced(self, tmp_path: Path) -> None:
+        """A plain file at the target is refused before anything is written."""
+        (tmp_path / "a.ckpt").write_text("somebody's only one")
+        with pytest.raises(SaveError, match=r"a\.ckpt is a file, .*Move the file away"):
+            StagedDirectory.create(tmp_path / "a.ckpt", "new")
+        assert names_in(tmp_path) == ["a.ckpt"]
+
+    def test_a_refused_rename_leaves_the_old_checkpoint(self, tmp_path: Path) -> None:
+        """Where the second of two renames fails, the first one is taken back."""
+        target = tmp_path / "a.ckpt"
+        publish(target, "old")
+        staged = StagedDirectory.create(target, "new")
+        with pytest.raises(SaveError, match=r"Could not publish .*a\.ckpt"):
+            # What was staged vanishes between the two renames.
+            staged.publish(exchange=False, on_step=lambda step: _vanish(staged.path, step))
+        assert contents(target) == whole("old")
+
+    def test_makes_missing_parents(self, tmp_path: Path) -> None:
+        """Directories above the target are made."""
+        publish(tmp_path / "a" / "b" / "c.ckpt", "new")
+        assert contents(tmp_path / "a" / "b" / "c.ckpt") == whole("new")
+
+    def test_abandoned(self, tmp_path: Path) -> None:
+        """An abandoned save leaves the old checkpoint and nothing else, however often."""
+        publish(tmp_path / "a.ckpt", "old")
+        staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
+        (staged.path / "shard.pt").write_text("half")
+        staged.abandon()
+        staged.abandon()
+        assert names_in(tmp_path) == ["a.ckpt"]
+        assert contents(tmp_path / "a.ckpt") == whole("old")
+
+    def test_readers_never_miss_it(self, tmp_path: Path) -> None:
+        """While one checkpoint replaces another, the target is there at every instant."""
+        target, missing, stop = tmp_path / "a.ckpt", 0, threading.Event()
+        publish(target, "0")
+
+        def watch() -> None:
+            nonlocal missing
+            while not stop.is_set():
+                missing += not target.is_dir()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for number in range(1, 50):
+            publish(target, str(number))
+        stop.set()
+        watcher.join()
+        assert missing == 0
+
+
+def _vanish(path: Path, step: str) -> None:
+    if step == "set aside":
+        path.rename(path.with_name("elsewhere"))
+
+
+class TestNames:
+    def test_staging_is_never_taken_for_a_checkpoint(self, tmp_path: Path) -> None:
+        """Lightning finds neither ``last`` nor ``hpc_ckpt_`` in the names that a save uses."""
+        for name in ("last.ckpt", "hpc_ckpt_3.ckpt"):
+            staged = StagedDirectory.create(tmp_path / name, "5a7e")
+            for found in names_in(tmp_path):
+                assert found.startswith(".")
+                assert not re.search(r"last|hpc_ckpt_|\.ckpt$", found)
+            staged.abandon()
+
+    def test_other_ranks_find_it(self, tmp_path: Path) -> None:
+        """A rank that knows target and save id knows where to write."""
+        staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
+        assert staged.path == staging_path(tmp_path / "a.ckpt", "5a7e")
+        assert staged.path.is_dir()
+
+    @pytest.mark.parametrize("save_id", ["", "../x", "a/b", "-a", "a" * 65, "a.ckpt"])
+    def test_save_ids_are_names(self, tmp_path: Path, save_id: str) -> None:
+        """A save id that is no plain name is the caller's error."""
+        with pytest.raises(ValueError, match="is no save id"):
+            staging_path(tmp_path / "a.ckpt", save_id)
+
+
+class TestKilled:
+    @pytest.mark.parametrize(("step", "way"), STEPS)
+    def test_old_or_new_is_whole(self, tmp_path: Path, step: str, way: str) -> None:
+        """Whenever a save is killed, the old checkpoint or the new one is there, whole."""
+        target = tmp_path / "last.ckpt"
+        publish(target, "old")
+        killed_save(target, step, way)
+        assert repair_target(target) == (step == "set aside")
+        assert contents(target) == whole("new" if step in PLACED else "old")
+        remove_leftovers(tmp_path)
+        assert names_in(tmp_path) == ["last.ckpt"]
+        assert contents(target) == whole("new" if step in PLACED else "old")
+
+    def test_first_checkpoint(self, tmp_path: Path) -> None:
+        """A killed first save leaves no checkpoint, and what it left goes with the next one."""
+        killed_save(tmp_path / "a.ckpt", "synced", "exchange")
+        assert not repair_target(tmp_path / "a.ckpt")
+        assert len(remove_leftovers(tmp_path)) == 2
+        assert names_in(tmp_path) == []
+
+    def test_repair_finds_every_lost_target(self, tmp_path: Path) -> None:
+        """A whole directory is repaired without knowing which names it should have."""
+        publish(tmp_path / "last.ckpt", "old")
+        killed_save(tmp_path / "last.ckpt", "set aside", "renames")
+        assert repair(tmp_path) == [tmp_path / "last.ckpt"]
+        assert repair(tmp_path) == []
+        assert repair(tmp_path / "missing") == []
+
+
+class TestLeftovers:
+    def test_a_running_save_is_left_alone(self, tmp_path: Path) -> None:
+        """What a living process works on is not removed, however old it is."""
+        staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
+        assert remove_leftovers(tmp_path) == []
+        assert staged.path.is_dir()
+
+    def test_of_another_machine(self, tmp_path: Path) -> None:
+        """What another machine's process left is removed after seven days, and not before."""
+        staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
+        owner = tmp_path / ".zero-owner-5a7e.json"
+        # Process 1 lives on every machine; that says nothing of the other one's.
+        fields = {**json.loads(owner.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
+        owner.write_text(json.dumps(fields))
+        assert remove_leftovers(tmp_path) == []
+        week_ago_s = time.time() - 7 * 24 * 3600
+        os.utime(owner, (week_ago_s + 3600, week_ago_s + 3600))
+        assert remove_leftovers(tmp_path) == []
+        os.utime(owner, (week_ago_s - 3600, week_ago_s - 3600))
+        assert remove_leftovers(tmp_path) == [staged.path, owner]
+
+    def test_a_number_that_was_given_out_again(self, tmp_path: Path) -> None:
+        """A process that has the dead one's number is told apart by when it started."""
+        StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
+        owner = tmp_path / ".zero-owner-5a7e.json"
+        owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "12"}))
+        assert len(remove_leftovers(tmp_path)) == 2
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"target": "../x"}', None])
+    def test_owner_that_cannot_be_read(self, tmp_path: Path, text: str | None) -> None:
+        """Without an owner that makes sense, only age counts."""
+        staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
+        owner = tmp_path / ".zero-owner-5a7e.json"
+        owner.unlink()
+        if text is not None:
+            owner.write_text(text)
+        assert remove_leftovers(tmp_path) == []
+        os.utime(staged.path if text is None else owner, (0, 0))
+        remove_leftovers(tmp_path)
+        assert names_in(tmp_path) == []
+
+    def test_what_was_set_aside_is_never_removed_while_it_is_the_only_one(
+        self, tmp_path: Path
+    ) -> None:
+        """The last good checkpoint stays, even if it is not known whose it was."""
+        publish(tmp_path / "a.ckpt", "old")
+        killed_save(tmp_path / "a.ckpt", "set aside", "renames")
+        (tmp_path / ".zero-owner-new.json").unlink()
+        os.utime(tmp_path / ".zero-previous-new", (0, 0))
+        os.utime(tmp_path / ".zero-staging-new", (0, 0))
+        remove_leftovers(tmp_path)
+        assert contents(tmp_path / ".zero-previous-new") == whole("old")
+
+    def test_other_names_are_left_alone(self, tmp_path: Path) -> None:
+        """Nothing is removed that only looks a little like ours."""
+        names = [".zero-staging-", ".zero-staging-a b", "zero-staging-a", ".staging-a"]
+        for name in names:
+            (tmp_path / name).mkdir()
+            os.utime(tmp_path / name, (0, 0))
+        assert remove_leftovers(tmp_path) == []
+        assert names_in(tmp_path) == sorted(names)

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    SaveError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.storage import (
+    CHUNK_BYTES,
+    READ_BYTES,
+    ChecksummedWriter,
+    FileRecord,
+    VerifiedFile,
+    check_local_path,
+    leave_token,
+    remove_token,
+    see_token,
+    verified,
+)
+
+SAVE_ID = "5a7e"
+TAIL_BYTES = 777
+
+
+def some_bytes(size_bytes: int, seed: int = 0) -> bytes:
+    """Make bytes of which no two chunks are alike."""
+    parts = range(-(-size_bytes // 16))
+    return b"".join(xxhash.xxh3_128_digest(b"%d" % part, seed) for part in parts)[:size_bytes]
+
+
+def write_file(directory: Path, data: bytes, name: str = "checkpoint/shard.pt") -> FileRecord:
+    """Write a file with its checksums."""
+    with ChecksummedWriter(directory, name) as file:
+        file.write(data)
+        return file.finish(SAVE_ID)
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """Make the system refuse to let any file of this process grow larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class TestChecksummedWriter:
+    @given(
+        sizes=st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=8),
+        kind=st.sampled_from([bytes, bytearray, memoryview]),
+    )
+    def test_sums_do_not_depend_on_how_the_bytes_come(
+        self, sizes: list[int], kind: Callable[[bytes], bytes | bytearray | memoryview]
+    ) -> None:
+        """However it is cut into writes, a file has its bytes, and its chunks their sums."""
+        data = some_bytes(sum(sizes))
+        with tempfile.TemporaryDirectory() as folder:
+            with ChecksummedWriter(Path(folder), "a.pt") as file:
+                start = 0
+                for size_bytes in sizes:
+                    assert file.write(kind(data[start : start + size_bytes])) == size_bytes
+                    start += size_bytes
+                record = file.finish(SAVE_ID)
+            assert (Path(folder) / "a.pt").read_bytes() == data
+            sidecar = (Path(folder) / "a.pt.sums").read_bytes()
+        assert record == FileRecord("a.pt", len(data), xxhash.xxh3_128_hexdigest(sidecar))
+        assert json.loads(sidecar) == {
+            "algorithm": "xxh3_64",
+            "chunk_bytes": CHUNK_BYTES,
+            "size_bytes": len(data),
+            "save_id": SAVE_ID,
+            "sums": b"".join(
+                xxhash.xxh3_64_digest(data[low : low + CHUNK_BYTES])
+                for low in range(0, len(data), CHUNK_BYTES)
+            ).hex(),
+        }
+
+    def test_progress_is_told_in_steps(self, tmp_path: Path) -> None:
+        """A large write is reported at least every 16 MiB, and adds up to its size."""
+        told: list[int] = []
+        with ChecksummedWriter(tmp_path, "a.pt", told.append) as file:
+            file.write(bytes(40 << 20))
+        assert sum(told) == 40 << 20
+        assert max(told) <= 16 << 20
+
+    def test_a_file_is_never_overwritten(self, tmp_path: Path) -> None:
+        """Two ranks that write one name are an error, not a mixture."""
+        write_file(tmp_path, b"one")
+        with pytest.raises(SaveError, match=r"shard\.pt: File exists"):
+            write_file(tmp_path, b"two")
+
+    def test_full_disk(self, tmp_path: Path) -> None:
+        """Bytes that the system does not take are an error that names the file and what helps."""
+        with room_for(1 << 20), pytest.raises(SaveError, match=r"shard\.pt: .*See that the disk"):
+            write_file(tmp_path, bytes(2 << 20))
+        assert not list(tmp_path.rglob("*.sums"))
+
+
+def _runs_of(draw: st.DrawFn, size_bytes: int) -> list[tuple[int, int]]:
+    points = sorted(draw(st.lists(st.integers(0, size_bytes), max_size=24)))
+    return list(zip(points[::2], points[1::2], strict=False))
+
+
+@st.composite
+def files_with_runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """Draw a file's size and sorted runs of it: touching, empty, and at the borders of chunks."""
+    chunks, tail = draw(st.integers(0, 12)), draw(st.sampled_from([0, 1, TAIL_BYTES]))
+    return chunks * CHUNK_BYTES + tail, _runs_of(draw, chunks * CHUNK_BYTES + tail)
+
+
+class TestReadRuns:
+    @given(case=files_with_runs(), read_chunks=st.integers(1, 4))
+    def test_gives_exactly_the_runs(
+        self, case: tuple[int, list[tuple[int, int]]], read_chunks: int
+    ) -> None:
+        """Any runs of any file give their bytes in order, and each chunk is read at most once."""
+        size_bytes, runs = case
+        data = some_bytes(size_bytes)
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verified, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            record = write_file(Path(folder), data)
+            with VerifiedFile(Path(folder), record, SAVE_ID) as file:
+                before = file.bytes_read
+                pieces = [(start, bytes(view)) for start, view in file.read_runs(runs)]
+                bytes_read = file.bytes_read - before
+        assert b"".join(piece for _, piece in pieces) == b"".join(data[a:b] for a, b in runs)
+        assert all(data[start : start + len(piece)] == piece for start, piece in pieces)
+        touched = {
+            chunk
+            for a, b in runs
+            if a < b
+            for chunk in range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES))
+        }
+        expected = sum(min(CHUNK_BYTES, size_bytes - chunk * CHUNK_BYTES) for chunk in touched)
+        assert bytes_read == expected
+
+    def test_pieces_are_bounded_and_aligned(self, tmp_path: Path) -> None:
+        """No piece is larger than the buffer, and each lies in memory as it lies in the file."""
+        size_bytes = 2 * READ_BYTES + CHUNK_BYTES
+        with VerifiedFile(tmp_path, write_file(tmp_path, bytes(size_bytes))) as file:
+            pieces = [(start, view.nbytes) for start, view in file.read_runs([(8, size_bytes)])]
+        assert pieces == [
+            (8, READ_BYTES - 8),
+            (READ_BYTES, READ_BYTES),
+            (2 * READ_BYTES, CHUNK_BYTES),
+        ]
+
+    def test_two_readers_do_not_disturb_each_other(self, tmp_path: Path) -> None:
+        """A second iteration, begun amid the first, leaves the first one's piece alone."""
+        data = some_bytes(4 * CHUNK_BYTES)
+        with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
+            file.read(0, 1)  # From now on it has a buffer to hand out.
+            first = file.read_runs([(0, 10), (3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 10)])
+            _, view = next(first)
+            assert file.read(CHUNK_BYTES, CHUNK_BYTES + 10) == data[CHUNK_BYTES : CHUNK_BYTES + 10]
+            assert view == data[:10]
+            assert next(first)[1] == data[3 * CHUNK_BYTES : 3 * CHUNK_BYTES + 10]
+
+    @pytest.mark.parametrize("runs", [[(5, 9), (0, 3)], [(0, 5), (4, 9)], [(-1, 3)], [(0, 101)]])
+    def test_senseless_runs(self, tmp_path: Path, runs: list[tuple[int, int]]) -> None:
+        """Runs that are unsorted, overlap, or leave the file are the caller's error."""
+        with (
+            VerifiedFile(tmp_path, write_file(tmp_path, bytes(100))) as file,
+            pytest.raises(ValueError, match="The run"),
+        ):
+            list(file.read_runs(runs))
+
+
+SIZE_BYTES = 5 * CHUNK_BYTES + TAIL_BYTES
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> FileRecord:
+    """A file of five chunks and a tail."""
+    return write_file(tmp_path, some_bytes(SIZE_BYTES))
+
+
+def change_sidecar(directory: Path, record: FileRecord, **fields: object) -> FileRecord:
+    """Change fields of a sidecar, and give a record that vouches for it."""
+    path = directory / f"{record.name}.sums"
+    data = json.dumps({**json.loads(path.read_bytes()), **fields}).encode()
+    path.write_bytes(data)
+    return FileRecord(record.name, record.size_bytes, xxhash.xxh3_128_hexdigest(data))
+
+
+class TestDamage:
+    @given(position=st.integers(0, SIZE_BYTES - 1), bit=st.integers(0, 7))
+    def test_flipped_bit(self, position: int, bit: int) -> None:
+        """One flipped bit is found in the chunk that has it, and by no read of other chunks."""
+        data = some_bytes(SIZE_BYTES)
+        low = position // CHUNK_BYTES * CHUNK_BYTES
+        high = min(low + CHUNK_BYTES, SIZE_BYTES)
+        with tempfile.TemporaryDirectory() as folder:
+            record = write_file(Path(folder), data)
+            path = Path(folder) / record.name
+            path.write_bytes(
+                data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+            )
+            with VerifiedFile(Path(folder), record) as file:
+                assert file.read(0, low) == data[:low]
+                assert file.read(high, SIZE_BYTES) == data[high:]
+                with pytest.raises(CheckpointCorruptedError) as caught:
+                    file.read(low, high)
+        assert f"{path} is damaged: its bytes [{low}, {high}) are not" in str(caught.value)
+        assert "Resume from another checkpoint" in str(caught.value)
+
+    def test_zeroed_hole(self, tmp_path: Path, shard: FileRecord) -> None:
+        """A chunk that a crash left empty is found."""
+        with (tmp_path / shard.name).open("r+b") as file:
+            file.seek(CHUNK_BYTES)
+            file.write(bytes(CHUNK_BYTES))
+        with (
+            VerifiedFile(tmp_path, shard) as damaged,
+            pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*\[65536, 131072\)"),
+        ):
+            damaged.read(0, SIZE_BYTES)
+
+    @pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 1, SIZE_BYTES + 1])
+    def test_other_size(self, tmp_path: Path, shard: FileRecord, size_bytes: int) -> None:
+        """A file that is cut short or has grown is not opened."""
+        os.truncate(tmp_path / shard.name, size_bytes)
+        message = f"shard.pt is damaged: it has {size_bytes} bytes, recorded are {SIZE_BYTES}"
+        with pytest.raises(CheckpointCorruptedError, match=message):
+            VerifiedFile(tmp_path, shard)
+
+    def test_cut_while_open(self, tmp_path: Path, shard: FileRecord) -> None:
+        """A file that shrinks after it was opened is an error, never a signal."""
+        with VerifiedFile(tmp_path, shard) as file:
+            os.truncate(tmp_path / shard.name, 100)
+            with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*ends at byte 100"):
+                file.read(0, SIZE_BYTES)
+
+    @pytest.mark.parametrize(("suffix", "reason"), [("", "it is missing"), (".sums", "sums, are")])
+    def test_missing(self, tmp_path: Path, shard: FileRecord, suffix: str, reason: str) -> None:
+        """A file that the manifest names, or its sidecar, that is not there is damage."""
+        (tmp_path / f"{shard.name}{suffix}").unlink()
+        with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
+            VerifiedFile(tmp_path, shard)
+
+    def test_swapped_sidecar(self, tmp_path: Path, shard: FileRecord) -> None:
+        """Another file's checksums are refused, even together with that file."""
+        other = write_file(tmp_path, some_bytes(SIZE_BYTES, seed=1), "checkpoint/other.pt")
+        for suffix in ("", ".sums"):
+            shutil.copy(tmp_path / f"{other.name}{suffix}", tmp_path / f"{shard.name}{suffix}")
+        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt\.sums, are not those"):
+            VerifiedFile(tmp_path, shard)
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"algorithm": "crc32"}, "algorithm 'crc32', expected is 'xxh3_64'"),
+            ({"chunk_bytes": 4096}, "chunk_bytes 4096, expected is 65536"),
+            ({"size_bytes": 1}, f"size_bytes 1, expected is {SIZE_BYTES}"),
+            ({"save_id": "0ther"}, "it belongs to save '0ther', the checkpoint to save '5a7e'"),
+            ({"sums": "00" * 8}, "it has 1 checksums, expected are 6"),
+            ({"sums": "no hex"}, "cannot be understood"),
+            ({"sums": None}, "cannot be understood"),
+        ],
+    )
+    def test_sidecar_that_does_not_agree(
+        self, tmp_path: Path, shard: FileRecord, fields: dict[str, object], reason: str
+    ) -> None:
+        """Each field of a sidecar is checked, whoever vouches for it."""
+        record = change_sidecar(tmp_path, shard, **fields)
+        with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
+            VerifiedFile(tmp_path, record, SAVE_ID)
+
+    @pytest.mark.parametrize(
+        "name", ["", ".", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a\\b", "a\0b"]
+    )
+    def test_a_record_cannot_lead_out_of_the_checkpoint(self, name: str) -> None:
+        """A manifest cannot make us read a file that is not the checkpoint's."""
+        with pytest.raises(CheckpointFormatError):
+            FileRecord(name, 1, "0" * 32)
+
+    @pytest.mark.parametrize(
+        ("size_bytes", "digest"), [(-1, "0" * 32), (1, "0" * 31), (1, "X" * 32)]
+    )
+    def test_a_record_is_validated_at_birth(self, size_bytes: int, digest: str) -> None:
+        """A senseless record is refused before a file is looked for."""
+        with pytest.raises(CheckpointFormatError, match="makes no sense"):
+            FileRecord("a.pt", size_bytes, digest)
+
+
+class TestPlaces:
+    @pytest.mark.parametrize("url", ["s3://bucket/x.ckpt", "gs://b", "memory://m", "s3a+x.y://b"])
+    def test_remote_storage_is_refused_by_name(self, url: str) -> None:
+        """A remote address is refused, naming it and what to do instead."""
+        with pytest.raises(UnsupportedError, match=f"{url} .*Give a path".replace("+", r"\+")):
+            check_local_path(url)
+
+    def test_local_paths_become_absolute(self, tmp_path: Path) -> None:
+        """A local path, as text or as a file address, becomes absolute; links stay."""
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path)
+        assert check_local_path(link / "a" / ".." / "b") == link / "b"
+        assert check_local_path(f"file://{tmp_path}/a") == tmp_path / "a"
+        assert check_local_path("a.ckpt") == Path.cwd() / "a.ckpt"
+
+    def test_token_is_seen(self, tmp_path: Path) -> None:
+        """A rank sees a token that comes late, and leaves nothing behind."""
+        timer = threading.Timer(0.3, leave_token, (tmp_path, SAVE_ID))
+        timer.start()
+        see_token(tmp_path, SAVE_ID)
+        remove_token(tmp_path, SAVE_ID)
+        remove_token(tmp_path, SAVE_ID)
+        timer.join()
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("folder", [".", "missing"])
+    def test_directory_that_is_not_shared(self, tmp_path: Path, folder: str) -> None:
+        """A rank with a directory of its own, or none, says so in bounded time."""
+        leave_token(tmp_path, "another")
+        start_s = time.monotonic()
+        with pytest.raises(SaveError, match=r"does not see the directory .* all machines share"):
+            see_token(tmp_path / folder, SAVE_ID, wait_s=0.2)
+        assert time.monotonic() - start_s < 5
+
+
+def test_needs_no_torch() -> None:
+    """Storage is bytes: it loads without torch."""
+    code = "import sys; import lightning_elastic_zero.storage; sys.exit('torch' in sys.modules)"
+    root = str(Path(__file__).parents[2])
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+)
+from lightning_elastic_zero.formats.torch_file import (
+    Piece,
+    PiecewiseSource,
+    ShardBuilder,
+    TorchFile,
+)
+from lightning_elastic_zero.storage import CHUNK_BYTES, ChecksummedWriter, FileRecord, verified
+
+SAVE_ID = "5a7e"
+NAME = "checkpoint/shard.pt"
+
+
+def any_bits(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Make elements of every bit pattern: NaN with payloads, infinities, denormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (numel * dtype.itemsize,)
+    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Give a tensor's bytes: NaN equals itself only so."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_tree(directory: Path, tree: object, builder: ShardBuilder | None = None) -> FileRecord:
+    """Write a file of a tree, and of what its stand-ins stand for."""
+    return (builder or ShardBuilder()).write(tree, directory, NAME, save_id=SAVE_ID)
+
+
+def write_bytes(directory: Path, data: bytes) -> FileRecord:
+    """Write a file that is sound, but perhaps not of torch."""
+    with ChecksummedWriter(directory, NAME) as file:
+        file.write(data)
+        return file.finish(SAVE_ID)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """Draw pieces of three tensors: which one, from where, to where; they may overlap."""
+    points = st.integers(0, 60_000)
+    return [
+        (draw(st.integers(0, 2)), min(one, other), max(one, other))
+        for one, other in draw(st.lists(st.tuples(points, points), max_size=8))
+    ]
+
+
+class TestReading:
+    @given(
+        wanted=requests(),
+        stored=st.sampled_from([torch.float64, torch.bfloat16, torch.int8]),
+        read_chunks=st.integers(1, 4),
+    )
+    def test_reads_any_pieces(
+        self, wanted: list[tuple[int, int, int]], stored: torch.dtype, read_chunks: int
+    ) -> None:
+        """Any pieces, in any order, arrive bit for bit; what is between them stays as it was."""
+        live = [any_bits(60_000, stored, seed) for seed in range(3)]
+        size = sum(stop - start for _, start, stop in wanted)
+        target = torch.zeros(size + 2, dtype=stored)
+        expected, at, pieces = [bits(target[:1])], 1, []
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verified, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            builder = ShardBuilder()
+            tree = [builder.add(PiecewiseSource([one], stored)) for one in live]
+            with TorchFile.open(Path(folder), write_tree(Path(folder), tree, builder)) as file:
+                for which, start, stop in wanted:
+                    pieces.append((target, Piece(file.tree[which], start, stop, at)))
+                    expected.append(bits(live[which][start:stop]))
+                    at += stop - start
+                file.read_into(pieces)
+        assert bits(target) == b"".join([*expected, bits(target[-1:])])
+        assert not bits(target[-1:]).strip(b"\0")
+
+    def test_casts_only_where_types_differ(self, tmp_path: Path) -> None:
+        """A target of another type gets what ``Tensor.to`` gives."""
+        live = torch.randn(100_000)
+        with TorchFile.open(tmp_path, write_tree(tmp_path, {"a": live})) as file:
+            for dtype in (torch.bfloat16, torch.float64):
+                target = torch.zeros(100_000, dtype=dtype)
+                file.read_into([(target, Piece(file.tree["a"], 0, 100_000, 0))])
+                assert torch.equal(target, live.to(dtype))
+
+    def test_reads_no_more_than_it_needs(self, tmp_path: Path) -> None:
+        """A run costs its own chunks and the index, whatever the size of the file."""
+        builder, live = ShardBuilder(), any_bits(1 << 22)
+        tree = {"a": builder.add(PiecewiseSource([live], live.dtype))}
+        told: list[int] = []
+        with TorchFile.open(tmp_path, write_tree(tmp_path, tree, builder)) as file:
+            opening = file.bytes_read
+            assert opening < 3 * CHUNK_BYTES
+            target = torch.zeros(1 << 20)
+            file.read_into([(target, Piece(file.tree["a"], 99, 99 + (1 << 20), 0))], told.append)
+            assert file.bytes_read - opening <= (4 << 20) + CHUNK_BYTES
+        assert bits(target) == bits(live[99 : 99 + (1 << 20)])
+        assert sum(told) == 4 << 20
+
+    def test_the_tree_has_no_values_to_take_by_mistake(self, tmp_path: Path) -> None:
+        """A tensor of the tree has shape and type, and refuses to be computed with."""
+        with TorchFile.open(tmp_path, write_tree(tmp_path, {"a": torch.ones(2, 3)})) as file:
+            tensor = file.tree["a"]
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == ((2, 3), torch.float32, "meta")
+        with pytest.raises(RuntimeError, match="meta"):
+            tensor.sum().item()
+
+    def test_locates_what_is_in_the_file(self, tmp_path: Path) -> None:
+        """The place of a tensor, and of views of it, is where its bytes are in the file."""
+        live = any_bits(10_000, torch.bfloat16)
+        tree = {"x": any_bits(77, torch.int8), "a": live, "b": live.view(100, 100)[3]}
+        record = write_tree(tmp_path, tree)
+        data = (tmp_path / record.name).read_bytes()
+        with TorchFile.open(tmp_path, record, SAVE_ID) as file:
+            for tensor, expected in (
+                (file.tree["x"], tree["x"]),
+                (file.tree["a"][50:90], live[50:90]),
+                (file.tree["b"], tree["b"]),
+            ):
+                place = file.locate(tensor)
+                assert place.numel == expected.numel()
+                assert data[place.start_byte : place.stop_byte] == bits(expected)
+            with pytest.raises(ValueError, match="has no one place"):
+                file.locate(file.tree["a"].view(100, 100).t())
+            with pytest.raises(CheckpointFormatError, match=r"shard\.pt does not hold the tensor"):
+                file.locate(torch.zeros(3))
+
+    def test_loads_a_tree_as_torch_does(self, tmp_path: Path) -> None:
+        """Whatever weights-only trees hold comes back as ``torch.load`` gives it."""
+        flat = any_bits(1000)
+        tree = OrderedDict(
+            view=flat[10:20],
+            strided=flat[::3].view(2, 167).t(),
+            scalar=torch.tensor(3.5),
+            flag=torch.tensor([True, False]),
+            complex=torch.view_as_complex(torch.randn(4, 2).double()),
+            small=torch.arange(300, dtype=torch.int16).to(torch.uint16),
+            nested=[{"a": (1, "b", None, torch.arange(3))}, torch.Size([2, 3])],
+            empty=torch.zeros(0, 4),
+            parameter=torch.nn.Parameter(torch.randn(3)),
+        )
+        record = write_tree(tmp_path, tree)
+        expected = torch.load(tmp_path / record.name, weights_only=True)
+        with TorchFile.open(tmp_path, record) as file:
+            found = file.load_tree(file.tree)
+            assert bits(file.load(file.tree["view"])) == bits(flat[10:20])
+        assert type(found) is OrderedDict
+        assert list(found) == list(expected)
+        _assert_same(found, expected)
+
+    @pytest.mark.parametrize(
+        ("start", "stop", "offset"), [(-1, 3, 0), (4, 3, 0), (0, 11, 0), (0, 3, -1), (0, 3, 3)]
+    )
+    def test_senseless_pieces(self, tmp_path: Path, start: int, stop: int, offset: int) -> None:
+        """A piece beyond its tensor or its target is the caller's error, before a byte is read."""
+        with TorchFile.open(tmp_path, write_tree(tmp_path, torch.zeros(10))) as file:
+            with pytest.raises(ValueError, match="is not within"):
+                file.read_into([(torch.zeros(5), Piece(file.tree, start, stop, offset))])
+            with pytest.raises(ValueError, match="is not within"):
+                file.read_into([(torch.zeros(5, 5), Piece(file.tree, 0, 1, 0))])
+
+    def test_opens_fast(self, tmp_path: Path) -> None:
+        """A shard of 2160 views opens in less than 0.3 s."""
+        builder = ShardBuilder()
+        flats = [builder.add(PiecewiseSource([720_000], torch.float32)) for _ in range(3)]
+        tree = {f"layer.{i}.weight": [f[i * 1000 :][:1000] for f in flats] for i in range(720)}
+        record = write_tree(tmp_path, tree, builder)
+        times_s = []
+        for _ in range(3):
+            start_s = time.perf_counter()
+            TorchFile.open(tmp_path, record).close()
+            times_s.append(time.perf_counter() - start_s)
+        assert min(times_s) < 0.3
+
+
+def _assert_same(found: object, expected: object) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert (found.shape, found.dtype, found.stride()) == (
+            expected.shape,
+            expected.dtype,
+            expected.stride(),
+        )
+        assert bits(found.detach()) == bits(expected.detach())
+    elif isinstance(expected, dict):
+        assert isinstance(found, dict)
+        for key, value in expected.items():
+            _assert_same(found[key], value)
+    elif type(expected) in {list, tuple}:
+        assert type(found) is type(expected)
+        for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
+            _assert_same(one, other)
+    else:
+        assert found == expected
+
+
+class TestDamage:
+    def test_a_flipped_byte_is_found_wherever_it_is(self, tmp_path: Path) -> None:
+        """No flipped byte goes unnoticed, in the index or in data."""
+        record = write_tree(tmp_path, {"a": any_bits(100_000), "b": [torch.arange(5)]})
+        path = tmp_path / record.name
+        data = path.read_bytes()
+        for position in (*range(0, 1000, 50), *range(1000, len(data), 20_011), len(data) - 1):
+            changed = data[position] ^ 0x10
+            path.write_bytes(data[:position] + bytes([changed]) + data[position + 1 :])
+            with (
+                pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: its bytes"),
+                TorchFile.open(tmp_path, record) as file,
+            ):
+                file.load_tree(file.tree)
+
+    def test_a_damaged_index_is_found_on_opening(self, tmp_path: Path) -> None:
+        """The pickle is verified before it is read."""
+        record = write_tree(tmp_path, {"a": any_bits(100_000)})
+        path = tmp_path / record.name
+        path.write_bytes(path.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
+        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged"):
+            TorchFile.open(tmp_path, record)
+
+    def test_cut_short(self, tmp_path: Path) -> None:
+        """A file that lost its end is an error on opening, not a signal on reading."""
+        record = write_tree(tmp_path, {"a": any_bits(100_000)})
+        os.truncate(tmp_path / record.name, record.size_bytes // 2)
+        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: it has"):
+            TorchFile.open(tmp_path, record)
+
+    def test_another_save(self, tmp_path: Path) -> None:
+        """A file of another save is refused by name."""
+        record = write_tree(tmp_path, {})
+        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.* save '5a7e', .* '0ther'"):
+            TorchFile.open(tmp_path, record, "0ther")
+
+    def test_not_a_zip(self, tmp_path: Path) -> None:
+        """Sound bytes that are no zip are the wrong format, not damage."""
+        with pytest.raises(CheckpointFormatError, match=r"shard\.pt is not a file of torch\.save"):
+            TorchFile.open(tmp_path, write_bytes(tmp_path, b"hello" * 100))
+
+    def test_zip_of_something_else(self, tmp_path: Path) -> None:
+        """A zip that torch did not write is told apart."""
+        data = tmp_path / "x.zip"
+        subprocess.run(
+            [sys.executable, "-m", "zipfile", "-c", data, __file__], check=True, cwd=tmp_path
+        )
+        with pytest.raises(CheckpointFormatError, match=r"shard\.pt is a zip, but not of torch"):
+            TorchFile.open(tmp_path, write_bytes(tmp_path, data.read_bytes()))
+
+    def test_classes_that_are_not_plain_data(self, tmp_path: Path) -> None:
+        """A class that ``weights_only`` refuses is named, unless it was allowed."""
+        record = write_tree(tmp_path, {"x": Fraction(1, 3)})
+        with pytest.raises(CheckpointFormatError, match=r"shard\.pt .*fractions\.Fraction"):
+            TorchFile.open(tmp_path, record)
+        with torch.serialization.safe_globals([Fraction]):
+            assert TorchFile.open(tmp_path, record).tree == {"x": Fraction(1, 3)}
+
+    def test_a_pickle_cannot_reach_beyond_its_storage(self, tmp_path: Path) -> None:
+        """A tensor that claims more than its record holds is refused, not read from next door."""
+        record = write_tree(tmp_path, {"a": torch.zeros(3), "secret": torch.zeros(1000)})
+        data = (tmp_path / record.name).read_bytes()
+        # The shape and stride of "a" are the first (3,) and (1,) in the pickle.
+        changed = data.replace(b"K\x03\x85", b"K\x09\x85", 1)
+        assert changed != data
+        (tmp_path / NAME).unlink()
+        (tmp_path / f"{NAME}.sums").unlink()
+        with TorchFile.open(tmp_path, write_bytes(tmp_path, changed)) as file:
+            assert file.tree["a"].shape == (9,)
+            with pytest.raises(CheckpointFormatError, match="does not fit into its record"):
+                file.load(file.tree["a"])
