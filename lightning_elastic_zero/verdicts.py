@@ -51,11 +51,12 @@ class RankTimes:
     stalled_s: float = 50.0
     """At work on a step for so long without ``progress()``, a rank has stalled."""
 
-    absent_s: float = 180.0
+    absent_s: float = 600.0
     """A living rank comes to a step no later than this after the first one.
 
-    Longer than the others, for to be late is no fault: rank 0 may be in a long logging callback.
-    Yet a call that is made on one rank only must end.
+    Much longer than the others, for to be late is no fault: rank 0 may spend minutes in a logging
+    callback before it saves, which must not end a run. Yet a call that is made on one rank only
+    must end.
     """
 
     settle_s: float = 1.0

@@ -1,0 +1,295 @@
+"""Ranks are real processes over gloo; one launch runs many cases, a test looks at one of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_elastic_zero.ranks import OneRank, RankTimes, current_ranks
+from tests.dist._launch import RankResult, run_ranks
+from tests.dist._rank_programs import (
+    SHORT,
+    WORLD,
+    first_rank_is_lost,
+    raising,
+    steps_of_living_ranks,
+    steps_that_take_time,
+)
+
+
+@pytest.fixture(scope="module")
+def living() -> list[RankResult]:
+    """Give the results of ``steps_of_living_ranks``."""
+    return run_ranks(steps_of_living_ranks, WORLD)
+
+
+@pytest.fixture(scope="module")
+def short() -> list[RankResult]:
+    """Give the results of ``steps_that_take_time``."""
+    return run_ranks(steps_that_take_time, WORLD)
+
+
+def notes(results: list[RankResult], case: str) -> list[Any]:
+    """Give what each rank noted of a case."""
+    assert all(case in result.notes for result in results), [r.stderr[-2000:] for r in results]
+    return [result.notes[case] for result in results]
+
+
+def raised(results: list[RankResult], case: str, within_s: float = 10) -> tuple[str, str]:
+    """Give the class and the message that every one of these ranks raised in time."""
+    found = notes(results, case)
+    assert all("error" in note and note["seconds"] < within_s for note in found), found
+    (same,) = {(note["error"], note["message"]) for note in found}
+    return same
+
+
+def test_a_rank_gets_its_own_result_of_a_step_together(living: list[RankResult]) -> None:
+    """Work of any result is run on every rank, which gets its own back."""
+    assert notes(living, "type") == ["StoreRanks"] * WORLD
+    assert notes(living, "together") == [[r, "é"] for r in range(WORLD)]
+
+
+def test_results_are_shared_in_rank_order(living: list[RankResult]) -> None:
+    """Rank 0 alone gathers; everywhere is for all; from_first runs on rank 0 only."""
+    everyone = [[r, "é"] for r in range(WORLD)]
+    assert notes(living, "gather") == [everyone, None, None, None]
+    assert notes(living, "everywhere") == [everyone] * WORLD
+    assert notes(living, "from_first") == [[0, "é"]] * WORLD
+
+
+def test_what_one_rank_raises_all_ranks_raise(living: list[RankResult]) -> None:
+    """The message names the step, the rank and what it raised; that rank chains its own error."""
+    message = (
+        "step 'write shards' failed on rank 2 of 4: OSError: [Errno 28] No space left on device"
+    )
+    assert raised(living, "one") == ("RanksError", message)
+    assert [note["cause"] for note in notes(living, "one")] == [None, None, "OSError", None]
+
+
+def test_the_class_of_a_known_error_is_kept(living: list[RankResult]) -> None:
+    """A mismatch that one rank finds is a mismatch on every rank."""
+    message = "step 'write shards' failed on rank 1 of 4: 'w' has 2 elements, 3 are wanted"
+    assert raised(living, "known") == ("CheckpointMismatchError", message)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        ("all alike", "SaveError", "all 4 ranks: nothing to save"),
+        ("some alike", "RanksError", "ranks 1, 3 of 4: OSError: disk"),
+        ("one class", "SaveError", "ranks 0, 3 of 4:\n  rank 0: this\n  rank 3: that"),
+        (
+            "two classes",
+            "RanksError",
+            "ranks 1, 3 of 4:\n  rank 1: SaveError: this\n  rank 3: CheckpointCorruptedError: that",
+        ),
+    ],
+)
+def test_failures_of_several_ranks_are_told_as_one(
+    living: list[RankResult], case: str, error: str, message: str
+) -> None:
+    """Equal messages are merged, others listed; only a class that all of them share is kept."""
+    assert raised(living, case) == (error, f"step 'write shards' failed on {message}")
+
+
+@pytest.mark.parametrize(
+    "case", ["one", "known", "all alike", "some alike", "one class", "two classes", "all"]
+)
+def test_a_failure_leaves_the_ranks_in_step(living: list[RankResult], case: str) -> None:
+    """After a failure the next step succeeds, with nothing left over from the failed one."""
+    assert notes(living, f"after {case}") == [list(range(WORLD))] * WORLD
+
+
+def test_ranks_in_different_steps_are_told_who_is_where(living: list[RankResult]) -> None:
+    """The message places every rank, whether the name of the step or its kind is another."""
+    rule = "every rank must make the same calls in the same order, but found "
+    assert raised(living, "places", within_s=2)[0] == "RanksError"
+    places = raised(living, "places")[1].removeprefix(rule)
+    assert "rank 1 at 'start of training' (together)" in places
+    assert "ranks 0, 2-3 at 'load last.ckpt' (together)" in places.replace("2, 3", "2-3")
+    assert "rank 1 at 'sizes' (everywhere)" in raised(living, "kinds", within_s=2)[1]
+
+
+def test_a_step_within_a_step_is_refused(living: list[RankResult]) -> None:
+    """It could not end before the outer one."""
+    assert "'b' was begun within another step" in raised(living, "nested")[1]
+
+
+def test_a_result_that_cannot_travel_fails_on_all_ranks(living: list[RankResult]) -> None:
+    """Neither an object nor too many bytes break the store's connection or leave ranks waiting."""
+    assert "Object of type object is not JSON serializable" in raised(living, "object")[1]
+    assert "the store takes 8388608 at most" in raised(living, "too long")[1]
+    assert [note["value"] for note in notes(living, "long")] == [20_000_000] * WORLD
+
+
+def test_an_interrupted_rank_does_not_leave_the_others_waiting(living: list[RankResult]) -> None:
+    """Its own interrupt goes on as it is; the others raise at once."""
+    assert raised(living[:3], "interrupt") == (
+        "RanksError",
+        "step 'long work' failed on rank 3 of 4: KeyboardInterrupt: ",
+    )
+    assert living[3].notes["interrupt"] == {"error": "KeyboardInterrupt"}
+
+
+def test_agreement_is_cheap(living: list[RankResult]) -> None:
+    """Steps can be made freely: an empty one costs some milliseconds."""
+    print("median of an empty step:", notes(living, "latency_ms"), "ms")
+    assert max(notes(living, "latency_ms")) < 50
+
+
+def test_rank_0_does_not_take_the_last_verdict_away(living: list[RankResult]) -> None:
+    """It may host the store: the others hear of their last success before it closes."""
+    assert [note.get("error") for note in notes(living[1:], "end")] == [None] * (WORLD - 1)
+
+
+def test_a_process_ends_quietly_without_close(
+    living: list[RankResult], short: list[RankResult]
+) -> None:
+    """The thread neither keeps a process alive nor meets a store that has gone away.
+
+    Here rank 0 hosts the store, and is the last one; there it has gone before the others.
+    """
+    ends = [(result.returncode, result.stderr) for result in (*living[1:], short[0])]
+    assert ends == [(0, "")] * WORLD
+
+
+def test_progress_raises_early_when_another_rank_failed(short: list[RankResult]) -> None:
+    """Work of ten seconds ends within two when it has become pointless."""
+    message = "step 'write' failed on rank 3 of 4: OSError: [Errno 5] Input/output error"
+    assert raised(short, "early", within_s=3) == ("RanksError", message)
+
+
+def test_work_with_progress_does_not_stall(short: list[RankResult]) -> None:
+    """Work may take longer than ``stalled_s`` as long as it shows progress."""
+    assert all(note["seconds"] > SHORT.stalled_s for note in notes(short[:3], "steady"))
+    assert all("error" not in note for note in notes(short[:3], "steady"))
+
+
+def test_keys_do_not_accumulate(short: list[RankResult]) -> None:
+    """However many steps succeed or fail, the store does not grow."""
+    counts = short[0].notes["keys"]
+    # A few keys come and go while ranks are on their way; 60 steps lie between two counts.
+    assert max(counts) - min(counts) < 10
+
+
+def test_a_stalled_rank_is_named(short: list[RankResult]) -> None:
+    """It beats, but makes no progress; it hears the same when it comes back."""
+    error, message = raised(short, "stalled", within_s=5)
+    assert error == "RanksError"
+    assert message.startswith(
+        "step 'read shards' cannot be finished without rank 3 of 4: alive, but without progress"
+    )
+    assert all(note["seconds"] < SHORT.stalled_s + 1.2 for note in notes(short[:3], "stalled"))
+
+
+def test_ranks_that_never_come_are_named(short: list[RankResult]) -> None:
+    """The others learn where they are, and that the call is for every rank; so do they, when late.
+
+    One of them is rank 0: it judges also while it is elsewhere itself.
+    """
+    message = raised(short, "absent", within_s=4)[1]
+    assert "without ranks 0, 3 of 4: alive, but not here after" in message
+    assert "last seen after step 'meet'" in message
+    assert "must be made on every rank: `trainer.save_checkpoint(...)`" in message
+    assert max(short[rank].notes["absent"]["seconds"] for rank in (0, 3)) < 0.5
+    # Nor is a verdict lost that came while they were away.
+    assert raised(short, "missed too", within_s=2)[1].endswith("rank 1 of 4: OSError: disk")
+
+
+def test_a_stopped_rank_is_named(short: list[RankResult]) -> None:
+    """It does not beat; when it goes on it hears that the others have gone on without it."""
+    message = raised(short, "stopped", within_s=6)[1]
+    assert "without rank 3 of 4: no sign of life for 1.6 s (it died or is stopped)" in message
+    assert "last seen at work in step 'sync files'" in message
+
+
+@pytest.mark.parametrize("case", ["stalled", "absent", "stopped"])
+def test_ranks_that_come_back_are_in_step_again(short: list[RankResult], case: str) -> None:
+    """A lost rank that hears of the failed step can make the next one with the others."""
+    assert notes(short[:3], f"after {case}") == [list(range(WORLD))] * 3
+
+
+def test_a_killed_rank_is_named(short: list[RankResult]) -> None:
+    """The others raise once its beats stay away."""
+    assert short[3].returncode == -signal.SIGKILL
+    message = raised(short[:3], "killed", within_s=4)[1]
+    assert "step 'publish' cannot be finished without rank 3 of 4: no sign of life" in message
+
+
+def test_a_closed_rank_is_named_at_once(short: list[RankResult]) -> None:
+    """Who has ended its part will not come; closing twice is fine, use after it an error."""
+    message = raised(short[:2], "closed", within_s=3)[1]
+    assert "rank 2: it has ended its part, last seen after step 'publish'" in message
+    assert "closed" in short[2].notes["used when closed"]["message"]
+
+
+def test_a_rank_that_ended_is_named(short: list[RankResult]) -> None:
+    """A process that comes to its end without ``close`` says so to the others."""
+    assert "rank 1: it has ended its part" in raised(short[:1], "left", within_s=2)[1]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own store", "store of launcher"])
+def first_lost(request: pytest.FixtureRequest) -> tuple[bool, list[RankResult]]:
+    """Say whether the store outlives rank 0, and give the results of ``first_rank_is_lost``."""
+    return request.param, run_ranks(first_rank_is_lost, 3, store_of_launcher=request.param)
+
+
+def test_a_stopped_first_rank_is_noticed_and_hears_it(
+    first_lost: tuple[bool, list[RankResult]],
+) -> None:
+    """Even a store that does not answer ends the wait; rank 0 does not take it for a success."""
+    store_goes_on, results = first_lost
+    for note in notes(results, "stopped"):
+        assert note["error"] == "RanksError"
+        assert "rank 0" in note["message"]
+        assert note["seconds"] < 6
+    if store_goes_on:
+        # What the others have decided without rank 0 stands, and rank 0 hears just that.
+        assert "rank 0 of 3: no sign of life" in raised(results, "stopped")[1]
+    assert notes(results, "anew") == [[0, 1, 2]] * 3
+
+
+def test_a_killed_first_rank_is_noticed(first_lost: tuple[bool, list[RankResult]]) -> None:
+    """The others raise by themselves, at work or waiting, whether the store dies too or not."""
+    _, (first, *others) = first_lost
+    assert first.returncode == -signal.SIGKILL
+    for note in notes(others, "killed") + notes(others, "again"):
+        assert note["error"] == "RanksError"
+        assert "rank 0" in note["message"]
+        assert note["seconds"] < 4
+
+
+def test_the_default_times_keep_the_promise() -> None:
+    """All ranks hear within 10 s of what was raised, within 60 s of what died or stalled."""
+    times = RankTimes()
+    # A beat may have just been seen; the judge looks once per beat, a rank at work likewise.
+    delay_s = 3 * times.beat_s + 1
+    assert times.settle_s + delay_s < 10
+    assert max(times.dead_s, times.stalled_s) + delay_s < 60
+
+
+def test_times_that_would_bury_the_living_are_refused() -> None:
+    """A rank must be able to miss some beats."""
+    with pytest.raises(ValueError, match="at least 4"):
+        RankTimes(beat_s=10)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    """It runs the work, gives what several ranks would give, and raises what the work raises."""
+    assert not dist.is_initialized()
+    ranks = current_ranks()
+    assert isinstance(ranks, OneRank)
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    pair: Callable[[], Any] = lambda: (1, 2)  # noqa: E731
+    assert ranks.together("a", pair) == (1, 2)
+    assert ranks.gather("a", pair) == [[1, 2]]
+    assert ranks.from_first("a", pair) == [1, 2]
+    assert ranks.everywhere("a", pair) == [[1, 2]]
+    with pytest.raises(OSError, match="disk"):
+        ranks.together("a", raising({0: OSError("disk")}, 0))
+    ranks.progress()
+    ranks.close()
