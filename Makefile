@@ -63,7 +63,7 @@ bench: ops ## Measure saving and loading beside stock DeepSpeed
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(PY) $$script $(ARGS); done
 
 clean: ## Remove caches and what runs have left
-	rm -rf .cache .hypothesis build dist lightning_logs
+	rm -rf .cache .hypothesis build dist lightning_logs runs demo_output
 	find lightning_elastic_zero tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## Remove .venv too

@@ -113,7 +113,8 @@ def _draw_differences(axes: Axes, phases: Sequence[Phase], comparison: Compariso
     """Draw the absolute difference."""
     elastic = [phase for phase in phases if phase.run == "elastic"]
     for phase, color in zip(elastic, COLORS, strict=True):
-        axes.bar(*_part(comparison.difference, phase), color=color)
+        steps = range(phase.start_step + 1, phase.stop_step + 1)
+        axes.bar(steps, [comparison.difference[step] for step in steps], color=color)
         if phase.start_step:
             axes.axvline(phase.start_step, color="0.5", linestyle=":", linewidth=1.2)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

@@ -11,7 +11,6 @@ import json
 import time
 from pathlib import Path
 
-import deepspeed
 import lightning as L
 from gpt import GPT, Batch, StdlibText
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -99,8 +98,6 @@ def main() -> None:
     """Train until the end, or until someone ends this process."""
     arguments = parse_arguments()
     L.seed_everything(SEED)
-    # An operator for inference, which DeepSpeed would compile for a minute: do without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     steps = arguments.steps_per_epoch
     data = StdlibText(GLOBAL_BATCH_SIZE, BLOCK_SIZE, samples_per_epoch=steps * GLOBAL_BATCH_SIZE)

@@ -179,18 +179,6 @@ class Manifest:
         ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
         return unpartitioned(((p.name, p.numel) for p in self.frozen), ranks)
 
-    def file(self, name: str) -> FileEntry:
-        """Give a file's entry.
-
-        Raises:
-            CheckpointFormatError: the manifest names no such file.
-        """
-        for entry in self.files:
-            if entry.name == name:
-                return entry
-        msg = f"{MANIFEST_NAME} names no file {name!r}: the checkpoint was not written whole"
-        raise CheckpointFormatError(msg)
-
     def to_json(self) -> str:
         """Give the text of ``manifest.json``: sorted, indented, the same for the same content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,28 @@ def load(
             f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks.rank)
         )
         try:
-            receiving, incoming, bytes_read = ranks.together(
+            filled = ranks.together(
                 f"load {directory}: read", lambda: _read(source, live, options, ranks)
             )
         except BaseException:
             live.abandon()
             raise
-        live.commit(receiving, incoming)
-        module_state = source.module_state(ranks.rank, ranks.world_size)
+        live.commit(filled.receiving, filled.incoming)
     finally:
         source.close()
-    of_ranks = ranks.gather(f"load {directory}: done", lambda: bytes_read) or []
+    of_ranks = ranks.gather(f"load {directory}: done", lambda: filled.bytes_read) or []
     figures = CheckpointFigures(str(directory), time.monotonic() - began, sum(of_ranks))
-    return Loaded(dict(module_state.client_state), source.manifest, figures)
+    return Loaded(filled.client_state, source.manifest, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What one rank has read, ready to be committed."""
+
+    receiving: Receiving
+    incoming: Incoming
+    client_state: dict[str, Any]
+    bytes_read: int
 
 
 def _find(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -111,17 +121,15 @@ def _check(
         log.info("loading %s (%s) into %s", where, describe(source.manifest), describe(here))
 
 
-def _read(
-    source: ElasticReader, live: LiveState, options: LoadOptions, ranks: Ranks
-) -> tuple[Receiving, Incoming, int]:
+def _read(source: ElasticReader, live: LiveState, options: LoadOptions, ranks: Ranks) -> _Filled:
     """Fill this rank's buffers from the checkpoint."""
     manifest = source.manifest
     here = live.describe()
     with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
-    receiving = live.receive(manifest, with_optimizer=with_optimizer)
-    requests = list(_requests(source, receiving))
-    source.check(requests)
     once = source.module_state(ranks.rank, ranks.world_size)
+    receiving = live.receive(manifest, with_optimizer=with_optimizer)
+    requests = _requests(source, receiving)
+    source.check(requests)
     # Weights alone start a new run; a whole checkpoint goes on, if need be with a fresh optimizer.
     restores_run = bool(here.groups) and not manifest.weights_only
     incoming = Incoming(
@@ -138,7 +146,7 @@ def _read(
         optimizer=manifest.writer.optimizer,
     )
     bytes_read = source.read(requests, report_bytes("reading", ranks))
-    return receiving, incoming, bytes_read
+    return _Filled(receiving, incoming, dict(once.client_state), bytes_read)
 
 
 def _requests(source: ElasticReader, receiving: Receiving) -> list[ReadRequest]:

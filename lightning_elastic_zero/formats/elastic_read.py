@@ -27,7 +27,8 @@ from lightning_elastic_zero.formats.objects import load_objects
 from lightning_elastic_zero.formats.reader import WEIGHT, ModuleState, ReadRequest
 from lightning_elastic_zero.formats.torch_file import Piece, TorchFile
 from lightning_elastic_zero.layout import Fragment, Layout
-from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, FileEntry, Manifest
+from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.state import Scalar
 from lightning_elastic_zero.storage import FileRecord
 
@@ -52,7 +53,9 @@ class ElasticReader:
         self._directory = directory
         self._allow_pickle = allow_pickle
         self._open: OrderedDict[str, TorchFile] = OrderedDict()
+        self._files = {entry.name: entry for entry in manifest.files}
         self._optimized = {p.name for p in manifest.optimized}
+        self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
         self._layout = manifest.layout()
         self._frozen_layout = manifest.frozen_layout()
 
@@ -94,7 +97,7 @@ class ElasticReader:
             raise CheckpointCorruptedError(msg)
 
     def _wrong_size(self, name: str) -> str:
-        entry = self.manifest.file(name)
+        entry = self._entry(name)
         try:
             size_bytes = (self._directory / name).stat().st_size
         except OSError as error:
@@ -158,8 +161,7 @@ class ElasticReader:
         """Give the first element that a rank's file holds of a frozen weight."""
         if self.manifest.stage != STAGE_WEIGHTS:
             return 0
-        numel = next(p.numel for p in self.manifest.frozen if p.name == name)
-        return rank * -(-numel // self.manifest.world_size)
+        return rank * piece_numel(self._frozen_numel[name], self.manifest.world_size)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
@@ -206,8 +208,19 @@ class ElasticReader:
 
     # -- files -------------------------------------------------------------------------------
 
+    def _entry(self, name: str) -> FileEntry:
+        """Give what the manifest says of a file.
+
+        Raises:
+            CheckpointFormatError: it names no such file.
+        """
+        if name not in self._files:
+            msg = f"{self._directory}: the manifest names no {name}: it was not written whole"
+            raise CheckpointFormatError(msg)
+        return self._files[name]
+
     def _record(self, name: str) -> FileRecord:
-        entry = self.manifest.file(name)
+        entry = self._entry(name)
         return FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
 
     def _file(self, name: str) -> TorchFile:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from _budget_ranks import STATE_BYTES
+from tests.budget._budget_ranks import STATE_BYTES
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 240
@@ -63,4 +63,5 @@ def test_a_rank_reads_what_it_needs_into_place(tmp_path: Path) -> None:
         assert sum(rank["read"] for rank in loaded) <= 1.05 * STATE_BYTES
         assert sum(rank["read"] for rank in loaded) >= STATE_BYTES
         for rank in loaded:
-            assert rank["extra"] < EXTRA_BYTES
+            # Not nothing either: a kernel without these counts would let everything pass.
+            assert 0 < rank["extra"] < EXTRA_BYTES
