@@ -106,9 +106,9 @@ def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
 def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
     """Yield the transfers of one wanted fragment, checking that they tile it."""
     reached = wanted.start
-    for source in held.covering(wanted.name, wanted.start, wanted.stop):
-        if source.start != reached:
-            break
+    for source in _covering(wanted, held):
+        if source.start != reached or source.stop > wanted.stop:
+            raise CheckpointFormatError(_not_once(wanted, reached))
         yield Transfer(
             name=wanted.name,
             start=source.start,
@@ -121,8 +121,24 @@ def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
         )
         reached = source.stop
     if reached != wanted.stop:
-        msg = (
-            f"the checkpoint's layout does not hold {wanted.name}[{wanted.start}:{wanted.stop}] "
-            f"exactly once: what covers it breaks off, or overlaps, at element {reached}"
-        )
-        raise CheckpointFormatError(msg)
+        raise CheckpointFormatError(_not_once(wanted, reached))
+
+
+def _covering(wanted: Fragment, held: Layout) -> Iterator[Fragment]:
+    """Yield the held runs of a wanted fragment.
+
+    Raises:
+        CheckpointFormatError: the layout has no parameter of that name.
+    """
+    try:
+        yield from held.covering(wanted.name, wanted.start, wanted.stop)
+    except KeyError as error:
+        msg = f"the checkpoint's layout holds no parameter named {wanted.name}"
+        raise CheckpointFormatError(msg) from error
+
+
+def _not_once(wanted: Fragment, reached: int) -> str:
+    return (
+        f"the checkpoint's layout does not hold {wanted.name}[{wanted.start}:{wanted.stop}] "
+        f"exactly once: what covers it breaks off, or overlaps, at element {reached}"
+    )

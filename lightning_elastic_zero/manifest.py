@@ -11,7 +11,7 @@ The format is described field by field in ``docs/format.md``. Readers refuse a n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from lightning_elastic_zero.partition import (
 FORMAT = "lightning_elastic_zero"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+STAGES = (1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
 
@@ -182,10 +183,9 @@ class Manifest:
     def to_json(self) -> str:
         """Give the text of ``manifest.json``: sorted, indented, the same for the same content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        content["groups"] = [
-            {**asdict(g), "hyperparameters": _tag_tuples(dict(g.hyperparameters))}
-            for g in self.groups
-        ]
+        for group in content["groups"]:
+            group["hyperparameters"] = _tag_tuples(group["hyperparameters"])
+        content["progress"]["sampler"] = _tag_tuples(content["progress"]["sampler"])
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
@@ -197,83 +197,178 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         where: its path, for messages.
 
     Raises:
-        CheckpointFormatError: it is no JSON, of another format, newer than this reader, or
-            without a field that it must have.
+        CheckpointFormatError: it is no JSON, of another format, newer than this reader, without a
+            field that it must have, or its tables contradict each other.
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"{where} is no JSON ({error}): the file is damaged; resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         msg = f"{where} is no manifest of {FORMAT}"
         raise CheckpointFormatError(msg)
     version = content.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if type(version) is not int or version < 1:
+        msg = f"{where} has the format version {version!r}: the file is damaged"
+        raise CheckpointFormatError(msg)
+    if version > FORMAT_VERSION:
         msg = (
             f"{where} has format version {version}; this library reads up to {FORMAT_VERSION}: "
             "install a newer lightning_elastic_zero"
         )
         raise CheckpointFormatError(msg)
     try:
-        return _manifest(content)
+        manifest = _manifest(content)
+        _check_tables(manifest)
     except (KeyError, TypeError, ValueError) as error:
         msg = f"{where} lacks or garbles a field ({error!r}): the file is damaged"
         raise CheckpointFormatError(msg) from error
+    except CheckpointFormatError as error:
+        msg = f"{where} contradicts itself ({error}): the file is damaged"
+        raise CheckpointFormatError(msg) from error
+    return manifest
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     """Build the dataclass from checked JSON."""
-    return Manifest(
-        save_id=content["save_id"],
-        stage=content["stage"],
-        world_size=content["world_size"],
-        precision=content["precision"],
-        master_dtype=content["master_dtype"],
-        parameters=tuple(_row(Parameter, row) for row in content["parameters"]),
-        groups=tuple(
-            Group(
-                names=tuple(row["names"]),
-                hyperparameters=_untag_tuples(row["hyperparameters"]),
-                state=tuple(_row(StateKey, key) for key in row["state"]),
-            )
-            for row in content["groups"]
-        ),
-        buffers=tuple(_row(FlatBuffer, row) for row in content["buffers"]),
-        module_buffers=tuple(content["module_buffers"]),
-        files=tuple(_row(FileEntry, row) for row in content["files"]),
-        progress=_row(Progress, content["progress"]),
-        writer=_row(Writer, content["writer"]),
-        weights_only=content["weights_only"],
-        excluded=tuple(content["excluded"]),
-        rank_state=tuple(content["rank_state"]),
-        client_objects=tuple(content["client_objects"]),
-    )
+    rows = {
+        "parameters": _rows(Parameter, content["parameters"]),
+        "groups": _rows(Group, [_group(row) for row in content["groups"]]),
+        "buffers": _rows(FlatBuffer, content["buffers"]),
+        "files": _rows(FileEntry, content["files"]),
+        "progress": _row(Progress, _untagged(content["progress"], "sampler")),
+        "writer": _row(Writer, content["writer"]),
+    }
+    wanted = Manifest.__dataclass_fields__
+    if lacking := sorted(wanted.keys() - content.keys()):
+        raise KeyError(*lacking)
+    return _row(Manifest, {**content, **rows})  # type: ignore[no-any-return]
 
 
-def _row(cls: type[Any], row: Mapping[str, Any]) -> Any:  # noqa: ANN401 (one of five dataclasses)
-    """Build one row, with lists as tuples, ignoring fields that a later writer may have added."""
-    known = cls.__dataclass_fields__
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items() if k in known})
+def _group(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_untagged(row, "hyperparameters"), "state": _rows(StateKey, row["state"])}
+
+
+def _rows(cls: type[Any], rows: object) -> tuple[Any, ...]:
+    if not isinstance(rows, list):
+        msg = f"{rows!r} is no table of {cls.__name__}"
+        raise TypeError(msg)
+    return tuple(_row(cls, row) for row in rows)
+
+
+def _row(cls: type[Any], row: Mapping[str, Any]) -> Any:  # noqa: ANN401 (one of seven dataclasses)
+    """Build one row, with lists as tuples, ignoring fields that a later writer may have added.
+
+    Raises:
+        TypeError: a field has a value of another type.
+    """
+    if not isinstance(row, dict):
+        msg = f"{row!r} is no {cls.__name__}"
+        raise TypeError(msg)
+    values = {}
+    for name, known in cls.__dataclass_fields__.items():
+        if name in row:
+            value = tuple(row[name]) if isinstance(row[name], list) else row[name]
+            if not _IS.get(known.type, _anything)(value):
+                msg = f"{cls.__name__}.{name} is {value!r}, not {known.type}"
+                raise TypeError(msg)
+            values[name] = value
+    return cls(**values)
+
+
+def _anything(_: object) -> bool:
+    """Take rows, which are checked when they are built."""
+    return True
+
+
+def _all_are(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and all(type(v) is kind for v in value)
+
+
+_IS: dict[str, Callable[[object], bool]] = {
+    "str": lambda value: type(value) is str,
+    "int": lambda value: type(value) is int,
+    "int | None": lambda value: value is None or type(value) is int,
+    "bool": lambda value: type(value) is bool,
+    "tuple[int, ...]": _all_are(int),
+    "tuple[str, ...]": _all_are(str),
+    "Mapping[str, Plain]": lambda value: type(value) is dict,
+}
+"""How a value of each annotation is told: JSON has no types of its own to trust."""
+
+
+def _check_tables(manifest: Manifest) -> None:
+    """Refuse tables that contradict each other: places computed from them would be wrong.
+
+    Raises:
+        CheckpointFormatError: they do; one contradiction is named.
+    """
+    wrong = next(_contradictions(manifest), None)
+    if wrong is not None:
+        raise CheckpointFormatError(wrong)
+    # These refuse flat buffers that cannot hold what is said to be in them.
+    manifest.layout()
+    manifest.frozen_layout()
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what does not fit together."""
+    if manifest.stage not in STAGES or manifest.world_size < 1:
+        yield f"ZeRO stage {manifest.stage} on {manifest.world_size} devices"
+    if wrong := [p.name for p in manifest.parameters if min(p.shape, default=0) < 0]:
+        yield f"the shape of {wrong[0]} has a negative size"
+    owned = {p.name: (p.group, p.numel) for p in manifest.optimized}
+    placed = {
+        name: (buffer.group, numel)
+        for buffer in manifest.buffers
+        for name, numel in zip(buffer.names, buffer.numels, strict=True)
+    }
+    if differ := sorted(n for n in owned.keys() | placed if owned.get(n) != placed.get(n)):
+        yield f"the flat buffers do not hold {differ[0]} as the parameter table has it"
+    grouped = [(name, index) for index, g in enumerate(manifest.groups) for name in g.names]
+    if sorted(grouped) != sorted((name, group) for name, (group, _) in owned.items()):
+        yield "the groups do not name the parameters that the parameter table puts in them"
+    for what, names in (
+        ("parameters", [p.name for p in manifest.parameters]),
+        ("files", [entry.name for entry in manifest.files]),
+    ):
+        if len(set(names)) != len(names):
+            yield f"two {what} have one name"
+    if stray := set(manifest.excluded) - {p.name for p in manifest.parameters if p.group is None}:
+        yield f"{min(stray)} is left out, but is no frozen parameter"
 
 
 def _tag_tuples(value: Plain) -> Plain:
-    """Write a tuple as ``{"tuple": [...]}``, so that ``betas`` comes back as what it was."""
+    """Write a tuple as ``{"tuple": [...]}``, so that ``betas`` comes back as what it was.
+
+    A dict that looks like a tag is itself written as ``{"dict": {...}}``.
+    """
     if isinstance(value, tuple):
         return {"tuple": [_tag_tuples(v) for v in value]}
     if isinstance(value, list):
         return [_tag_tuples(v) for v in value]
     if isinstance(value, dict):
-        return {k: _tag_tuples(v) for k, v in value.items()}
+        tagged = {k: _tag_tuples(v) for k, v in value.items()}
+        return {"dict": tagged} if value.keys() in _TAGS else tagged
     return value
+
+
+_TAGS = ({"tuple"}, {"dict"})
 
 
 def _untag_tuples(value: Any) -> Any:  # noqa: ANN401 (any JSON value)
     """Undo ``_tag_tuples``."""
-    if isinstance(value, dict):
-        if value.keys() == {"tuple"}:
-            return tuple(_untag_tuples(v) for v in value["tuple"])
-        return {k: _untag_tuples(v) for k, v in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, list):
         return [_untag_tuples(v) for v in value]
-    return value
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"}:
+        return tuple(_untag_tuples(v) for v in value["tuple"])
+    inside = value["dict"] if value.keys() == {"dict"} else value
+    return {k: _untag_tuples(v) for k, v in inside.items()}
+
+
+def _untagged(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Give a row with one field's tuples restored."""
+    return {**row, name: _untag_tuples(row[name])} if name in row else dict(row)

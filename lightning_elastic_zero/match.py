@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter
+from lightning_elastic_zero.manifest import Manifest, Parameter
 
 LISTED = 20
-"""Names listed of each kind of difference; the rest is counted."""
+"""What is listed of each kind of difference; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,13 @@ def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str
         yield f"missing from the checkpoint: {_names(missing)}"
     if unexpected:
         yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
-    for name in have.keys() & want.keys():
-        if have[name].shape != want[name].shape:
-            yield f"{name}: saved with shape {have[name].shape}, here {want[name].shape}"
+    reshaped = [
+        f"{name} (saved {have[name].shape}, here {parameter.shape})"
+        for name, parameter in want.items()
+        if name in have and have[name].shape != parameter.shape
+    ]
+    if reshaped:
+        yield f"of other shapes: {_names(reshaped)}"
     if wanted.optimizer_state and live.groups:
         yield from _ownership(have, want)
     lost = [n for n in saved.excluded if n in want and live.groups and _owned(want[n])]
@@ -143,19 +147,13 @@ def _groups(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
     if len(saved.groups) != len(live.groups):
         yield f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}"
         return
-    for index, (have, want) in enumerate(zip(saved.groups, live.groups, strict=True)):
-        if set(have.names) != set(want.names):
-            yield from _membership(index, have, want, _groups_of(saved))
-
-
-def _membership(index: int, have: Group, want: Group, group_of: Mapping[str, int]) -> Iterator[str]:
-    """Yield what moved between groups, or left them."""
-    moved = [n for n in want.names if n not in have.names and n in group_of]
-    if moved:
-        was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
-        yield f"in parameter group {index} here, in {was} when saved: {_names(moved)}"
-    elif gone := sorted(set(have.names) - set(want.names)):
-        yield f"parameter group {index} held when saved: {_names(gone)}"
+    group_of = _groups_of(saved)
+    for index, group in enumerate(live.groups):
+        # What is in no group on one side is told of elsewhere: missing, unexpected, frozen.
+        moved = [n for n in group.names if group_of.get(n, index) != index]
+        if moved:
+            was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
+            yield f"in parameter group {index} here, in {was} when saved: {_names(moved)}"
 
 
 def _groups_of(manifest: Manifest) -> dict[str, int]:

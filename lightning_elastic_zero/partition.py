@@ -52,6 +52,9 @@ class FlatBuffer:
         if self.paddings and len(self.paddings) != len(self.names):
             msg = f"a flat buffer of group {self.group} has {len(self.paddings)} paddings"
             raise CheckpointFormatError(msg)
+        if min((*self.numels, *self.paddings, self.partition_numel)) < 0:
+            msg = f"a flat buffer of group {self.group} has a negative number of elements"
+            raise CheckpointFormatError(msg)
 
     def starts(self) -> tuple[int, ...]:
         """Give each parameter's first element in the whole (unpartitioned) ZeRO-1/2 buffer."""
@@ -67,9 +70,10 @@ class ContiguousPartition:
         """Take the buffers in order.
 
         Raises:
-            CheckpointFormatError: a buffer's partitions cannot hold its parameters, or two
-                buffers name one parameter.
+            CheckpointFormatError: a buffer's partitions cannot hold its parameters, two buffers
+                name one parameter, or there is no rank.
         """
+        _check_ranks(world_size)
         self._buffers = tuple(buffers)
         self._world_size = world_size
         self._starts = [buffer.starts() for buffer in self._buffers]
@@ -136,8 +140,9 @@ class PerParameterPartition:
         """Take the sub-groups in order.
 
         Raises:
-            CheckpointFormatError: two buffers name one parameter.
+            CheckpointFormatError: two buffers name one parameter, or there is no rank.
         """
+        _check_ranks(world_size)
         self._buffers = tuple(buffers)
         self._world_size = world_size
         _check_names_once(self._buffers)
@@ -234,6 +239,13 @@ def sub_groups(numels: Sequence[int], world_size: int, limit: int) -> list[tuple
             groups.append(tuple(current))
             current, size = [], 0
     return groups
+
+
+def _check_ranks(world_size: int) -> None:
+    """Refuse a layout over no ranks."""
+    if world_size < 1:
+        msg = f"a layout over {world_size} ranks holds nothing"
+        raise CheckpointFormatError(msg)
 
 
 def _check_names_once(buffers: Sequence[FlatBuffer]) -> None:

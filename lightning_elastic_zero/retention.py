@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from pathlib import Path
+from typing import TypeAlias
 
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.storage import check_local_path, sync_directory
@@ -27,7 +28,7 @@ class Retention:
 
     def __init__(self) -> None:
         self._resumed_from: Path | None = None
-        self._waiting: list[Path] = []
+        self._waiting: dict[Path, _Identity] = {}
 
     def protect(self, path: str | os.PathLike[str]) -> None:
         """Keep the checkpoint that the run was resumed from, behind whatever link."""
@@ -35,12 +36,23 @@ class Retention:
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, now or as soon as no link names it any more."""
-        self._waiting.append(check_local_path(path))
+        local = check_local_path(path)
+        self._waiting[local] = _identity(local)
         self.retry()
 
     def retry(self) -> None:
-        """Delete what waited and is free now."""
-        self._waiting = [path for path in self._waiting if not self._try(path)]
+        """Delete what waited and is free now.
+
+        What cannot be deleted is left where it is: it takes up room, but a run does not end for it.
+        """
+        for path, identity in list(self._waiting.items()):
+            try:
+                waits = _identity(path) == identity and not self._try(path)
+            except OSError as error:
+                log.warning("%s could not be deleted: %s", path, error)
+                waits = False
+            if not waits:
+                del self._waiting[path]
 
     def _try(self, path: Path) -> bool:
         """Delete a checkpoint; False: it has to wait."""
@@ -61,10 +73,27 @@ class Retention:
         return True
 
 
+_Identity: TypeAlias = "tuple[int, int] | None"
+"""Device and inode of a directory: a checkpoint that is saved under its name is another one."""
+
+
+def _identity(path: Path) -> _Identity:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def _is_last_good(path: Path) -> bool:
     """Tell whether a checkpoint is published and no other one beside it is."""
     published = [entry.parent for entry in path.parent.glob(f"*/{MANIFEST_NAME}")]
-    others = [p for p in published if os.path.realpath(p) != os.path.realpath(path)]
+    others = [
+        p
+        for p in published
+        # A hidden one is being written, or deleted.
+        if not p.name.startswith(".") and os.path.realpath(p) != os.path.realpath(path)
+    ]
     return (path / MANIFEST_NAME).exists() and not others
 
 

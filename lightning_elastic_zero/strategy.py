@@ -221,10 +221,18 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         )
         if fitting and manifest.weights_only:
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
-            return {}
+            return self._without_progress(state)
         if fitting and not self._load_options.hyperparameters:
             state["lr_schedulers"] = keep_configured_rates(state.get("lr_schedulers", []))
         return state
+
+    def _without_progress(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Give what a new run takes over beside the weights: what the module itself had saved."""
+        module = self.lightning_module
+        data = getattr(module.trainer, "datamodule", None) if module is not None else None
+        progress = {"loops", "callbacks", type(data).__qualname__}
+        kept = {key: value for key, value in state.items() if key not in progress}
+        return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
 
     def _fitting(self) -> bool:
         module = self.lightning_module

@@ -126,7 +126,9 @@ def _read(source: ElasticReader, live: LiveState, options: LoadOptions, ranks: R
     manifest = source.manifest
     here = live.describe()
     with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
-    once = source.module_state(ranks.rank, ranks.world_size)
+    # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result must
+    # not depend on the number of devices. Training goes on with each rank's own.
+    once = source.module_state(ranks.rank if here.groups else 0, ranks.world_size)
     receiving = live.receive(manifest, with_optimizer=with_optimizer)
     requests = _requests(source, receiving)
     source.check(requests)

@@ -4,12 +4,14 @@
 nested dicts, lists and tuples. What in it is plain data goes into the model states file. What is
 not is pickled into a file of its own, which is read only when it is known to be harmless, or when
 the user allows it. Where ranks hand over different values, rank 0's are everybody's, and the
-others keep what differs.
+others keep the plain data that differs; of objects, rank 0's are everybody's.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +25,19 @@ from lightning_elastic_zero.errors import SaveError
 Path: TypeAlias = "tuple[str | int, ...]"
 """Keys and indices that lead to a value in the tree."""
 
+GONE = False
+"""Ends a path to something that a rank does not have and rank 0 has; no key is a bool."""
+
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_NUMBERS = {type(None), bool, int, float}
+"""Their pickles depend on nothing but their values, and long lists of them are quickly pickled."""
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _HASHED_BYTES = 1 << 24
 """Tensor bytes hashed at a time."""
+
+_INT_BYTES = 255
+"""Longer integers are pickled by an opcode that ``torch.load(weights_only=True)`` refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,17 @@ class SplitState:
 
 
 def split_objects(state: Mapping[str, Any]) -> SplitState:
-    """Part a client state into plain data and other objects."""
+    """Part a client state into plain data and other objects.
+
+    Raises:
+        SaveError: an entry's name is no plain string.
+    """
+    if strange := [key for key in state if type(key) not in (str, int)]:
+        msg = (
+            f"the trainer's state has the key {strange[0]!r}, a {type(strange[0]).__name__}: "
+            "entries of a checkpoint are named by strings"
+        )
+        raise SaveError(msg)
     objects: list[tuple[Path, object]] = []
     plain = {key: _plain_part(value, (key,), objects) for key, value in state.items()}
     return SplitState(plain, tuple(objects))
@@ -48,35 +69,93 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
 
 def _plain_part(value: object, path: Path, objects: list[tuple[Path, object]]) -> object:
     """Give the plain part of a value, noting the objects in it."""
-    if type(value) in (dict, OrderedDict) and all(isinstance(k, (str, int)) for k in value):  # type: ignore[attr-defined]
-        items = [(k, _plain_part(v, (*path, k), objects)) for k, v in value.items()]  # type: ignore[attr-defined]
-        return type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, dict) and _is_node(value) and _has_plain_fields(value):
+        items = [(k, _plain_part(v, (*path, k), objects)) for k, v in value.items()]
+        return _like(value, items)
     if type(value) is list:
         return [_plain_part(v, (*path, i), objects) for i, v in enumerate(value)]
     if is_plain(value):
-        return value
+        return _compact(value)
     objects.append((path, value))
     return None
 
 
+def _is_node(value: object) -> bool:
+    """Tell whether a value is a dict or list whose items have paths of their own."""
+    if type(value) in (dict, OrderedDict):
+        return all(type(k) in (str, int) for k in value)  # type: ignore[attr-defined]
+    return type(value) is list
+
+
+def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Give a dict of the same type, and with the same fields: a state dict has ``_metadata``."""
+    made = type(value)(items)
+    if fields := getattr(value, "__dict__", None):
+        vars(made).update(fields)
+    return made
+
+
 def is_plain(value: object) -> bool:
     """Tell whether ``torch.load(weights_only=True)`` gives back just this value."""
-    if type(value) in _LEAVES or type(value) in _TENSORS:
+    if type(value) is int:
+        return value.bit_length() < 8 * _INT_BYTES
+    if type(value) in _LEAVES:
         return True
+    if type(value) in _TENSORS:
+        return _has_plain_fields(value)
     if type(value) in (list, tuple, set):
         return all(is_plain(v) for v in value)  # type: ignore[attr-defined]
     if type(value) in (dict, OrderedDict):
-        return all(is_plain(k) and is_plain(v) for k, v in value.items())  # type: ignore[attr-defined]
+        items = value.items()  # type: ignore[attr-defined]
+        return _has_plain_fields(value) and all(is_plain(k) and is_plain(v) for k, v in items)
     return False
+
+
+def _has_plain_fields(value: object) -> bool:
+    """Tell whether what hangs on a tensor or an ``OrderedDict`` is plain: it is saved with it."""
+    fields = getattr(value, "__dict__", None)
+    return not fields or is_plain(fields)
+
+
+def _compact(value: Any) -> Any:  # noqa: ANN401 (any plain value)
+    """Give a plain value whose tensors own just their bytes: a view is saved with all it views."""
+    if type(value) is tuple:
+        return tuple(_compact(v) for v in value)
+    if type(value) in (dict, OrderedDict):
+        return _like(value, [(k, _compact(v)) for k, v in value.items()])
+    if type(value) is list:
+        return [_compact(v) for v in value]
+    if type(value) in _TENSORS and _is_dense(value) and not vars(value):
+        size_bytes = value.numel() * value.element_size()
+        if value.untyped_storage().nbytes() > size_bytes:
+            copy = value.detach().clone(memory_format=torch.contiguous_format)
+            if type(value) is torch.nn.Parameter:
+                return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+            return copy.requires_grad_(value.requires_grad)
+    return value
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but strided bytes somewhere."""
+    return (
+        tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    )
 
 
 def join_objects(plain: dict[str, Any], objects: tuple[tuple[Path, object], ...]) -> dict[str, Any]:
     """Put objects (or what differs on a rank) back where they belong, in place."""
     for path, value in objects:
+        gone = path[-1] is GONE
+        *inner, last = path[:-1] if gone else path
         node: Any = plain
-        for key in path[:-1]:
+        for key in inner:
             node = node[key]
-        node[path[-1]] = value
+        if gone:
+            del node[last]
+        elif type(node) is list and last == len(node):
+            node.append(value)
+        else:
+            node[last] = value
     return plain
 
 
@@ -86,62 +165,142 @@ def dotted(path: Path) -> str:
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
-    """Give a digest of each leaf of a client state, by its path: to compare ranks."""
-    return {dotted(path): _digest(value, path) for path, value in _leaves(state, ())}
+    """Give a digest of each leaf of a client state, and the kind of each node: to compare ranks.
+
+    The keys tell all paths apart; that of a top-level entry is its name.
+    """
+    return {_text(path): _fingerprint(value, path) for path, value in _places(state, ())}
 
 
 def differing(state: Mapping[str, Any], first: Mapping[str, str]) -> tuple[tuple[Path, Any], ...]:
-    """Give what differs from rank 0's state.
+    """Give what turns rank 0's state into this rank's, for ``join_objects``.
 
     Args:
         state: this rank's.
         first: the ``fingerprints`` of rank 0's.
 
     Returns:
-        The differing leaves; whole top-level entries where the trees have other shapes.
+        The differing leaves; the whole of what is new here, or a leaf on one side only; and, with
+        a path that ends in ``GONE``, what is not here.
     """
-    leaves = dict(_leaves(state, ()))
-    names = {dotted(path): path for path in leaves}
-    changed = {
-        path[:1] if _shape(names, path[0]) != _shape(first, path[0]) else path
-        for name, path in names.items()
-        if first.get(name) != _digest(leaves[path], path)
-    }
-    tops = {path for path in changed if len(path) == 1}
-    kept = [path for path in names.values() if path in changed and path[:1] not in tops]
-    return tuple((p, state[str(p[0])]) for p in sorted(tops, key=str)) + tuple(
-        (p, leaves[p]) for p in kept
-    )
+    of_first: dict[Path, list[str | int]] = {}
+    for text in first:
+        *parent, key = _path_of(text)
+        of_first.setdefault(tuple(parent), []).append(key)
+    return tuple(_changes(state, (), first, of_first))
 
 
-def _shape(names: Mapping[str, object], top: str | int) -> frozenset[str]:
-    """Give the dotted paths under one top-level entry."""
-    return frozenset(n for n in names if n == str(top) or n.startswith(f"{top}."))
+def _changes(
+    node: Any,  # noqa: ANN401 (a dict or list)
+    path: Path,
+    first: Mapping[str, str],
+    of_first: Mapping[Path, list[str | int]],
+) -> Iterator[tuple[Path, Any]]:
+    """Yield what of a node is new or different here, then what is not here, from the end."""
+    keys = set()
+    for key, value in _items(node):
+        keys.add(key)
+        at = (*path, key)
+        if first.get(_text(at)) != _fingerprint(value, at):
+            yield at, value
+        elif _is_branch(value):
+            yield from _changes(value, at, first, of_first)
+    for key in reversed(of_first.get(path, [])):
+        if key not in keys:
+            yield (*path, key, GONE), None
 
 
-def _leaves(value: object, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Walk dicts and lists; everything else is a leaf, as are empty ones."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif type(value) is list and value:
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    elif path:
-        yield path, value
+def _places(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:  # noqa: ANN401 (a dict or list)
+    """Walk a tree: every node below the root, then what is in it."""
+    for key, value in _items(node):
+        at = (*path, key)
+        yield at, value
+        if _is_branch(value):
+            yield from _places(value, at)
+
+
+def _items(node: Any) -> Iterator[tuple[str | int, Any]]:  # noqa: ANN401 (a dict or list)
+    yield from node.items() if isinstance(node, Mapping) else enumerate(node)
+
+
+def _is_branch(value: object) -> bool:
+    """Tell whether a value is walked into; a list of mere numbers and strings is one leaf."""
+    if type(value) is list:
+        # None may stand for an object: its place is kept apart from what is beside it.
+        return any(v is None or type(v) not in _LEAVES for v in value)
+    return _is_node(value) and bool(value) and not getattr(value, "__dict__", None)
+
+
+def _fingerprint(value: object, path: Path) -> str:
+    return _kind(value) if _is_branch(value) else _digest(value, path)
+
+
+def _kind(node: object) -> str:
+    return type(node).__name__
+
+
+def _text(path: Path) -> str:
+    """Give a path as text, so that no two are alike: ``a.b`` is a key, ``["a", "b"]`` two."""
+    if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
+        return path[0]
+    return json.dumps(path)
+
+
+def _path_of(text: str) -> Path:
+    """Undo ``_text``."""
+    return tuple(json.loads(text)) if text.startswith("[") else (text,)
 
 
 def _digest(value: object, path: Path) -> str:
-    """Digest a leaf: tensors by their bytes, the rest by its pickle."""
+    """Digest a leaf, by what it is: equal on all ranks where the values are."""
     digest = xxhash.xxh3_128()
-    if isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        flat = value.detach().contiguous().view(-1).view(torch.uint8) if value.numel() else None
-        for start in range(0, 0 if flat is None else flat.numel(), _HASHED_BYTES):
-            digest.update(flat[start : start + _HASHED_BYTES].cpu().numpy().data)  # type: ignore[index]
-        return digest.hexdigest()
-    digest.update(pickled(value, path))
+    _feed(digest, value, path)
     return digest.hexdigest()
+
+
+def _feed(digest: xxhash.xxh3_128, value: Any, path: Path) -> None:  # noqa: ANN401 (anything)
+    """Add a value to a digest: tensors and floats by their bits, sets and dicts in no order."""
+    kind = type(value).__name__
+    if type(value) in _TENSORS and _is_dense(value):
+        digest.update(f"{kind} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode())
+        for part in _bytes_of(value):
+            digest.update(part)
+        _feed(digest, vars(value), path)
+    elif type(value) in (list, tuple) and not set(map(type, value)) <= _NUMBERS:
+        digest.update(f"{kind} {len(value)} ".encode())
+        for item in value:
+            _feed(digest, item, path)
+    elif type(value) in (dict, OrderedDict, set):
+        items = value if type(value) is set else value.items()
+        digest.update(f"{kind} {sorted(_digest(item, path) for item in items)} ".encode())
+        if fields := getattr(value, "__dict__", None):
+            _feed(digest, fields, path)
+    else:
+        data = _bits(value, path)
+        digest.update(f"{kind} {len(data)} ".encode() + data)
+
+
+def _bits(value: object, path: Path) -> bytes:
+    """Give the bytes of a value that is no dense tensor, and no container but of numbers."""
+    if type(value) in (list, tuple, torch.Size):
+        return pickle.dumps(list(value), protocol=4)  # type: ignore[call-overload]
+    if type(value) is float:
+        return struct.pack("<d", value)
+    if type(value) is complex:
+        return struct.pack("<dd", value.real, value.imag)
+    if type(value) is str:
+        return value.encode(errors="surrogatepass")
+    if type(value) is bytes:
+        return value
+    return repr(value).encode() if type(value) in _LEAVES else pickled(value, path)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield a dense tensor's bytes, on the host, a bounded part at a time."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    data = flat.view(torch.uint8) if flat.numel() else flat
+    for start in range(0, data.numel(), _HASHED_BYTES):
+        yield data[start : start + _HASHED_BYTES].cpu().numpy().data
 
 
 def pickled(value: object, path: Path) -> bytes:

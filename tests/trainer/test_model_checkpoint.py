@@ -1,0 +1,118 @@
+"""ModelCheckpoint as it is used: what is kept, what is deleted, and what is never taken."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.trainer._fitting import Plan, error_of, fit, listing
+
+pytestmark = pytest.mark.engine
+
+
+def checkpoints_of(worlds: Pools, root: Path, world: int = 2, **checkpoint: Any) -> dict[str, bool]:
+    """Fit three epochs of two steps, and give what lies in the folder then."""
+    worlds.run(world, partial(fit, Plan(str(root), 2, epochs=3, checkpoint=checkpoint)))
+    return listing(str(root))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"save_top_k": 2, "monitor": "val_loss"}, 2),
+        ({"save_top_k": -1, "every_n_epochs": 1}, 3),
+        ({"save_top_k": -1, "every_n_train_steps": 1, "save_on_train_epoch_end": False}, 6),
+        ({"save_top_k": 1, "save_last": True, "every_n_epochs": 2}, 2),
+        ({"save_top_k": 1, "save_last": "link"}, 2),
+        ({"save_top_k": 1, "save_weights_only": True}, 1),
+    ],
+    ids=str,
+)
+def test_what_is_kept(
+    options: dict[str, Any], expected: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Just the expected directories are there, each of them whole, and nothing hidden."""
+    found = checkpoints_of(worlds, tmp_path, **options)
+    assert len(found) == expected
+    assert all(found.values()), found
+
+
+def test_time_interval(worlds: Pools, tmp_path: Path) -> None:
+    """train_time_interval saves on all ranks at once."""
+    from datetime import timedelta
+
+    found = checkpoints_of(
+        worlds, tmp_path, train_time_interval=timedelta(microseconds=1), save_top_k=-1
+    )
+    assert found
+    assert all(found.values())
+
+
+def test_last_follows_a_smaller_world(worlds: Pools, tmp_path: Path) -> None:
+    """Overwriting last.ckpt on fewer ranks leaves no shard of those that are gone."""
+    root = str(tmp_path)
+    worlds.run(3, partial(fit, Plan(root, 3)))
+    files = tmp_path / "last.ckpt" / "checkpoint"
+    assert len(list(files.glob("*_optim_states.pt"))) == 3
+    worlds.run(2, partial(fit, Plan(root, 1, epochs=2, ckpt_path="last")))
+    assert len(list(files.glob("*_optim_states.pt"))) == 2
+    assert not [p for p in files.iterdir() if "rank_2" in p.name]
+
+
+def test_the_one_resumed_from_stays(worlds: Pools, tmp_path: Path) -> None:
+    """What a run was resumed from through the last.ckpt link is not deleted by top-k."""
+    root = str(tmp_path)
+    options = {"save_top_k": 1, "save_last": "link", "every_n_epochs": 1}
+    worlds.run(2, partial(fit, Plan(root, 2, checkpoint=options)))
+    resumed = (tmp_path / "last.ckpt").resolve()
+    again = Plan(root, 2, epochs=3, ckpt_path="last", checkpoint=options)
+    worlds.run(1, partial(fit, again))
+    assert (resumed / "manifest.json").is_file()
+    assert (tmp_path / "last.ckpt").resolve() != resumed
+
+
+def test_best_is_taken(worlds: Pools, tmp_path: Path) -> None:
+    """best_model_path is a published checkpoint that another world resumes from."""
+    root = str(tmp_path)
+    options = {"save_top_k": 1, "monitor": "val_loss"}
+    best = worlds.run(2, partial(fit, Plan(root, 3, epochs=2, checkpoint=options)))[0]["best"]
+    assert Path(best, "manifest.json").is_file()
+    resumed = worlds.run(3, partial(fit, Plan(root, 1, epochs=3, ckpt_path=best)))
+    assert resumed[0]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("s3://bucket/run", "UnsupportedError"),
+        ("nowhere.ckpt", "CheckpointNotFoundError"),
+        ("", "CheckpointFormatError"),
+    ],
+)
+def test_what_is_no_checkpoint(path: str, says: str, worlds: Pools, tmp_path: Path) -> None:
+    """A URL, nothing, and a folder without a manifest are refused on every rank, by name."""
+    asked = path if "://" in path else str(tmp_path / path)
+    plan = Plan(str(tmp_path / "out"), 2, ckpt_path=asked)
+    for message in worlds.run(2, partial(error_of, plan)):
+        assert message.startswith(says), message
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy", "named"),
+    [
+        (3, {"offload_optimizer": True, "offload_optimizer_device": "nvme"}, "nvme"),
+        (2, {"config": {"zero_optimization": {"stage": 0}}}, "stage 0"),
+        (2, {"zero_optimization": False}, "stage 0"),
+    ],
+)
+def test_refused_in_setup(
+    stage: int, strategy: dict[str, Any], named: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """What cannot be resumed is refused by name before the first step."""
+    for message in worlds.run(1, partial(error_of, Plan(str(tmp_path), stage, strategy=strategy))):
+        assert message.startswith("UnsupportedError")
+        assert named in message

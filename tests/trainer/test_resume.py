@@ -1,0 +1,122 @@
+"""Trainers that stop on N ranks and go on with M: nothing else than the rank count changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.trainer._fitting import Plan, error_of, evaluate, fit, listing
+
+pytestmark = pytest.mark.engine
+
+
+def all_of(worlds: Pools, world: int, plan: Plan) -> list[dict[str, Any]]:
+    """Fit on a world; give what each rank saw."""
+    return worlds.run(world, partial(fit, plan))
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "target", "more"), [(3, 2, 1, 3), (1, 3, 3, 2), (2, 1, 2, 2)]
+)
+def test_fit_goes_on_where_it_stopped(
+    source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Weights, counters, schedules and everybody's own state come back, on every rank."""
+    root = str(tmp_path)
+    first = all_of(worlds, ranks, Plan(root, source, epochs=2))
+    again = Plan(root, target, epochs=3, ckpt_path="last", lr=0.9, seed=9)
+    second = all_of(worlds, more, again)
+    for rank, seen in enumerate(second):
+        assert seen["start"] == first[0]["end"]
+        assert seen["start"] != seen["end"]
+        assert (seen["step"], seen["epoch"]) == (6, 3)
+        assert seen["lrs"] == first[0]["lrs at end"] == pytest.approx([0.0025, 0.005])
+        assert seen["module"] == {"epoch": 1, "tensor": [0, 1, 2]}
+        assert seen["data"] == {"seen": 7}
+        same = ranks == more
+        assert seen["callback"] == {"rank": rank if same else 0, "common": [1, 2.5, "three"]}
+
+
+def test_each_rank_gets_its_own_back(worlds: Pools, tmp_path: Path) -> None:
+    """On the same number of ranks, what differed between ranks is each rank's own again."""
+    all_of(worlds, 2, Plan(str(tmp_path), 1))
+    seen = all_of(worlds, 2, Plan(str(tmp_path), 1, epochs=2, ckpt_path="last"))
+    assert [s["callback"]["rank"] for s in seen] == [0, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_on_any_ranks(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Any rank count validates, tests and predicts from a checkpoint, with equal metrics."""
+    root = str(tmp_path)
+    plan = Plan(root, stage, epochs=2)
+    all_of(worlds, 2, plan)
+    losses = []
+    for world in (1, 2, 3):
+        for verb in ("validate", "test", "predict"):
+            evaluation = Plan(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
+            seen = worlds.run(world, partial(evaluate, evaluation, verb))
+            losses += [list(s["loss"].values())[0] for s in seen if s["loss"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
+
+
+def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
+    """It has no optimizer state, can be tested, says what it lacks, and starts new runs."""
+    root = str(tmp_path)
+    plan = Plan(root, 3, checkpoint={"save_last": True, "save_weights_only": True})
+    first = all_of(worlds, 2, plan)[0]
+    last = f"{root}/last.ckpt"
+    assert "exp_avg" not in (tmp_path / "last.ckpt" / "manifest.json").read_text()
+    worlds.run(1, partial(evaluate, Plan(root, 3, ckpt_path=last), "test"))
+    for message in worlds.run(3, partial(error_of, Plan(root, 3, epochs=2, ckpt_path=last))):
+        assert message.startswith("CheckpointMismatchError")
+        assert "load_optimizer_state=False" in message
+    warm = Plan(root, 2, ckpt_path=last, strategy={"load_optimizer_state": False}, seed=4)
+    for seen in all_of(worlds, 3, warm):
+        assert seen["start"] == first["end"]
+        assert seen["step"] == 2
+
+
+def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
+    """With load_hyperparameters=False the configured rate is kept, and the schedule's place."""
+    root = str(tmp_path)
+    all_of(worlds, 2, Plan(root, 2))
+    again = Plan(root, 2, epochs=2, ckpt_path="last", lr=0.5)
+    again.strategy["load_hyperparameters"] = False
+    for seen in all_of(worlds, 1, again):
+        assert seen["lrs"] == [0.5, 1.0]
+        assert seen["lrs at end"] == [0.25, 0.5]
+        assert seen["step"] == 4
+
+
+def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
+    """exclude_frozen_parameters: the rest comes back, the frozen stay the model's own."""
+    root = str(tmp_path)
+    options = {"exclude_frozen_parameters": True}
+    first = all_of(worlds, 2, Plan(root, 3, strategy=options))[0]["end"]
+    again = Plan(root, 1, epochs=2, ckpt_path="last", seed=3)
+    for seen in all_of(worlds, 3, again):
+        differ = {name for name, value in seen["start"].items() if value != first[name]}
+        assert differ == {"frozen.weight", "frozen.bias"}
+
+
+def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
+    """A run in bf16 goes on in fp32 and the other way round; fp16 is refused by name on CPU."""
+    root = str(tmp_path)
+    all_of(worlds, 2, Plan(root, 3, trainer={"precision": "bf16-true"}))
+    again = Plan(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
+    assert all_of(worlds, 1, again)[0]["step"] == 4
+    mixed = Plan(root, 1, epochs=3, ckpt_path="last", trainer={"precision": "bf16-mixed"})
+    assert all_of(worlds, 3, mixed)[0]["step"] == 6
+
+
+def test_elastic_flag_of_a_user_config(worlds: Pools, tmp_path: Path) -> None:
+    """elastic_checkpoint with ZeRO-3 is taken, where DeepSpeed itself raises."""
+    root = str(tmp_path)
+    config = {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}
+    plan = Plan(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})
+    assert all_of(worlds, 2, plan)[0]["step"] == 2
+    assert listing(root)["last.ckpt"]
