@@ -67,7 +67,7 @@ class Net(pl.LightningModule):
         """Log the loss."""
         self.log("val_loss", self._loss(batch), sync_dist=True)
 
-    def test_step(self, batch: list[torch.Tensor], _: int) -> None:
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         """Log the loss."""
         self.log("test_loss", self._loss(batch), sync_dist=True)
 

@@ -59,7 +59,7 @@ def test_evaluation_on_any_ranks(stage: int, worlds: Pools, tmp_path: Path) -> N
         for verb in ("validate", "test", "predict"):
             evaluation = Plan(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
             seen = worlds.run(world, partial(evaluate, evaluation, verb))
-            losses += [list(s["loss"].values())[0] for s in seen if s["loss"]]
+            losses += [next(iter(s["loss"].values())) for s in seen if s["loss"]]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 

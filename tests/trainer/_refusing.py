@@ -1,0 +1,125 @@
+"""Cases that must fail, run on ranks: each gives what this rank was told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from torch import nn
+
+from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import SaveOptions, save_with
+from lightning_elastic_zero.ranks import RankTimes, current_ranks
+from tests.trainer._fitting import Plan, error_of
+
+SHORT = RankTimes(beat_s=0.2, dead_s=8.0, stalled_s=8.0, absent_s=3.0)
+
+
+class Odd:
+    """Neither plain data nor known to be harmless."""
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether it is one too."""
+        return isinstance(other, Odd)
+
+    def __hash__(self) -> int:
+        """Give the same number for all."""
+        return 1
+
+
+def engine() -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+    """Build a small ZeRO-2 engine that has taken a step."""
+    module = nn.Linear(9, 3)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(module.parameters())
+    made, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    made.backward(made(torch.ones(1, 9)).sum())
+    made.step()
+    return made
+
+
+def told(work: Callable[[], object]) -> str:
+    """Give the class and the message of what is raised."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def save_to(path: str) -> str:
+    """Save to a path that cannot be saved to."""
+    return told(lambda: save_checkpoint(engine(), path))
+
+
+def save_to_own_path(root: str) -> str:
+    """Save to a path of this rank's own."""
+    return told(lambda: save_checkpoint(engine(), f"{root}/{comm.get_rank()}.ckpt"))
+
+
+def save_on_first_rank_only(root: str) -> str:
+    """Do what `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
+    made, ranks = engine(), current_ranks(times=SHORT)
+    path = f"{root}/x.ckpt"
+    try:
+        if ranks.rank:
+            comm.barrier()
+            return "not called"
+        said = told(lambda: save_with(made, path, ranks, {}, SaveOptions()))
+        comm.barrier()
+        return said
+    finally:
+        ranks.close()
+
+
+def save_with_broken_disk(root: str, broken: int) -> str:
+    """Save well, then over it while one rank's disk takes no more."""
+    made = engine()
+    save_checkpoint(made, f"{root}/good.ckpt")
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 64:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    if comm.get_rank() == broken:
+        os.write = full  # type: ignore[assignment]
+    try:
+        return told(lambda: save_checkpoint(made, f"{root}/good.ckpt"))
+    finally:
+        os.write = real
+
+
+def resume_on_first_rank_only(root: str) -> str:
+    """Resolve "last" to something on rank 0 only, as a folder that is not shared does."""
+    found = f"{root}/last.ckpt" if comm.get_rank() == 0 else None
+    return error_of(Plan(f"{root}/other", 2, epochs=2, ckpt_path=found))
+
+
+def save_objects(root: str) -> str:
+    """Save a state with objects in it."""
+    state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1}
+    save_checkpoint(engine(), f"{root}/x.ckpt", state)
+    return "saved"
+
+
+def load_objects(root: str, allow: bool) -> str:
+    """Load it again."""
+    expected = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1}
+
+    def load() -> None:
+        found = load_checkpoint(engine(), f"{root}/x.ckpt", allow_pickle=allow)
+        assert found.client_state == expected
+
+    said = told(load)
+    return "equal" if said == "nothing was raised" else said
