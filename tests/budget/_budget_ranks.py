@@ -118,6 +118,20 @@ def load(stage: int, path: str) -> dict[str, int]:
     }
 
 
+def evaluate(stage: int, path: str) -> dict[str, int]:
+    """Load into an engine without optimizer; give the bytes that were read."""
+    import deepspeed
+
+    from lightning_elastic_zero import load_checkpoint
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=Mlp(), config=config)
+    before = bytes_read()
+    with Peak() as peak:
+        load_checkpoint(engine, path)
+    return {"extra": peak.highest - peak.before, "read": bytes_read() - before}
+
+
 def be_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, out: str) -> None:
     """Be one rank, and leave what it measured in a file."""
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
@@ -130,7 +144,7 @@ def be_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, 
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    measured = {"save": save, "load": load}[what](stage, path)
+    measured = {"save": save, "load": load, "evaluate": evaluate}[what](stage, path)
     Path(f"{out}.{rank}").write_text(json.dumps(measured))
     torch.distributed.barrier()
 

@@ -29,7 +29,7 @@ def run_ranks(what: str, ranks: int, stage: int, path: Path) -> list[dict[str, i
     command = [sys.executable, str(HERE / "_budget_ranks.py"), what, str(ranks), str(port)]
     process = subprocess.Popen(
         [*command, str(stage), str(path), str(out)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -65,3 +65,6 @@ def test_a_rank_reads_what_it_needs_into_place(tmp_path: Path) -> None:
         for rank in loaded:
             # Not nothing either: a kernel without these counts would let everything pass.
             assert 0 < rank["extra"] < EXTRA_BYTES
+    # An evaluation reads the masters, a third of the state, and no byte of optimizer state.
+    evaluated = run_ranks("evaluate", 2, 3, path)
+    assert sum(rank["read"] for rank in evaluated) <= 1.05 * STATE_BYTES / 3

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import copy
+import enum
+import io
+import json
+import pickle
+import threading
+from collections import OrderedDict, deque
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.formats.client_state import (
+    GONE,
+    differing,
+    dotted,
+    fingerprints,
+    is_plain,
+    join_objects,
+    pickled,
+    split_objects,
+)
+from tests.core.spelling import spelled
+from tests.core.strategies import plain_leaves, trees
+
+
+class Color(str, enum.Enum):
+    """A class that calls itself a string."""
+
+    RED = "red"
+
+
+def through_a_file(value: Any) -> Any:  # noqa: ANN401
+    """Write a value as a checkpoint does, and read it as anybody can."""
+    file = io.BytesIO()
+    torch.save({"value": value}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["value"]
+
+
+def file_bytes(value: object) -> int:
+    """Count the bytes of a value's file."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def with_field(value: Any, field: object) -> Any:  # noqa: ANN401
+    """Hang something on a value."""
+    value.hung_on = field
+    return value
+
+
+objects: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from(
+        [PurePosixPath("/data"), Decimal("1.5"), frozenset({1}), Color.RED, range(3), 2**3000, b""]
+    ),
+    st.builds(lambda: {Color.RED: 1}),
+    st.builds(lambda: (torch.ones(2), Path("x"))),
+    st.builds(lambda: deque([torch.zeros(1)], maxlen=2)),
+    st.builds(lambda: with_field(OrderedDict(a=1), Path("x"))),
+)
+"""What is not plain data, alone or inside something."""
+
+
+class TestSplit:
+    @given(trees(plain_leaves | objects))
+    def test_what_is_split_and_joined_is_what_it_was(self, tree: dict[str, Any]) -> None:
+        """Plain data goes through a file that anybody can read, and nothing is lost or changed."""
+        before = spelled(tree)
+        split = split_objects(tree)
+        plain = through_a_file(split.plain)
+        assert spelled(plain) == spelled(split.plain)
+        assert spelled(join_objects(plain, split.objects)) == before
+        assert spelled(tree) == before
+
+    @given(trees(plain_leaves))
+    def test_plain_data_has_no_objects(self, tree: dict[str, Any]) -> None:
+        """Nothing of a plain tree needs a pickle of its own."""
+        assert is_plain(tree)
+        assert split_objects(tree).objects == ()
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            {Color.RED: 1},
+            {"a": {Color.RED: 1}},
+            Color.RED,
+            b"",
+            2**2040,
+            [-(2**2040)],
+            with_field(torch.ones(1), object),
+            with_field(OrderedDict(a=1), Path("x")),
+            (1, Path("x")),
+            {(1, Path("x")): 1},
+            {None: Path("x")},
+            deque(),
+            float,
+            lambda: 0,
+        ],
+        ids=repr,
+    )
+    def test_what_others_could_not_read_is_an_object(self, value: object) -> None:
+        """One enum key in a model file would make the whole checkpoint unreadable."""
+        assert not is_plain(value)
+        split = split_objects({"a": value, "b": 1})
+        assert len(split.objects) == 1
+        assert through_a_file(split.plain)["b"] == 1
+
+    def test_objects_know_their_places(self) -> None:
+        """An object's path leads through dicts and lists to where None stands for it."""
+        path = Path("x")
+        split = split_objects({"a": {"b": [1, path], 7: path}, "c": path})
+        assert split.plain == {"a": {"b": [1, None], 7: None}, "c": None}
+        assert split.objects == ((("a", "b", 1), path), (("a", 7), path), (("c",), path))
+        assert [dotted(place) for place, _ in split.objects] == ["a.b.1", "a.7", "c"]
+
+    def test_a_view_does_not_carry_what_it_views(self) -> None:
+        """A bias that is a view of a flat buffer is saved with its own bytes, wherever it sits."""
+        flat = torch.arange(1_000_000.0)
+        state = {
+            "alone": flat[3:5],
+            "deep": [{"x": flat[::500_000]}],
+            "tuple": (flat[1:3].view(1, 2),),
+            "odd": {None: flat[2:4]},
+            "trained": torch.nn.Parameter(flat[7:9]),
+        }
+        plain = split_objects(state).plain
+        assert spelled(plain) == spelled(state)
+        assert file_bytes(plain) < 10_000
+
+    def test_a_tensor_of_its_own_is_not_copied(self) -> None:
+        """What fills its storage is written from where it is."""
+        whole = torch.ones(3)
+        assert split_objects({"a": whole}).plain["a"] is whole
+
+    def test_a_state_dict_keeps_its_metadata(self) -> None:
+        """A module's state dict in the client state comes back with the versions in it."""
+        state = torch.nn.BatchNorm1d(2).state_dict()
+        back = through_a_file(split_objects({"s": state}).plain)["s"]
+        assert back._metadata == state._metadata  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("key", [Color.RED, None, 1.5, ("a", 1)])
+    def test_entries_have_plain_names(self, key: Any) -> None:  # noqa: ANN401
+        """What cannot be the name of an entry is refused before anything is written."""
+        with pytest.raises(SaveError, match="entries of a checkpoint are named by strings"):
+            split_objects({key: 1})
+
+
+class TestFingerprints:
+    @given(trees(plain_leaves), trees(plain_leaves))
+    def test_equal_if_and_only_if_the_trees_are(
+        self, one: dict[str, Any], other: dict[str, Any]
+    ) -> None:
+        """Two trees have the same fingerprints exactly when they are the same, to the bit."""
+        assert (fingerprints(one) == fingerprints(other)) == (spelled(one) == spelled(other))
+        assert fingerprints(one) == fingerprints(copy.deepcopy(one))
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ({"a": {"b": 1}}, {"a.b": 1}),
+            ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}),
+            ({"a": {"1": 1}}, {"a": {1: 1}}),
+            ({"a": [{}]}, {"a": {0: {}}}),
+            ({"a": {"b": {}}}, {"a": {"b": []}}),
+            ({"a": {"b": 1}}, {"a": OrderedDict(b=1)}),
+            ({'["a", "b"]': 1}, {"a": {"b": 1}}),
+            ({"a": 1}, {"a": True}),
+            ({"a": 0.0}, {"a": -0.0}),
+            ({"a": (1, 2)}, {"a": [1, 2]}),
+            ({"a": ("ab", "c")}, {"a": ("a", "bc")}),
+            ({"a": "1"}, {"a": b"1"}),
+            ({"a": torch.zeros(2)}, {"a": -torch.zeros(2)}),
+            ({"a": torch.zeros(2)}, {"a": torch.zeros(2, 1)}),
+            ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)}),
+            ({"a": torch.zeros(0)}, {"a": torch.zeros(0, 1)}),
+            ({"a": torch.zeros(2)}, {"a": torch.nn.Parameter(torch.zeros(2))}),
+            ({"a": {(1, 2): 0}}, {"a": {(1, 3): 0}}),
+            ({"a": 1}, {"a": 1, "b": 2}),
+        ],
+        ids=repr,
+    )
+    def test_what_looks_alike_is_told_apart(
+        self, one: dict[str, Any], other: dict[str, Any]
+    ) -> None:
+        """Dots in keys, kinds of keys, of containers and of numbers, bits: all of it shows."""
+        assert fingerprints(one) != fingerprints(other)
+
+    def test_nan_is_told_by_its_bits(self) -> None:
+        """A NaN equals itself, and not a NaN with another payload."""
+        bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32)
+        one, other = bits.view(torch.float32)
+        assert fingerprints({"a": one}) == fingerprints({"a": one.clone()})
+        assert fingerprints({"a": one}) != fingerprints({"a": other})
+
+    def test_equal_values_have_equal_prints_whoever_made_them(self) -> None:
+        """Shared strings, orders of sets and dicts, strides and storages do not show."""
+        shared = "some text"
+        apart = shared.encode().decode()
+        assert apart is not shared
+        assert fingerprints({"a": (shared, shared)}) == fingerprints({"a": (shared, apart)})
+        # In tables of different sizes, the same members have different orders.
+        words = {str(i) for i in range(50)}
+        grown = set(words)
+        grown.update(str(i) for i in range(5000))
+        grown.intersection_update(words)
+        assert list(words) != list(grown)
+        assert fingerprints({"a": words}) == fingerprints({"a": grown})
+        assert fingerprints({"a": {"b": 1, "c": 2}}) == fingerprints({"a": {"c": 2, "b": 1}})
+        base = torch.arange(6.0).view(2, 3)
+        assert fingerprints({"a": base.t()}) == fingerprints({"a": base.t().contiguous()})
+
+    def test_every_kind_of_tensor_has_one(self) -> None:
+        """Conjugated and negated tensors are told apart by what they are worth; sparse ones too."""
+        numbers = torch.tensor([1 + 2j, 3 - 4j])
+        dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+        for one, other in [
+            (numbers, numbers.conj()),
+            (numbers.conj().imag, numbers.imag),
+        ]:
+            assert fingerprints({"a": one}) == fingerprints({"a": one.clone()})
+            assert fingerprints({"a": one}) != fingerprints({"a": other})
+        twice = (dense * 2).to_sparse()
+        assert fingerprints({"a": dense.to_sparse()}) != fingerprints({"a": twice})
+
+    def test_a_flat_mapping_keeps_its_names(self) -> None:
+        """Buffers are compared by their names, dots and all."""
+        assert fingerprints({"bn.mean": torch.zeros(1)}).keys() == {"bn.mean"}
+
+    def test_a_long_list_of_numbers_is_one_leaf(self) -> None:
+        """A list of a million indices costs one digest, not a million."""
+        assert len(fingerprints({"order": list(range(1_000_000))})) == 1
+
+
+class TestDiffering:
+    @given(trees(plain_leaves), trees(plain_leaves))
+    def test_the_changes_turn_the_first_tree_into_ones_own(
+        self, first: dict[str, Any], mine: dict[str, Any]
+    ) -> None:
+        """What a rank keeps, put over rank 0's state, is the rank's own state."""
+        prints = json.loads(json.dumps(fingerprints(first)))
+        kept = through_a_file([list(change) for change in differing(mine, prints)])
+        changes = tuple((tuple(path), value) for path, value in kept)
+        assert spelled(join_objects(copy.deepcopy(first), changes)) == spelled(mine)
+
+    @given(trees(plain_leaves))
+    def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:
+        """Where ranks agree, nothing is kept twice."""
+        assert differing(copy.deepcopy(tree), fingerprints(tree)) == ()
+
+    @pytest.mark.parametrize(
+        ("first", "mine", "expected"),
+        [
+            ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, ((("a", "c"), 3),)),
+            ({"a": {"b": 1}}, {"a": {"b": 1, "c": 3}}, ((("a", "c"), 3),)),
+            ({"a": {"b": 1, "c": 3}}, {"a": {"b": 1}}, ((("a", "c", GONE), None),)),
+            ({"a": 1, "b": {"c": 2}}, {"a": 1}, ((("b", GONE), None),)),
+            ({0: {"a": 1}}, {0: {"a": 1, "b": 2}}, (((0, "b"), 2),)),
+            ({"a": [None, 1]}, {"a": [None, 1, 2]}, ((("a", 2), 2),)),
+            (
+                {"a": [None, 1, 2]},
+                {"a": [None]},
+                ((("a", 2, GONE), None), (("a", 1, GONE), None)),
+            ),
+            ({"a": [1, 2]}, {"a": [1]}, ((("a",), [1]),)),
+            ({"a": [{"x": 1}]}, {"a": {0: {}}}, ((("a",), {0: {}}),)),
+            ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, ((("a.b",), 3),)),
+        ],
+    )
+    def test_no_more_is_kept_than_differs(
+        self, first: dict[str, Any], mine: dict[str, Any], expected: object
+    ) -> None:
+        """A rank keeps the leaves that differ, what it alone has, and what it does not have."""
+        assert differing(mine, fingerprints(first)) == expected
+
+    def test_objects_are_not_lost_where_ranks_differ_beside_them(self) -> None:
+        """A key that one rank has more than rank 0 does not take away rank 0's objects."""
+        path = Path("x")
+        first = split_objects({"callbacks": {"own": [1, path], "path": path}})
+        other = split_objects({"callbacks": {"own": [2, path], "path": path, "more": 1}})
+        changes = differing(other.plain, fingerprints(first.plain))
+        loaded = join_objects(join_objects(first.plain, first.objects), changes)
+        assert loaded == {"callbacks": {"own": [2, path], "path": path, "more": 1}}
+
+
+class TestPickled:
+    def test_what_cannot_be_pickled_is_told_with_its_place(self) -> None:
+        """The message says where in the state it is, what it is, and how to keep it out."""
+        with pytest.raises(SaveError) as caught:
+            pickled(threading.Lock(), ("callbacks", "Timer", 0))
+        assert str(caught.value).startswith(
+            "the trainer's state holds callbacks.Timer.0, a lock that cannot be pickled ("
+        )
+        assert "save_hyperparameters(ignore=[...])" in str(caught.value)
+
+    def test_a_pickle_is_a_pickle(self) -> None:
+        """What can be pickled comes back."""
+        assert pickle.loads(pickled(Path("x"), ())) == Path("x")  # noqa: S301

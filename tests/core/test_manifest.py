@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.manifest import (
+    FileEntry,
+    Group,
+    Manifest,
+    Parameter,
+    Progress,
+    StateKey,
+    Writer,
+    manifest_from_json,
+)
+from lightning_elastic_zero.partition import FlatBuffer
+from tests.core.spelling import spelled
+from tests.core.strategies import manifests, plain_values
+
+WHERE = "runs/a.ckpt/manifest.json"
+
+SMALL = Manifest(
+    save_id="5a7e",
+    stage=2,
+    world_size=2,
+    precision="bf16",
+    master_dtype="float32",
+    parameters=(
+        Parameter("w", (2, 3), "bfloat16", 0, ("head.w",)),
+        Parameter("frozen", (), "bfloat16", None),
+    ),
+    groups=(
+        Group(
+            names=("w",),
+            hyperparameters={"lr": 0.001, "betas": (0.9, 0.95), "amsgrad": False, "tags": [None]},
+            state=(StateKey("exp_avg", "elementwise", "float32"),),
+        ),
+    ),
+    buffers=(FlatBuffer(0, ("w",), (6,), (), 4),),
+    module_buffers=("bn.running_mean",),
+    files=(FileEntry("checkpoint/mp_rank_00_model_states.pt", 12, "ab" * 16),),
+    progress=Progress(3, 24, 0, 3, 1, 8, {}),
+    writer=Writer("0.1.0", "2.13.0", "0.19.8", "2.6.6", "DeepSpeedZeroOptimizer", "AdamW"),
+    excluded=("frozen",),
+    rank_state=("buffers",),
+    client_objects=("hyper_parameters.path",),
+)
+
+GOLDEN = """\
+{
+ "buffers": [
+  {
+   "group": 0,
+   "names": [
+    "w"
+   ],
+   "numels": [
+    6
+   ],
+   "paddings": [],
+   "partition_numel": 4
+  }
+ ],
+ "client_objects": [
+  "hyper_parameters.path"
+ ],
+ "excluded": [
+  "frozen"
+ ],
+ "files": [
+  {
+   "name": "checkpoint/mp_rank_00_model_states.pt",
+   "size_bytes": 12,
+   "sums_digest": "abababababababababababababababab"
+  }
+ ],
+ "format": "lightning_elastic_zero",
+ "format_version": 1,
+ "groups": [
+  {
+   "hyperparameters": {
+    "amsgrad": false,
+    "betas": {
+     "tuple": [
+      0.9,
+      0.95
+     ]
+    },
+    "lr": 0.001,
+    "tags": [
+     null
+    ]
+   },
+   "names": [
+    "w"
+   ],
+   "state": [
+    {
+     "dtype": "float32",
+     "kind": "elementwise",
+     "name": "exp_avg"
+    }
+   ]
+  }
+ ],
+ "master_dtype": "float32",
+ "module_buffers": [
+  "bn.running_mean"
+ ],
+ "parameters": [
+  {
+   "aliases": [
+    "head.w"
+   ],
+   "dtype": "bfloat16",
+   "group": 0,
+   "name": "w",
+   "shape": [
+    2,
+    3
+   ]
+  },
+  {
+   "aliases": [],
+   "dtype": "bfloat16",
+   "group": null,
+   "name": "frozen",
+   "shape": []
+  }
+ ],
+ "precision": "bf16",
+ "progress": {
+  "global_batch_size": 8,
+  "global_samples": 24,
+  "global_steps": 3,
+  "gradient_accumulation_steps": 1,
+  "micro_steps": 3,
+  "sampler": {},
+  "skipped_steps": 0
+ },
+ "rank_state": [
+  "buffers"
+ ],
+ "save_id": "5a7e",
+ "stage": 2,
+ "weights_only": false,
+ "world_size": 2,
+ "writer": {
+  "deepspeed": "0.19.8",
+  "engine": "DeepSpeedZeroOptimizer",
+  "library": "0.1.0",
+  "lightning": "2.6.6",
+  "optimizer": "AdamW",
+  "torch": "2.13.0"
+ }
+}
+"""
+
+
+def refusal(text: str) -> str:
+    """Give the message with which a text is refused."""
+    with pytest.raises(CheckpointFormatError) as caught:
+        manifest_from_json(text, WHERE)
+    return str(caught.value)
+
+
+def edited(edit: Callable[[Any], object]) -> str:
+    """Give the golden text with a change."""
+    content = json.loads(GOLDEN)
+    edit(content)
+    return json.dumps(content)
+
+
+class TestJson:
+    def test_the_text_is_pinned(self) -> None:
+        """The format on disk is a promise: this text does not change while its version is 1."""
+        assert SMALL.to_json() == GOLDEN
+
+    def test_the_golden_text_is_read(self) -> None:
+        """What was once written is read as what it was."""
+        assert manifest_from_json(GOLDEN, WHERE) == SMALL
+
+    @given(manifests())
+    def test_a_manifest_comes_back_as_it_was(self, manifest: Manifest) -> None:
+        """Any manifest survives JSON: tuples stay tuples, NaN and infinities stay what they are."""
+        read = manifest_from_json(manifest.to_json(), WHERE)
+        assert spelled(asdict(read)) == spelled(asdict(manifest))
+
+    @given(manifests())
+    def test_the_text_depends_on_the_content_alone(self, manifest: Manifest) -> None:
+        """The order in which a hyperparameter was set does not show in the text."""
+        group = manifest.groups[0]
+        backwards = replace(
+            group, hyperparameters=dict(reversed(list(group.hyperparameters.items())))
+        )
+        other = replace(manifest, groups=(backwards, *manifest.groups[1:]))
+        assert other.to_json() == manifest.to_json()
+
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-300, 5e-324, -0.0, 2**70])
+    def test_extreme_numbers(self, value: float) -> None:
+        """A learning rate is read to its last bit, whatever it is."""
+        group = replace(SMALL.groups[0], hyperparameters={"lr": value})
+        text = replace(SMALL, groups=(group,)).to_json()
+        (read,) = manifest_from_json(text, WHERE).groups
+        assert repr(read.hyperparameters["lr"]) == repr(value)
+
+    @pytest.mark.parametrize(
+        "value",
+        [{"tuple": [1]}, {"dict": {}}, {"dict": {"tuple": (1,)}}, ({"tuple": ()},), {"tuple": 1}],
+    )
+    def test_a_dict_that_looks_like_a_tag_stays_a_dict(self, value: Any) -> None:  # noqa: ANN401
+        """How tuples are written takes no value away from hyperparameters."""
+        group = replace(SMALL.groups[0], hyperparameters={"x": value, "tuple": value})
+        manifest = replace(SMALL, groups=(group,))
+        assert manifest_from_json(manifest.to_json(), WHERE) == manifest
+
+    @given(st.dictionaries(st.text(), plain_values))
+    def test_unknown_fields_are_ignored(self, extra: dict[str, Any]) -> None:
+        """A later writer of the same version may say more, in every table."""
+
+        def add(content: Any) -> None:  # noqa: ANN401 (JSON)
+            tables = ("parameters", "buffers", "groups", "files")
+            rows = [row for table in tables for row in content[table]]
+            for row in [content, content["progress"], content["writer"], *rows]:
+                row.update({f"later {key}": value for key, value in extra.items()})
+
+        assert manifest_from_json(edited(add), WHERE) == SMALL
+
+    def test_progress_and_writer_may_say_less(self) -> None:
+        """What only informs may be missing in a row; what places data may not."""
+        text = edited(lambda c: (c["progress"].pop("sampler"), c["writer"].clear()))
+        assert manifest_from_json(text, WHERE) == replace(SMALL, writer=Writer())
+
+
+class TestProperties:
+    def test_who_owns_what(self) -> None:
+        """Parameters part into those that the optimizer owns, frozen ones, and excluded ones."""
+        assert [p.name for p in SMALL.optimized] == ["w"]
+        assert SMALL.frozen == ()
+        assert [p.name for p in replace(SMALL, excluded=()).frozen] == ["frozen"]
+
+    def test_elements_of_a_parameter(self) -> None:
+        """A parameter without dimensions has one element; one with a zero has none."""
+        assert [Parameter("w", s, "", 0).numel for s in [(), (2, 3), (2, 0)]] == [1, 6, 0]
+
+    def test_layouts(self) -> None:
+        """Weights that the optimizer does not own lie whole on rank 0, or in pieces in ZeRO-3."""
+        whole = replace(SMALL, excluded=())
+        assert whole.layout().world_size == 2
+        assert whole.frozen_layout().world_size == 1
+        assert replace(whole, stage=3).frozen_layout().world_size == 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "text", ["", "{", "null", "[]", "7", '"text"', "{}", '{"format": "other"}', "[" * 100_000]
+    )
+    def test_garbage(self, text: str) -> None:
+        """What is no manifest is an error of the format that names the file."""
+        assert refusal(text).startswith(f"{WHERE} is no ")
+
+    def test_cut_short(self) -> None:
+        """Every beginning of a manifest is refused: a torn file is never a smaller checkpoint."""
+        for stop in range(len(GOLDEN) - 2):
+            assert WHERE in refusal(GOLDEN[:stop])
+
+    def test_another_format(self) -> None:
+        """A manifest of somebody else's is left alone."""
+        text = edited(lambda c: c.update(format="another"))
+        assert refusal(text) == f"{WHERE} is no manifest of lightning_elastic_zero"
+
+    def test_a_newer_version(self) -> None:
+        """A newer format is not guessed at; the message says what helps."""
+        assert refusal(edited(lambda c: c.update(format_version=2))) == (
+            f"{WHERE} has format version 2; this library reads up to 1: "
+            "install a newer lightning_elastic_zero"
+        )
+
+    @pytest.mark.parametrize("version", [None, "1", 1.0, True, 0, -1, [1]])
+    def test_no_version(self, version: object) -> None:
+        """What is not a version that was ever written is damage, and not an older version."""
+        text = edited(lambda c: c.update(format_version=version))
+        assert f"has the format version {version!r}" in refusal(text)
+
+    @pytest.mark.parametrize("name", sorted(json.loads(GOLDEN)))
+    def test_a_missing_field(self, name: str) -> None:
+        """No field of a manifest has a default on disk; the error names file and field."""
+        message = refusal(edited(lambda c: c.pop(name)))
+        assert message.startswith(WHERE)
+        assert name in message or name in {"format", "format_version"}
+
+    @pytest.mark.parametrize("table", ["parameters", "groups", "buffers", "files"])
+    def test_a_missing_column(self, table: str) -> None:
+        """Nor has a row that says where data lies, but for aliases and paddings."""
+        for column in json.loads(GOLDEN)[table][0]:
+            content = json.loads(GOLDEN)
+            del content[table][0][column]
+            if column not in {"aliases", "paddings"}:
+                message = refusal(json.dumps(content))
+                assert column in message or column == "partition_numel"
+
+    @pytest.mark.parametrize("value", [None, 1.5, "text", {}, [1.5], {"a": 1}, [[1]], -7])
+    @pytest.mark.parametrize(
+        "path",
+        [
+            *((name,) for name in sorted(json.loads(GOLDEN))),
+            *(("parameters", 0, name) for name in ("name", "shape", "group", "aliases")),
+            *(("groups", 0, name) for name in ("names", "hyperparameters", "state")),
+            *(("buffers", 0, name) for name in ("group", "names", "numels", "partition_numel")),
+            *(("files", 0, name) for name in ("name", "size_bytes", "sums_digest")),
+            ("progress", "global_steps"),
+            ("writer", "torch"),
+        ],
+        ids=lambda path: ".".join(map(str, path)),
+    )
+    def test_a_field_of_another_type(self, path: tuple[str | int, ...], value: object) -> None:
+        """A garbled field is refused, or it is a value that the field may have: never a crash."""
+        content = json.loads(GOLDEN)
+        row: Any = content
+        for key in path[:-1]:
+            row = row[key]
+        original, row[path[-1]] = row[path[-1]], value
+        try:
+            manifest_from_json(json.dumps(content), WHERE)
+        except CheckpointFormatError as error:
+            said = str(error)
+        else:
+            said = WHERE if type(value) is type(original) or path[-1] == "group" else ""
+        assert said.startswith(WHERE)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda c: c.update(stage=4), "ZeRO stage 4 on 2 devices"),
+            (lambda c: c.update(stage=0), "ZeRO stage 0 on 2 devices"),
+            (lambda c: c.update(world_size=0), "ZeRO stage 2 on 0 devices"),
+            (lambda c: c["buffers"][0]["numels"].append(6), "without a size"),
+            (lambda c: c["buffers"][0].update(numels=[5]), "do not hold w as the parameter"),
+            (lambda c: c["buffers"][0].update(names=["v"]), "do not hold v as the parameter"),
+            (lambda c: c["buffers"][0].update(group=1), "do not hold w as the parameter"),
+            (lambda c: c["buffers"].pop(), "do not hold w as the parameter"),
+            (lambda c: c["buffers"].append(c["buffers"][0]), "in two flat buffers: w"),
+            (lambda c: c["buffers"][0].update(partition_numel=2), "do not fit into 2 partitions"),
+            (lambda c: c["buffers"][0].update(paddings=[-1]), "negative number of elements"),
+            (lambda c: c["parameters"][0].update(shape=[2, 4]), "do not hold w as the parameter"),
+            (lambda c: c["parameters"][0].update(shape=[-2, -3]), "shape of w has a negative"),
+            (lambda c: c["parameters"][1].update(group=0), "do not hold frozen as the parameter"),
+            (lambda c: c["parameters"].append(c["parameters"][1]), "two parameters have one name"),
+            (lambda c: c["groups"][0]["names"].clear(), "the groups do not name the parameters"),
+            (lambda c: c["groups"].append(c["groups"][0]), "the groups do not name the parameters"),
+            (lambda c: c["groups"].insert(0, {**c["groups"][0], "names": []}), "the groups do not"),
+            (lambda c: c["files"].append(c["files"][0]), "two files have one name"),
+            (lambda c: c.update(excluded=["w"]), "w is left out, but is no frozen parameter"),
+        ],
+    )
+    def test_tables_that_contradict_each_other(
+        self, edit: Callable[[Any], object], message: str
+    ) -> None:
+        """The tables say most things twice; where they differ, no place is computed from them."""
+        refused = refusal(edited(edit))
+        assert refused.startswith(f"{WHERE} contradicts itself (")
+        assert message in refused

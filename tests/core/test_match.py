@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Writer
+from lightning_elastic_zero.match import LISTED, Wanted, check_fits, describe
+from lightning_elastic_zero.partition import FlatBuffer
+from tests.core.strategies import manifests
+
+EVERYTHING = Wanted(optimizer_state=True)
+NO_STATE = (
+    "it was saved with save_weights_only=True and holds no optimizer state: test or predict with "
+    "it, or pass load_optimizer_state=False to start a new run on its weights"
+)
+WEIGHTS = Wanted(optimizer_state=False, hyperparameters=False)
+
+
+def model(*groups: list[str], frozen: tuple[str, ...] = (), **fields: Any) -> Manifest:
+    """Describe a model whose parameters have four elements each."""
+    parameters = [
+        Parameter(name, (4,), "float32", index)
+        for index, names in enumerate(groups)
+        for name in names
+    ]
+    parameters += [Parameter(name, (4,), "float32", None) for name in frozen]
+    described = Manifest(
+        save_id="",
+        stage=3,
+        world_size=2,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(parameters),
+        groups=tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups),
+        buffers=tuple(
+            FlatBuffer(index, tuple(names), (4,) * len(names)) for index, names in enumerate(groups)
+        ),
+        module_buffers=("bn.mean",),
+        files=(),
+        writer=Writer(optimizer="AdamW"),
+    )
+    return replace(described, **fields)
+
+
+def differences(saved: Manifest, live: Manifest, wanted: Wanted = EVERYTHING) -> list[str]:
+    """Give the differences that a load would be told of."""
+    try:
+        check_fits(saved, live, wanted, "a.ckpt")
+    except CheckpointMismatchError as error:
+        listed = [line for line in str(error).splitlines() if line.startswith("  - ")]
+        assert listed
+        return [line.removeprefix("  - ") for line in listed]
+    return []
+
+
+def reshaped(manifest: Manifest, *names: str) -> Manifest:
+    """Give some parameters another shape."""
+    changed = (replace(p, shape=(2, 2)) if p.name in names else p for p in manifest.parameters)
+    return replace(manifest, parameters=tuple(changed))
+
+
+class TestWhatFits:
+    @given(manifests())
+    def test_a_checkpoint_fits_the_model_that_saved_it(self, manifest: Manifest) -> None:
+        """Whatever its tables say, a manifest does not differ from itself."""
+        saved = replace(manifest, weights_only=False)
+        assert differences(saved, saved) == []
+
+    def test_what_may_change_between_save_and_load(self) -> None:
+        """Stage, devices, precision, order and hyperparameters are no differences."""
+        saved = model(["a", "b"], ["c"])
+        live = model(["b", "a"], ["c"], stage=2, world_size=7, precision="bf16", excluded=())
+        live = replace(live, groups=tuple(replace(g, hyperparameters={}) for g in live.groups))
+        live = replace(live, parameters=tuple(reversed(live.parameters)))
+        assert differences(saved, live) == []
+
+    def test_an_engine_without_optimizer_has_no_groups_to_compare(self) -> None:
+        """To test or predict, all parameters are just weights: trained, frozen, or zero-size."""
+        live = model(frozen=("a", "b"), stage=0, world_size=1)
+        assert differences(model(["a"], frozen=("b",)), live, WEIGHTS) == []
+
+    def test_weights_alone_do_not_need_the_same_groups(self) -> None:
+        """A fresh optimizer may own the weights in other groups, or only some of them."""
+        saved = model(["a", "b"], ["c"])
+        assert differences(saved, model(["a"], frozen=("b", "c")), WEIGHTS) == []
+
+    def test_hyperparameters_need_the_same_groups_of_what_is_trained(self) -> None:
+        """Without state, a parameter may be frozen or thawed, but not have moved."""
+        wanted = Wanted(optimizer_state=False)
+        saved = model(["a", "b"], ["c"], frozen=("d",))
+        assert differences(saved, model(["a", "d"], ["c"], frozen=("b",)), wanted) == []
+        assert differences(saved, model(["a"], ["c", "b"], frozen=("d",)), wanted) == [
+            "in parameter group 1 here, in 0 when saved: b"
+        ]
+
+    def test_frozen_weights_that_were_left_out_stay_as_they_are(self) -> None:
+        """A checkpoint without its frozen weights fits the model that has them from elsewhere."""
+        saved = model(["a"], frozen=("f",), excluded=("f",))
+        assert differences(saved, model(["a"], frozen=("f",))) == []
+
+
+class TestDifferences:
+    @pytest.mark.parametrize(
+        ("saved", "live", "expected"),
+        [
+            (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b"]),
+            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f"]),
+            (model(["a", "b"]), model(["a"]), ["in the checkpoint, but not in the model: b"]),
+            (
+                model(["a"], frozen=("f",)),
+                model(["a"]),
+                ["in the checkpoint, but not in the model: f"],
+            ),
+            (
+                model(["a", "b"]),
+                reshaped(model(["b", "a"]), "a", "b"),
+                ["of other shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"],
+            ),
+            (
+                model(["a", "b"]),
+                model(["a"], frozen=("b",)),
+                ["trained when saved, frozen here: b"],
+            ),
+            (
+                model(["a"], frozen=("b",)),
+                model(["a", "b"]),
+                ["frozen when saved, trained here: b"],
+            ),
+            (
+                model(["a"], frozen=("b",), excluded=("b",)),
+                model(["a", "b"]),
+                [
+                    "frozen when saved, trained here: b",
+                    "left out by exclude_frozen_parameters, but trained here: b",
+                ],
+            ),
+            (
+                model(["a", "b"]),
+                model(["a"], ["b"]),
+                ["saved with 1 parameter groups, here are 2"],
+            ),
+            (
+                model(["a", "b"], ["c"], ["d"]),
+                model(["a", "c"], ["b", "d"], []),
+                [
+                    "in parameter group 0 here, in 1 when saved: c",
+                    "in parameter group 1 here, in 0, 2 when saved: b, d",
+                ],
+            ),
+            (
+                model(["a"], module_buffers=("mean", "old")),
+                model(["a"], module_buffers=("var", "mean")),
+                [
+                    "buffers missing from the checkpoint: var",
+                    "buffers in the checkpoint, but not in the model: old",
+                ],
+            ),
+            (
+                model(["a"], weights_only=True),
+                model(["a"]),
+                [NO_STATE],
+            ),
+        ],
+        ids=[
+            "missing",
+            "missing frozen",
+            "unexpected",
+            "unexpected frozen",
+            "shapes",
+            "frozen here",
+            "trained here",
+            "left out",
+            "number of groups",
+            "moved",
+            "buffers",
+            "weights only",
+        ],
+    )
+    def test_each_kind_is_named(self, saved: Manifest, live: Manifest, expected: list[str]) -> None:
+        """Each kind of difference has its line, with the names and nothing else."""
+        assert differences(saved, live) == expected
+
+    def test_weights_that_were_left_out_cannot_be_trained(self) -> None:
+        """A fresh optimizer does not make up for weights that the checkpoint does not hold."""
+        saved = model(["a"], frozen=("b",), excluded=("b",))
+        assert differences(saved, model(["a", "b"]), WEIGHTS) == [
+            "left out by exclude_frozen_parameters, but trained here: b"
+        ]
+
+    def test_all_differences_stand_in_one_message(self) -> None:
+        """One error tells all: what was saved, what is here, and each difference."""
+        saved = model(
+            ["a", "gone", "shape"],
+            ["moved", "then frozen"],
+            frozen=("unfrozen",),
+            module_buffers=("old",),
+        )
+        live = reshaped(
+            model(
+                ["a", "moved", "new", "shape"],
+                ["unfrozen"],
+                frozen=("then frozen",),
+                module_buffers=("young",),
+                stage=2,
+                world_size=1,
+                precision="bf16",
+                writer=Writer(optimizer="SGD"),
+            ),
+            "shape",
+        )
+        with pytest.raises(CheckpointMismatchError) as caught:
+            check_fits(saved, live, EVERYTHING, "runs/last.ckpt")
+        assert str(caught.value) == (
+            "runs/last.ckpt does not fit this model.\n"
+            "Saved: ZeRO-3 on 2 devices, fp32, 6 parameters with 24 elements, 2 parameter groups, "
+            "AdamW\n"
+            "Here: ZeRO-2 on 1 device, bf16, 6 parameters with 24 elements, 2 parameter groups, "
+            "SGD\n"
+            "  - missing from the checkpoint: new\n"
+            "  - in the checkpoint, but not in the model: gone\n"
+            "  - of other shapes: shape (saved (4,), here (2, 2))\n"
+            "  - trained when saved, frozen here: then frozen\n"
+            "  - frozen when saved, trained here: unfrozen\n"
+            "  - buffers missing from the checkpoint: young\n"
+            "  - buffers in the checkpoint, but not in the model: old\n"
+            "  - in parameter group 0 here, in 1 when saved: moved"
+        )
+
+    @pytest.mark.parametrize("kind", ["missing", "unexpected", "shapes", "frozen", "moved"])
+    def test_long_lists_are_cut(self, kind: str) -> None:
+        """A thousand names of a kind are one line: the first twenty, and how many more."""
+        names = [f"w{i}" for i in range(1000)]
+        saved, live = {
+            "missing": (model(["a"]), model(["a", *names])),
+            "unexpected": (model(["a", *names]), model(["a"])),
+            "shapes": (model(names), reshaped(model(names), *names)),
+            "frozen": (model(["a", *names]), model(["a"], frozen=tuple(names))),
+            "moved": (model(["a", *names], ["b"]), model(["a"], ["b", *names])),
+        }[kind]
+        (line,) = differences(saved, live)
+        assert "w19" in line
+        assert "w20" not in line
+        assert line.endswith(f" and {1000 - LISTED} more")
+
+
+class TestNotStrict:
+    """``strict=False`` is Lightning's ``strict_loading``: about what is not trained."""
+
+    lenient = replace(EVERYTHING, strict=False)
+
+    def test_frozen_weights_and_buffers_may_be_missing_or_beyond(self) -> None:
+        """What the optimizer does not own stays as it is, or is left out."""
+        saved = model(["a"], frozen=("old",), module_buffers=("old.mean",))
+        live = model(["a"], frozen=("new",), module_buffers=("new.mean",))
+        assert differences(saved, live, self.lenient) == []
+        assert len(differences(saved, live)) == 4
+
+    def test_what_is_trained_may_not(self) -> None:
+        """A trained weight on either side is never skipped, and no shape is overlooked."""
+        saved = model(["a", "old"], frozen=("f",))
+        live = reshaped(model(["a", "new"], frozen=("f",)), "f")
+        assert differences(saved, live, self.lenient) == [
+            "missing from the checkpoint: new",
+            "in the checkpoint, but not in the model: old",
+            "of other shapes: f (saved (4,), here (2, 2))",
+        ]
+
+
+class TestDescribe:
+    @pytest.mark.parametrize(
+        ("manifest", "expected"),
+        [
+            (
+                model(["a"], precision="bf16", groups=(), weights_only=True),
+                "ZeRO-3 on 2 devices, bf16, 1 parameters with 4 elements, AdamW, weights only",
+            ),
+            (
+                model(frozen=("a",), stage=0, world_size=1, writer=Writer()),
+                "no ZeRO (evaluation) on 1 device, fp32, 1 parameters with 4 elements",
+            ),
+        ],
+    )
+    def test_one_line(self, manifest: Manifest, expected: str) -> None:
+        """A checkpoint, or an engine, is told in one line."""
+        assert describe(manifest) == expected

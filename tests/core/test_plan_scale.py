@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from benchmarks.plan import (
+    CASES,
+    RESUMED_ON,
+    SAVED_ON,
+    Plan,
+    flat_buffers,
+    manifest_text,
+    measured,
+    parameters,
+)
+
+from lightning_elastic_zero.manifest import manifest_from_json
+from lightning_elastic_zero.partition import layout_of
+
+RANKS = [0, 1, RESUMED_ON // 2, RESUMED_ON - 1]
+
+PEAK_BYTES = 200_000_000
+
+
+@cache
+def planned(saved_stage: int, stage: int, rank: int) -> Plan:
+    """Plan what the benchmark plans, once."""
+    return measured(saved_stage, stage, rank)
+
+
+def test_the_table_is_that_of_a_70_billion_parameter_model() -> None:
+    """What is planned below has the size that is claimed: tensors, elements, ranks, files."""
+    table = parameters()
+    assert len(table) == 723
+    assert 70e9 < sum(p.numel for p in table) < 71e9
+    manifest = manifest_from_json(manifest_text(3, SAVED_ON), "manifest.json")
+    assert manifest.parameters == table
+    assert (manifest.world_size, len(manifest.files)) == (1024, 3072)
+    assert len(manifest.buffers) > 2
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("saved_stage", "stage"), CASES)
+def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:
+    """Parsing, laying out and planning stay below 200 MB at their peak, and tile what is wanted.
+
+    Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
+    """
+    plan = planned(saved_stage, stage, rank)
+    assert plan.peak_bytes < PEAK_BYTES
+    wanted = layout_of(stage, flat_buffers(parameters(), stage, RESUMED_ON), RESUMED_ON)
+    numel = sum(f.stop - f.start for f in wanted.on_rank(rank))
+    assert sum(t.stop - t.start for t in plan.transfers) == numel
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_zero_2_touches_the_few_ranks_that_its_partitions_overlap(rank: int) -> None:
+    """A partition of 1/768 overlaps at most three of 1/1024, in each of the two groups."""
+    plan = planned(2, 2, rank)
+    assert len(plan.files) <= 6
+    # One run for each parameter in the partition, and one more at each border of ranks.
+    assert len(plan.transfers) <= 8
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None:
+    """A rank's pieces of all 723 parameters lie in the shards of the same few ranks."""
+    plan = planned(3, 3, rank)
+    assert len(plan.transfers) <= 3 * 723
+    # Matrices are cut at r / N of themselves; norms of 8192 elements a little beside that.
+    assert len(plan.files) <= 6
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_across_stages_a_plan_is_no_longer_than_it_must_be(rank: int) -> None:
+    """From ZeRO-2 to 3 a piece is one run, or two; from 3 to 2 a parameter one per saved rank."""
+    to_3 = planned(2, 3, rank)
+    assert len(to_3.transfers) <= 2 * 723
+    to_2 = planned(3, 2, rank)
+    parts = {t.name: 0 for t in to_2.transfers}
+    for transfer in to_2.transfers:
+        parts[transfer.name] += 1
+    assert max(parts.values()) <= SAVED_ON

@@ -1,0 +1,111 @@
+"""A small model with everything that checkpoints of ZeRO runs lose."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+VOCABULARY, WIDTH, HIDDEN = 50, 33, 65
+GLOBAL_BATCH = 24  # Divides by 1, 2, 3, 4 and 8 ranks.
+
+UNTRAINED = "never"
+BUFFERS = (
+    "bn.running_mean",
+    "bn.running_var",
+    "bn.num_batches_tracked",
+    "average",
+    "seen",
+)
+"""The persistent ones; ``scratch`` is not."""
+
+
+class Norm(nn.BatchNorm1d):
+    """BatchNorm in fp32: DeepSpeed casts parameters to bf16, and leaves buffers as they are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Normalise, and count the batch."""
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        found = nn.functional.batch_norm(
+            input.float(),
+            self.running_mean,
+            self.running_var,
+            self.weight.float(),
+            self.bias.float(),
+            training=self.training,
+        )
+        return found.to(input.dtype)
+
+
+class Net(nn.Module):
+    """Tied, frozen, buffered, one-element, never used and, where asked for, empty parameters.
+
+    Args:
+        seed: everything is drawn from it.
+        empty: with a parameter of no elements.
+        renamed: ``b`` is called ``c``.
+        hidden: size of the inner layer.
+    """
+
+    def __init__(
+        self, seed: int, *, empty: bool = False, renamed: bool = False, hidden: int = HIDDEN
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.a = nn.Linear(WIDTH, hidden)
+        self.bn = Norm(hidden)
+        self.frozen = nn.Linear(hidden, hidden).requires_grad_(requires_grad=False)
+        self.output = "c" if renamed else "b"
+        self.add_module(self.output, nn.Linear(hidden, WIDTH))
+        self.one = nn.Parameter(torch.randn(1))
+        self.never = nn.Parameter(torch.randn(7))
+        if empty:
+            self.empty = nn.Parameter(torch.empty(0))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.average: torch.Tensor
+        self.seen: torch.Tensor
+        self.register_buffer("average", torch.randn(hidden))
+        self.register_buffer("seen", torch.tensor(seed))
+        self.register_buffer("scratch", torch.full((3,), float(seed)), persistent=False)
+        for tensor in (self.bn.weight, self.bn.bias, self.bn.running_mean):
+            nn.init.normal_(tensor)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give one row of scores per token."""
+        h = self.bn(torch.relu(self.a(self.embedding(x))))
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(h.detach().float().mean(0), 0.25)
+                self.seen.add_(x.numel())
+        h = self.get_submodule(self.output)(h + self.frozen(h))
+        scores: torch.Tensor = self.head(h) * self.one
+        return scores
+
+
+def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a rank's part of a step's global batch, which is the same for any world."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)
+    y = torch.randn(GLOBAL_BATCH, VOCABULARY, generator=generator)
+    size = GLOBAL_BATCH // world
+    return x[rank * size : (rank + 1) * size], y[rank * size : (rank + 1) * size]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give the parameters that an optimizer is given, by name, in the module's order."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
+    """Give the members of each parameter group."""
+    parameters = list(trained(model).values())
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    return {
+        "one": [parameters],
+        "two": [matrices, vectors],
+        "swapped": [vectors, matrices],
+        "three": [matrices, vectors[:3], vectors[3:]],
+    }[grouping]

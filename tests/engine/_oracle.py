@@ -1,0 +1,278 @@
+"""What a run holds, found out without the library and without any arithmetic of offsets.
+
+A twin engine of the same configuration is built on parameters in which each element has a value
+of its own. Reading the twin's raw flat buffers tells which element lies where, on which rank; the
+same places of a real engine's buffers are then that element's master weight and states. The
+values are bf16 numbers, so that bf16 weights and fp32 masters hold them exactly; padding is NaN,
+because ranks run with torch's filling of uninitialised memory.
+
+Nothing here may import ``lightning_elastic_zero``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed
+
+from tests.engine._model import BUFFERS, trained
+from tests.engine._setup import Engine, Setup, engine_of
+
+Dump: TypeAlias = "dict[str, Any]"
+"""``kind/...`` to a tensor, or to the ``repr`` of anything else."""
+
+FIRST_CODE = 128
+"""The smallest normal bf16 number's bits: no zeros, no denormals."""
+
+PADDING = -1
+
+_maps: dict[Setup, list[torch.Tensor]] = {}
+
+
+class OracleError(Exception):
+    """The engine holds what cannot be: the library broke it, or the oracle is wrong."""
+
+
+def demand(holds: object, what: str) -> None:
+    """Raise what is wrong unless it holds."""
+    if not holds:
+        raise OracleError(what)
+
+
+# -- which element lies where -----------------------------------------------------------------
+
+
+def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
+    """Give this rank's flat master buffers, raw, in the optimizer's order."""
+    if setup.zero == "3":
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
+
+
+def positions(setup: Setup) -> list[torch.Tensor]:
+    """Give the number of the element at each place of this rank's flat buffers. Collective."""
+    twin = setup.twin()
+    if twin not in _maps:
+        model = twin.model(0)
+        at = FIRST_CODE
+        for parameter in trained(model).values():
+            codes = torch.arange(at, at + parameter.numel()).to(torch.int16)
+            parameter.data = codes.view(torch.bfloat16).float().view(parameter.shape)
+            at += parameter.numel()
+        with engine_of(twin, 0, model=model) as engine:
+            flats = [_decode(flat.detach(), at) for flat in flat_buffers(engine, twin)]
+        _check_tiling(flats, at - FIRST_CODE)
+        _maps[twin] = flats
+    return _maps[twin]
+
+
+def _decode(flat: torch.Tensor, end: int) -> torch.Tensor:
+    short = flat.to(torch.bfloat16)
+    codes = short.view(torch.int16).long()
+    known = (short.to(flat.dtype) == flat) & (codes >= FIRST_CODE) & (codes < end)
+    return torch.where(known, codes - FIRST_CODE, PADDING)
+
+
+def _check_tiling(flats: list[torch.Tensor], numel: int) -> None:
+    counts = torch.zeros(numel, dtype=torch.long)
+    for flat in flats:
+        counts += torch.bincount(flat[flat != PADDING], minlength=numel)
+    distributed.all_reduce(counts)
+    demand((counts == 1).all(), f"{int((counts != 1).sum())} elements do not lie in one place")
+
+
+# -- what one rank holds ----------------------------------------------------------------------
+
+
+def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
+    """Give all that this rank holds, as it lies there, with the map of what it is."""
+    inner = engine.optimizer.optimizer
+    flats = flat_buffers(engine, setup)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    buffers = dict(engine.module.named_buffers())
+    return {
+        "places": positions(setup),
+        "masters": [flat.detach().clone() for flat in flats],
+        "states": [{**inner.state.get(flat, {})} for flat in flats],
+        "groups": [
+            {k: repr(v) for k, v in group.items() if k != "params"} for group in inner.param_groups
+        ],
+        "weights": _weights(engine, setup),
+        "buffers": {name: buffers[name].clone() for name in BUFFERS},
+        "counters": {
+            name: getattr(engine, name)
+            for name in ("global_steps", "global_samples", "skipped_steps")
+        },
+        "scaler": {k: repr(v) for k, v in sorted(vars(scaler).items())} if scaler else {},
+    }
+
+
+def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
+    """Give whole module weights: as forward would find them, and, in ZeRO-3, gathered anew."""
+    parameters = dict(engine.module.named_parameters())
+    if setup.zero != "3":
+        return {name: p.detach().clone() for name, p in parameters.items()}
+    import deepspeed
+
+    found: list[dict[str, torch.Tensor]] = []
+    for _ in range(2):  # Persistent parameters are whole already; leaving the context cuts them.
+        with deepspeed.zero.GatheredParameters(list(parameters.values())):
+            found.append({name: p.detach().clone() for name, p in parameters.items()})
+    stale = [n for n in parameters if not torch.equal(found[0][n], found[1][n])]
+    demand(not stale, f"stale gathered parameters: {stale}")
+    return found[1]
+
+
+# -- what all ranks hold together ---------------------------------------------------------------
+
+
+def dump(engine: Engine, setup: Setup) -> Dump | None:
+    """Give everything that must survive, whole, on rank 0. Collective.
+
+    Raises:
+        OracleError: ranks contradict one another, or weights are not their masters, rounded.
+    """
+    piece = _piece(engine, setup)
+    pieces: list[Any] | None = [None] * setup.world if distributed.get_rank() == 0 else None
+    distributed.gather_object(piece, pieces)
+    if pieces is None:
+        return None
+    names = list(trained(setup.model(0)))
+    numels = [p.numel() for p in trained(setup.model(0)).values()]
+    shapes = {n: w.shape for n, w in pieces[0]["weights"].items()}
+    starts = [sum(numels[:i]) for i in range(len(numels))]
+    whole: Dump = {}
+    for kind, flat in _elementwise(pieces, sum(numels)).items():
+        for name, start, numel in zip(names, starts, numels, strict=True):
+            values, covered = (t[start : start + numel] for t in flat)
+            if numel and bool(covered.any()):
+                demand(covered.all(), f"{kind} of {name} is not whole")
+                whole[f"{kind}/{name}"] = values.view(shapes[name])
+    whole.update(_scalars(pieces, names, starts))
+    whole.update(_once(pieces, names))
+    return whole
+
+
+def _elementwise(
+    pieces: list[dict[str, Any]], numel: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Put masters and element-wise states of all ranks into one vector each, with what it has."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for piece in pieces:
+        for places, master, state in zip(
+            piece["places"], piece["masters"], piece["states"], strict=True
+        ):
+            here = places != PADDING
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim}
+            for key, tensor in {"master": master, **tensors}.items():
+                if key not in found:
+                    whole = torch.zeros(numel, dtype=tensor.dtype)
+                    found[key] = (whole, torch.zeros(numel, dtype=torch.bool))
+                demand(tensor.shape == master.shape, f"{key} is not element-wise")
+                found[key][0][places[here]] = tensor[here]
+                found[key][1][places[here]] = True
+    return found
+
+
+def _scalars(pieces: list[dict[str, Any]], names: list[str], starts: list[int]) -> Dump:
+    """Give each parameter's scalar states, which all ranks must agree on, also those that hold
+    nothing but padding of its flat buffer."""
+    found: Dump = {}
+    begins = torch.tensor(starts)
+    for index in range(len(pieces[0]["masters"])):
+        states = [
+            {k: repr(v) for k, v in p["states"][index].items() if not _is_vector(v)} for p in pieces
+        ]
+        demand(all(s == states[0] for s in states), f"scalars of buffer {index} differ: {states}")
+        for piece in pieces:
+            places = piece["places"][index]
+            owners = torch.bucketize(places[places != PADDING], begins, right=True) - 1
+            for owner in owners.unique().tolist():
+                found.update({f"scalar/{k}/{names[owner]}": v for k, v in states[0].items()})
+    return found
+
+
+def _is_vector(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
+    """Give what each rank has whole: weights, buffers, groups, counters."""
+    found: Dump = {}
+    for kind in ("groups", "counters", "scaler"):
+        demand(all(p[kind] == pieces[0][kind] for p in pieces), f"{kind} differ between ranks")
+    for name, weight in pieces[0]["weights"].items():
+        same = all(same_bits(p["weights"][name], weight) for p in pieces)
+        demand(same, f"{name} differs between ranks")
+        found[f"{'weight' if name in names else 'frozen'}/{name}"] = weight
+    for index, group in enumerate(pieces[0]["groups"]):
+        found.update({f"group/{index}/{key}": value for key, value in group.items()})
+    found.update({f"counter/{k}": repr(v) for k, v in pieces[0]["counters"].items()})
+    found.update({f"scaler/{k}": v for k, v in pieces[0]["scaler"].items()})
+    for rank, piece in enumerate(pieces):
+        found.update({f"buffer/{rank}/{name}": t for name, t in piece["buffers"].items()})
+    return found
+
+
+# -- comparing --------------------------------------------------------------------------------
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same bit for bit; NaN is like itself, -0 is not 0."""
+    return one.dtype == other.dtype and one.shape == other.shape and differing_bits(one, other) == 0
+
+
+def differing_bits(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Count the bits in which two tensors of the same type and shape differ."""
+    ones, others = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
+    counts = Counter((ones ^ others).tolist())
+    return sum(value.bit_count() * count for value, count in counts.items())
+
+
+def unrounded(found: Dump) -> list[str]:
+    """Give the weights that are not their masters, rounded."""
+    weights = {k.removeprefix("weight/"): v for k, v in found.items() if k.startswith("weight/")}
+    return [
+        name
+        for name, weight in weights.items()
+        if weight.numel() and not same_bits(found[f"master/{name}"].to(weight.dtype), weight)
+    ]
+
+
+def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
+    """Say what a run of another world, or in another precision, must hold of a saved one."""
+    wanted: Dump = {}
+    for key, value in saved.items():
+        kind, _, name = key.partition("/")
+        if kind == "weight" and value.numel():
+            wanted[key] = saved[f"master/{name}"].to(target.dtype)
+        elif kind in ("weight", "frozen"):
+            wanted[key] = value.to(target.dtype)
+        elif kind != "buffer":
+            wanted[key] = value
+    for rank in range(target.world):
+        own = rank if source.world == target.world else 0
+        for name in BUFFERS:
+            wanted[f"buffer/{rank}/{name}"] = saved[f"buffer/{own}/{name}"]
+    return wanted
+
+
+def differences(wanted: Dump, found: Dump) -> dict[str, int]:
+    """Give what differs, with the number of its bits that do; -1 where bits cannot be counted."""
+    differing = dict.fromkeys(wanted.keys() ^ found.keys(), -1)
+    for key in wanted.keys() & found.keys():
+        one, other = wanted[key], found[key]
+        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+            differing.update({key: -1} if one != other else {})
+        elif one.dtype != other.dtype or one.shape != other.shape:
+            differing[key] = -1
+        elif bits := differing_bits(one, other):
+            differing[key] = bits
+    return differing
+
+
+def tensors_in(found: Dump) -> int:
+    """Count the tensors of a dump."""
+    return sum(isinstance(value, torch.Tensor) for value in found.values())

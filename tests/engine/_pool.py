@@ -1,0 +1,187 @@
+"""Worlds of ranks that stay for the whole session: a call is run on all ranks of a world.
+
+A process that has destroyed its process group cannot make DeepSpeed another one, so each world
+size has processes of its own. They are forked from one that has imported everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from tests.engine import _worker
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORT_TIMEOUT_S = 200.0
+CALL_TIMEOUT_S = 120.0
+GRACE_S = 15.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one world size."""
+
+    pids: tuple[int, ...]
+    ranks: tuple[Connection, ...]
+    logs: tuple[Path, ...]
+
+    def end(self) -> None:
+        """Kill the ranks, by their ids."""
+        for pid, connection in zip(self.pids, self.ranks, strict=True):
+            connection.close()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def answers(self, timeout_s: float) -> dict[int, tuple[str, Any]]:
+        """Wait for all ranks' answers; once one has failed, a little for the others'."""
+        found: dict[int, tuple[str, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self.ranks)}
+        end = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(cast("Connection", connection))
+                try:
+                    found[rank] = cast("Connection", connection).recv()
+                except (EOFError, OSError):
+                    found[rank] = ("error", f"died\n{self.said()}")
+                if found[rank][0] == "error":
+                    end = min(end, time.monotonic() + GRACE_S)
+        return found
+
+    def said(self) -> str:
+        """Give the end of what each rank printed, with its stack if it hangs."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        texts = [path.read_text(errors="replace")[-3000:] for path in self.logs if path.exists()]
+        return "\n".join(f"-- rank {r}:\n{text}" for r, text in enumerate(texts))
+
+
+class Pools:
+    """Starts worlds when they are first asked for, and ends them all."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
+        self._worlds: dict[int, World] = {}
+        self._nursery: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def run(
+        self, world: int, call: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S
+    ) -> list[T]:
+        """Run ``call`` on all ranks of a world; give what each returned.
+
+        Raises:
+            AssertionError: a rank raised, died, or took too long. Such a world is not used again.
+        """
+        if world not in self._worlds:
+            self._worlds[world] = self._start(world)
+        ranks = self._worlds[world]
+        for connection in ranks.ranks:
+            connection.send(call)
+        try:
+            answers = ranks.answers(timeout_s)
+            errors = [f"rank {r}: {a}" for r, (kind, a) in answers.items() if kind == "error"]
+            assert not errors, "\n".join(errors)
+            assert len(answers) == world, f"{sorted(answers)} answered alone\n{ranks.said()}"
+        except BaseException:
+            self._worlds.pop(world).end()
+            raise
+        return [answers[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        """End every process that this session started."""
+        for world in self._worlds.values():
+            world.end()
+        if self._nursery is not None:
+            process, connection = self._nursery
+            connection.close()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._folder.cleanup()
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def _start(self, world: int) -> World:
+        if self._nursery is None:
+            self._nursery = self._start_nursery()
+        folder = Path(self._folder.name)
+        logs = tuple(folder / f"{world}.{rank}.log" for rank in range(world))
+        with _listening(folder / str(world)) as door:
+            self._nursery[1].send((world, _free_port()))
+            pids = tuple(self._nursery[1].recv())
+            try:
+                arrived = [_accept(door) for _ in range(world)]
+                order = {connection.recv(): connection for connection in arrived}
+                ranks = World(pids, tuple(order[r] for r in range(world)), logs)
+                ready = ranks.answers(IMPORT_TIMEOUT_S)
+                assert len(ready) == world, ranks.said()
+                assert {kind for kind, _ in ready.values()} == {"value"}, ready
+            except (OSError, EOFError) as error:
+                msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
+                raise AssertionError(msg) from error
+        return ranks
+
+    def _start_nursery(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        folder = Path(self._folder.name)
+        with _listening(folder / "nursery") as door, (folder / "nursery.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, _worker.__file__, str(folder)],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                connection = _accept(door)
+            except TimeoutError as error:
+                process.kill()
+                process.wait()
+                said = (folder / "nursery.log").read_text(errors="replace")
+                raise AssertionError(said) from error
+            assert connection.recv() == process.pid
+        return process, connection
+
+
+def _environment() -> dict[str, str]:
+    """Give the ranks what the Makefile exports, where a test is run without it."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")
+    defaults = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    fixed = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**defaults, **os.environ, **fixed}
+
+
+def _listening(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(str(path))
+    door.listen(16)
+    door.settimeout(IMPORT_TIMEOUT_S)
+    return door
+
+
+def _accept(door: socket.socket) -> Connection:
+    accepted, _ = door.accept()
+    accepted.setblocking(True)
+    return Connection(accepted.detach())
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

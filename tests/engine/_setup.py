@@ -1,0 +1,181 @@
+"""One configuration of a run, and the engine that it makes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed, nn
+
+from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
+
+Engine: TypeAlias = Any
+"""DeepSpeed is untyped."""
+
+@dataclass(frozen=True)
+class Setup:
+    """What differs between two runs of the same model."""
+
+    world: int
+    zero: str = "1"
+    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which is BF16_Optimizer."""
+    precision: str = "fp32"
+    round_robin: bool = False
+    alignment: bool = False
+    offload: bool = False
+    sub_group: int = 1_000_000_000
+    bucket: int = 50_000
+    persistence: int = 100_000
+    optimizer: str = "AdamW"
+    grouping: str = "two"
+    empty: bool = False
+    renamed: bool = False
+    hidden: int = HIDDEN
+    steady: bool = False
+    """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
+
+    def __str__(self) -> str:
+        base = f"zero{self.zero}x{self.world}-{self.precision}"
+        skipped = ("world", "zero", "precision")
+        named = [f for f in fields(self) if f.name not in skipped]
+        odd = [(f.name, getattr(self, f.name)) for f in named if getattr(self, f.name) != f.default]
+        said = [n if value is True else f"{n}_{value}" for n, value in odd]
+        return "-".join([base, *said])
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return 1 if self.zero == "B" else int(self.zero)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that forward uses."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def model(self, seed: int) -> Net:
+        """Make the model."""
+        return Net(seed, empty=self.empty, renamed=self.renamed, hidden=self.hidden)
+
+    def twin(self) -> Setup:
+        """Give the setup that lays its flat buffers out in the same way."""
+        return replace(self, optimizer="SGD", steady=False)
+
+    def config(self) -> dict[str, Any]:
+        """Give the DeepSpeed config."""
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": self.bucket,
+            "allgather_bucket_size": self.bucket,
+            "round_robin_gradients": self.round_robin,
+        }
+        if self.alignment:
+            zero["parameter_alignment"] = True
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if self.zero == "3":
+            zero["sub_group_size"] = self.sub_group
+            zero["stage3_param_persistence_threshold"] = self.persistence
+        config = {
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.precision == "bf16"},
+        }
+        if self.zero == "B":
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        return config
+
+
+ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,)}
+"""Optimizers whose state is not element-wise."""
+
+
+class OddState(torch.optim.Optimizer):
+    """An optimizer whose state has a shape of its own: no rule says how it is cut."""
+
+    def __init__(self, params: Any, shape: tuple[int, ...]) -> None:  # noqa: ANN401
+        super().__init__(params, {"lr": 0.01})
+        self.shape = shape
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Step as SGD, and keep what has the shape."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["factors"] = torch.ones(self.shape)
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) -> Engine:
+    """Make an optimizer whose groups differ in their hyperparameters.
+
+    Args:
+        name: which one.
+        members: the parameters of each group.
+        tilt: factor on learning rates and weight decays, so that another run's differ.
+    """
+    rates, decays = (1e-3, 5e-3, 2e-3), (0.1, 0.01, 0.02)
+    groups: list[dict[str, Any]] = [
+        {"params": ps, "lr": rates[i] * tilt, "weight_decay": decays[i] * tilt}
+        for i, ps in enumerate(members)
+    ]
+    if name in ODD_SHAPES:
+        return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
+    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
+        for i, group in enumerate(groups):
+            group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
+    if name == "CPUAdam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups)
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "AdamW": (torch.optim.AdamW, {}),
+        "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
+        "SGD": (torch.optim.SGD, {}),
+        "Momentum": (torch.optim.SGD, {"momentum": 0.9}),
+        "Adagrad": (torch.optim.Adagrad, {}),
+        "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+        "NAdam": (torch.optim.NAdam, {}),
+    }
+    kind, options = kinds[name]
+    return kind(groups, **options)
+
+
+@contextmanager
+def engine_of(
+    setup: Setup, seed: int, *, tilt: float = 1.0, model: nn.Module | None = None
+) -> Iterator[Engine]:
+    """Make a DeepSpeed engine, and leave nothing of it."""
+    import deepspeed
+
+    model = setup.model(seed) if model is None else model
+    optimizer = make_optimizer(setup.optimizer, group_members(model, setup.grouping), tilt)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
+    )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, model, optimizer
+        gc.collect()
+
+
+def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
+    """Train steps ``[first, last)``, whose data depend on nothing but step and rank."""
+    rank, losses = distributed.get_rank(), []
+    for step in range(first, last):
+        if setup.steady:
+            engine.module.bn.eval()
+        x, y = batch(step, rank, setup.world)
+        loss = (engine(x).float() - y).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses

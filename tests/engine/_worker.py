@@ -1,0 +1,105 @@
+"""The process that imports torch and DeepSpeed once and forks the ranks of every world from it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+def connect(path: str) -> Connection:
+    """Open a connection to the test session."""
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(path)
+    return Connection(client.detach())
+
+
+def main(folder: str) -> None:
+    """Import what is dear, then fork a world of ranks for each request."""
+    import torch
+
+    torch.set_num_threads(1)
+    import deepspeed
+
+    print("torch", torch.__version__, "deepspeed", deepspeed.__version__, flush=True)
+    gc.freeze()  # Engines are collected often; what is imported need not be walked each time.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    session = connect(f"{folder}/nursery")
+    session.send(os.getpid())
+    while True:
+        try:
+            world, port = session.recv()
+        except EOFError:
+            return
+        session.send([_fork(folder, rank, world, port) for rank in range(world)])
+
+
+def _fork(folder: str, rank: int, world: int, port: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(f"{folder}/{world}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1)
+        _serve(folder, rank, world, port)
+    except BaseException:  # noqa: BLE001 - a forked child must never return into the loop above
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _serve(folder: str, rank: int, world: int, port: int) -> None:
+    """Join the world's process group and run what the session asks for, one call at a time."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    session = connect(f"{folder}/{world}")
+    session.send(rank)
+    _join_world()
+    session.send(("value", "ready"))
+    while True:
+        try:
+            call = session.recv()
+        except EOFError:
+            return
+        try:
+            outcome = ("value", call())
+        except Exception:  # noqa: BLE001 - the session fails the test with it
+            outcome = ("error", traceback.format_exc())
+        session.send(outcome)
+
+
+def _join_world() -> None:
+    import deepspeed
+    import torch
+
+    from lightning_elastic_zero.engine import use_accelerator
+
+    # Uninitialised memory is NaN: whoever takes padding for state is found out.
+    torch.use_deterministic_algorithms(mode=True)
+    use_accelerator("cpu")
+    deepspeed.init_distributed("gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+if __name__ == "__main__":
+    # What is pickled by reference is found from the repository's root, not from this folder.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    main(sys.argv[1])

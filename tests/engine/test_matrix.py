@@ -1,0 +1,69 @@
+"""Any stage, world, precision and partitioning to any other, bit for bit, on real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.engine._figures import Figures
+from tests.engine._matrix import full_sources, full_targets, small_matrix
+from tests.engine._oracle import differences, expected_in
+from tests.engine._pool import Pools
+from tests.engine._programs import Saved, Verdict, load
+from tests.engine._setup import Setup
+
+pytestmark = pytest.mark.engine
+
+
+def restored(pools: Pools, setup: Setup, saved: Saved) -> Verdict:
+    """Load on a world, and give the judgement of its rank 0."""
+    verdict = pools.run(setup.world, partial(load, setup, saved))[0]
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize(("source", "target"), small_matrix(), ids=str)
+def test_state_survives(
+    source: Setup,
+    target: Setup,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+    figures: Figures,
+) -> None:
+    """Masters, states, steps, groups, buffers, frozen and rounded weights are those saved."""
+    verdict = restored(pools, target, saved_by(source))
+    figures.count("pairwise", verdict)
+    verdict.assert_same()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("source", full_sources(), ids=str)
+def test_state_survives_everywhere(
+    source: Setup, pools: Pools, saved_by: Callable[..., Saved], figures: Figures
+) -> None:
+    """As above, from each run of the full matrix to all others."""
+    saved = saved_by(source)
+    for target in full_targets(source):
+        verdict = restored(pools, target, saved)
+        figures.count(f"from ZeRO-{source.zero}", verdict)
+        verdict.assert_same()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_eight_ranks_to_four_and_back(
+    pools: Pools, saved_by: Callable[..., Saved], figures: Figures
+) -> None:
+    """Two resizes lose nothing: what comes back to 8 ranks is what they had saved first."""
+    eight, four = Setup(8, "2", "bf16"), Setup(4, "2", "bf16")
+    first = saved_by(eight)
+    second = Saved(four, f"{first.path}.4")
+    verdicts = pools.run(4, partial(load, four, first, copy_to=second))
+    assert not differences(expected_in(first.dump(), eight, four), second.dump())
+    for verdict in (verdicts[0], restored(pools, eight, second)):
+        assert verdict is not None
+        figures.count("8 to 4 to 8", verdict)
+        verdict.assert_same()

@@ -1,0 +1,81 @@
+"""Whatever state an optimizer keeps survives; what has no rule is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.engine._programs import Saved, Saving, cpu_adam_builds, load, refusal
+from tests.engine._setup import Setup
+
+pytestmark = pytest.mark.engine
+
+RUNS = {
+    "2 to 3": (Setup(2, "2"), Setup(3, "3", sub_group=700)),
+    "3 to 1": (Setup(3, "3", "bf16"), Setup(1, "1", "bf16")),
+}
+
+STATES = {
+    "AMSGrad": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    "SGD": set(),
+    "Momentum": {"momentum_buffer"},
+    "Adagrad": {"sum"},
+    "RMSprop": {"square_avg", "momentum_buffer", "grad_avg"},
+    "NAdam": {"exp_avg", "exp_avg_sq"},
+    "CPUAdam": {"exp_avg", "exp_avg_sq"},
+}
+"""The element-wise states of each optimizer; AdamW is that of all other tests."""
+
+
+def state_kinds(saved: Saved) -> set[str]:
+    """Give the kinds of tensors that the oracle found beside masters, weights and buffers."""
+    kinds = {key.split("/")[0] for key in saved.dump()}
+    return kinds - {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
+
+
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", STATES)
+def test_every_state_survives(
+    name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """All states that the optimizer has are restored on another world, in another stage."""
+    options = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
+    if name == "CPUAdam":
+        options["offload"] = True
+        if missing := pools.run(1, cpu_adam_builds, timeout_s=280)[0]:
+            pytest.skip(missing)
+    source, target = (replace(run, **options) for run in runs)  # type: ignore[arg-type]
+    saved = saved_by(source)
+    assert state_kinds(saved) == STATES[name]
+    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.parametrize(
+    ("setup", "names"),
+    [
+        (Setup(2, "1", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
+        (Setup(3, "2", optimizer="ShortState"), ("'factors'", "(5,)", "OddState")),
+        (Setup(2, "3", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
+        (Setup(2, "2", optimizer="Adagrad"), ("Adagrad", "2 parameter groups", "one group")),
+        (Setup(2, "3", optimizer="Adagrad"), ("Adagrad", "2 parameter groups", "one group")),
+    ],
+    ids=str,
+)
+def test_a_state_without_a_rule_is_refused(
+    setup: Setup, names: tuple[str, ...], pools: Pools, tmp_path: Path
+) -> None:
+    """At save, by name, on every rank, and nothing is left on disk."""
+    act = Saving(str(tmp_path / "never.ckpt"))
+    steps = 0 if setup.optimizer == "Adagrad" else 1  # With two groups DeepSpeed cannot step.
+    for refused in pools.run(setup.world, partial(refusal, setup, act, steps=steps, look=False)):
+        assert refused.error == "UnsupportedError", refused
+        assert all(name in refused.message for name in names), refused
+        assert refused.seconds < 10
+    assert not list(tmp_path.iterdir())

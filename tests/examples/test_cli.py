@@ -1,0 +1,71 @@
+"""The command line and its YAML, as the README shows them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TIMEOUT_S = 200
+SMALL = (
+    "--data.samples_per_epoch=96",
+    "--model.n_embd=32",
+    "--model.n_layer=1",
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+)
+
+
+def cli(folder: Path, *arguments: str) -> str:
+    """Run examples/cli.py in a folder of its own; give all that it printed."""
+    environment = {
+        "DS_ACCELERATOR": "cpu",
+        **os.environ,
+        "RUN_DIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / "cli.py"), *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-3000:]
+    return said
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_parses(config: Path, tmp_path: Path) -> None:
+    """Each YAML is valid, names the strategy, and fixes the folder where "last" is looked for."""
+    said = cli(tmp_path, "fit", "--config", str(config), "--print_config")
+    assert "ElasticDeepSpeedStrategy" in said
+    assert f"dirpath: {tmp_path}/checkpoints" in said
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_resume_on_other_devices(tmp_path: Path) -> None:
+    """`--trainer.devices 3 --ckpt_path last` goes on with a run of 2, over its saved config."""
+    config = ["--config", str(ROOT / "configs" / "zero3.yaml"), *SMALL]
+    cli(tmp_path, "fit", *config, "--trainer.devices=2", "--trainer.max_epochs=1")
+    said = cli(tmp_path, "fit", *config, "--trainer.devices=3", "--ckpt_path=last")
+    assert "saved on 2 devices with ZeRO-3) on 3 devices" in said
+    last = (tmp_path / "checkpoints" / "last.ckpt").resolve()
+    assert last.name == "epoch=3-step=8.ckpt"
+    assert (last / "manifest.json").is_file()
