@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -23,7 +24,7 @@ from lightning_elastic_zero.api import (
     save_with,
 )
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
-from lightning_elastic_zero.ranks import Ranks, current_ranks
+from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.schedules import keep_configured_rates
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 RESUME_END = "_CheckpointConnector.resume_end"
 """Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
+
+
+IN_EXCEPTION = RankTimes(absent_s=30.0)
+"""How long a rank that saves in an exception waits for the others to come."""
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
@@ -167,9 +172,26 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             exclude_frozen=self.exclude_frozen_parameters,
             module_weights=self._save_module_weights,
         )
-        self.last_save = save_with(
-            self.deepspeed_engine, filepath, self._agree(), client_state, options
-        )
+        if self._interrupted():
+            # A rank that failed alone saves alone: the others will not come. Do not wait long.
+            with closing(current_ranks(IN_EXCEPTION, "elastic-zero in an exception")) as ranks:
+                self._save(filepath, ranks, client_state, options)
+        else:
+            self._save(filepath, self._agree(), client_state, options)
+
+    def _save(
+        self,
+        filepath: str | os.PathLike[str],
+        ranks: Ranks,
+        client_state: dict[str, Any],
+        options: SaveOptions,
+    ) -> None:
+        self.last_save = save_with(self.deepspeed_engine, filepath, ranks, client_state, options)
+
+    def _interrupted(self) -> bool:
+        """Tell whether the trainer is handling an exception (``save_on_exception``)."""
+        module = self.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:

@@ -100,7 +100,7 @@ def is_plain(value: object) -> bool:
     if type(value) is int:
         return value.bit_length() < 8 * _INT_BYTES
     if type(value) in _LEAVES:
-        return True
+        return value != b""  # pickled for torch.save, it is a call that weights_only refuses
     if type(value) in _TENSORS:
         return _has_plain_fields(value)
     if type(value) in (list, tuple, set):

@@ -97,13 +97,19 @@ class OneRank:
         """Do nothing: nothing is open."""
 
 
-def current_ranks(times: RankTimes = RankTimes()) -> Ranks:  # noqa: B008 - it is frozen
+def current_ranks(
+    times: RankTimes = RankTimes(),  # noqa: B008 - it is frozen
+    name: str = "elastic-zero",
+) -> Ranks:
     """Give the ranks of the default process group, or the one rank of a job without one.
 
     Args:
         times: how long ranks wait for each other.
+        name: ranks that are made by one name agree with each other only.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return OneRank()
     # There is no public way to the store that the ranks met in.
-    return StoreRanks(_get_default_store(), dist.get_rank(), dist.get_world_size(), times=times)
+    return StoreRanks(
+        _get_default_store(), dist.get_rank(), dist.get_world_size(), name=name, times=times
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero import load_checkpoint, save_checkpoint, strategy
 from lightning_elastic_zero.api import SaveOptions, save_with
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
-from tests.trainer._fitting import Plan, error_of
+from tests.trainer._fitting import Plan, error_of, fit
 
 SHORT = RankTimes(beat_s=0.2, dead_s=8.0, stalled_s=8.0, absent_s=3.0)
 
@@ -104,6 +106,45 @@ def resume_on_first_rank_only(root: str) -> str:
     """Resolve "last" to something on rank 0 only, as a folder that is not shared does."""
     found = f"{root}/last.ckpt" if comm.get_rank() == 0 else None
     return error_of(Plan(f"{root}/other", 2, epochs=2, ckpt_path=found))
+
+
+class Fails(Callback):
+    """Raises in training, on some ranks at once, on the others much later."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Raise."""
+        if comm.get_rank() not in self.ranks:
+            time.sleep(2 * SHORT.absent_s)
+        msg = "out of luck"
+        raise RuntimeError(msg)
+
+
+def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
+    """Train with save_on_exception until some ranks raise."""
+    strategy.IN_EXCEPTION = SHORT
+    options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
+    plan = Plan(root, 2, checkpoint=options)
+    trainer, net, data, _ = plan.make()
+    trainer.callbacks.insert(0, Fails(ranks))
+    return told(lambda: trainer.fit(net, data))
+
+
+def save_after_fit(root: str) -> dict[str, Any]:
+    """Fit, save when the fit is over, test what was saved and what was best, and fit again."""
+    trainer, net, data, watch = Plan(root, 3).make()
+    trainer.fit(net, data)
+    trainer.save_checkpoint(f"{root}/after.ckpt")
+    of_after = trainer.test(net, data, ckpt_path=f"{root}/after.ckpt")[0]
+    of_best = trainer.test(net, data, ckpt_path="best")[0]
+    again = fit(Plan(root, 2, epochs=2, ckpt_path=f"{root}/after.ckpt", seed=5))
+    return {
+        "same": again["start"] == watch.at_end,
+        "losses": [of_after["test_loss"], of_best["test_loss"]],
+        "step": again["step"],
+    }
 
 
 def save_objects(root: str) -> str:

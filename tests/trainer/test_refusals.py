@@ -87,6 +87,17 @@ def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
     assert said_by(worlds, 3, _refusing.load_objects, root, True) == ["equal"] * 3
 
 
+def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:
+    """All ranks that raise save together; one that raises alone does not wait for the others."""
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    for message in said_by(worlds, 2, _refusing.fail_in_training, str(together), (0, 1)):
+        assert message == "RuntimeError: out of luck"
+    assert [name for name, whole in listing(str(together)).items() if whole]
+    for message in said_by(worlds, 2, _refusing.fail_in_training, str(alone), (1,)):
+        assert message.startswith("RanksError")
+    assert not alone.exists()
+
+
 @pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_elastic_zero"])
 def test_registered_names(first: str) -> None:
     """Trainer takes the strategy by name, whichever of the two was imported first."""

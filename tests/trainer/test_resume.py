@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine._pool import Pools
+from tests.trainer import _refusing
 from tests.trainer._fitting import Plan, error_of, evaluate, fit, listing
 
 pytestmark = pytest.mark.engine
@@ -78,6 +79,14 @@ def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
     for seen in all_of(worlds, 3, warm):
         assert seen["start"] == first["end"]
         assert seen["step"] == 2
+
+
+def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
+    """Fit, save after it, test that and the best, and fit again: one process, one group."""
+    for seen in worlds.run(2, partial(_refusing.save_after_fit, str(tmp_path))):
+        assert seen["same"]
+        assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-6)
+        assert seen["step"] == 4
 
 
 def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
