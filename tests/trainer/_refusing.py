@@ -128,7 +128,7 @@ def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = Plan(root, 2, checkpoint=options)
     trainer, net, data, _ = plan.make()
-    trainer.callbacks.insert(0, Fails(ranks))
+    trainer.callbacks.insert(0, Fails(ranks))  # type: ignore[attr-defined]
     return told(lambda: trainer.fit(net, data))
 
 

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.manifest import MANIFEST_NAME
+from lightning_elastic_zero.retention import DOOMED, Retention
+
+
+def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
+    """Make a checkpoint's directory, with or without the mark that it is whole."""
+    path = parent / name
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "checkpoint" / "shard.pt").write_text("data")
+    if published:
+        (path / MANIFEST_NAME).write_text("{}")
+    return path
+
+
+def names_in(directory: Path) -> list[str]:
+    """List a directory, hidden names too."""
+    return sorted(path.name for path in directory.iterdir())
+
+
+def link(path: Path, target: str) -> None:
+    """Point a link at a checkpoint, as ModelCheckpoint does: anew, and relative."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+class TestRemove:
+    def test_what_nobody_needs_is_deleted_at_once(self, tmp_path: Path) -> None:
+        """With another good checkpoint beside it, one goes away, and leaves nothing."""
+        checkpoint(tmp_path, "new.ckpt")
+        Retention().remove(checkpoint(tmp_path, "old.ckpt"))
+        assert names_in(tmp_path) == ["new.ckpt"]
+
+    def test_what_is_gone_already_is_no_error(self, tmp_path: Path) -> None:
+        """Nothing is where a checkpoint was: there is nothing to do."""
+        Retention().remove(tmp_path / "old.ckpt")
+
+    def test_a_link_is_deleted_and_not_what_it_names(self, tmp_path: Path) -> None:
+        """To remove ``last.ckpt`` is to remove the link."""
+        checkpoint(tmp_path, "a.ckpt")
+        link(tmp_path / "last.ckpt", "a.ckpt")
+        Retention().remove(tmp_path / "last.ckpt")
+        assert names_in(tmp_path) == ["a.ckpt"]
+
+    def test_a_single_file_is_deleted_too(self, tmp_path: Path) -> None:
+        """A checkpoint of Lightning's own strategies is a file."""
+        (tmp_path / "old.ckpt").write_text("data")
+        Retention().remove(tmp_path / "old.ckpt")
+        assert names_in(tmp_path) == []
+
+    def test_a_directory_vanishes_in_one_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A run that is killed while it deletes leaves no half checkpoint, and no rest for long."""
+        checkpoint(tmp_path, "new.ckpt")
+        seen = []
+
+        def killed(path: Path, **_: object) -> None:
+            seen.append((path.name, names_in(path)))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", killed)
+            with pytest.raises(KeyboardInterrupt):
+                Retention().remove(checkpoint(tmp_path, "old.ckpt"))
+        ((hidden, content),) = seen
+        assert names_in(tmp_path) == [hidden, "new.ckpt"]
+        assert hidden.startswith(DOOMED)
+        assert not hidden.endswith(".ckpt")
+        assert content == ["checkpoint", MANIFEST_NAME]
+        Retention().remove(checkpoint(tmp_path, "older.ckpt"))
+        assert names_in(tmp_path) == ["new.ckpt"]
+
+    def test_a_run_does_not_end_because_a_deletion_fails(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """What cannot be deleted takes up room; the run is told, and goes on."""
+        checkpoint(tmp_path, "new.ckpt")
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+
+        def refused(path: Path, target: Path) -> Path:
+            raise PermissionError(13, "Permission denied", str(path), None, str(target))
+
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(Path, "rename", refused)
+            retention.remove(old)
+        assert f"{old} could not be deleted" in caplog.text
+        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+        retention.retry()
+        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+
+    def test_remote_addresses_are_refused(self) -> None:
+        """Nothing is deleted at an address that nothing was saved to."""
+        with pytest.raises(UnsupportedError, match="remote storage"):
+            Retention().remove("s3://bucket/a.ckpt")
+
+
+class TestResumedFrom:
+    def test_it_is_never_deleted(self, tmp_path: Path) -> None:
+        """What a run was resumed from outlives the run, whatever else is saved."""
+        checkpoint(tmp_path, "new.ckpt")
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.protect(old)
+        retention.remove(old)
+        retention.retry()
+        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+
+    def test_nor_through_a_link(self, tmp_path: Path) -> None:
+        """Resumed from ``last.ckpt``, what the link named then is what is kept."""
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        link(tmp_path / "last.ckpt", "old.ckpt")
+        retention.protect(tmp_path / "last.ckpt")
+        checkpoint(tmp_path, "new.ckpt")
+        link(tmp_path / "last.ckpt", "new.ckpt")
+        retention.remove(old)
+        retention.remove(tmp_path / "elsewhere" / ".." / "old.ckpt")
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
+
+    def test_nor_by_another_way_to_it(self, tmp_path: Path) -> None:
+        """A directory that is reached through a link is the same directory."""
+        checkpoint(tmp_path / "runs", "new.ckpt")
+        old, retention = checkpoint(tmp_path / "runs", "old.ckpt"), Retention()
+        (tmp_path / "here").symlink_to("runs")
+        retention.protect(tmp_path / "here" / "old.ckpt")
+        retention.remove(old)
+        assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
+
+    def test_others_are(self, tmp_path: Path) -> None:
+        """One checkpoint is protected, not all that look like it."""
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.protect(old)
+        retention.remove(checkpoint(tmp_path, "old-v1.ckpt"))
+        assert names_in(tmp_path) == ["old.ckpt"]
+
+
+class TestWaiting:
+    def test_a_deletion_waits_while_a_link_names_it(self, tmp_path: Path) -> None:
+        """ModelCheckpoint deletes before it moves ``last.ckpt``: the link never dangles."""
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        link(tmp_path / "last.ckpt", "old.ckpt")
+        checkpoint(tmp_path, "new.ckpt")
+        retention.remove(old)
+        assert (tmp_path / "last.ckpt").exists()
+        retention.retry()
+        assert old.exists()
+        link(tmp_path / "last.ckpt", "new.ckpt")
+        retention.retry()
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
+
+    def test_the_last_good_one_stays_until_there_is_another(self, tmp_path: Path) -> None:
+        """Whatever is asked for, one published checkpoint remains."""
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.remove(old)
+        checkpoint(tmp_path, "torn.ckpt", published=False)
+        retention.retry()
+        assert old.exists()
+        checkpoint(tmp_path, "new.ckpt")
+        retention.retry()
+        assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
+
+    @pytest.mark.parametrize("hidden", [".zero-staging-5a7e", ".zero-previous-5a7e", DOOMED + "0"])
+    def test_what_is_hidden_is_no_other_good_one(self, tmp_path: Path, hidden: str) -> None:
+        """A save in the making, or the rest of a deletion, may have a manifest."""
+        checkpoint(tmp_path, hidden)
+        old = checkpoint(tmp_path, "old.ckpt")
+        Retention().remove(old)
+        assert old.exists()
+
+    def test_a_link_to_itself_is_no_other_good_one(self, tmp_path: Path) -> None:
+        """``last.ckpt`` that names a checkpoint does not make two of it."""
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        link(tmp_path / "last.ckpt", "old.ckpt")
+        retention.remove(old)
+        (tmp_path / "last.ckpt").unlink()
+        retention.retry()
+        assert old.exists()
+
+    def test_two_are_never_both_deleted(self, tmp_path: Path) -> None:
+        """Asked to delete all there are, it keeps one."""
+        retention = Retention()
+        for path in [checkpoint(tmp_path, "a.ckpt"), checkpoint(tmp_path, "b.ckpt")]:
+            retention.remove(path)
+        assert names_in(tmp_path) == ["b.ckpt"]
+
+    def test_what_was_never_finished_does_not_wait(self, tmp_path: Path) -> None:
+        """A directory without a manifest is no checkpoint that anybody could need."""
+        Retention().remove(checkpoint(tmp_path, "torn.ckpt", published=False))
+        assert names_in(tmp_path) == []
+
+    def test_a_new_checkpoint_under_the_old_name_is_not_deleted(self, tmp_path: Path) -> None:
+        """A deletion that waits is for what was there then, not for what is saved there later."""
+        best, retention = checkpoint(tmp_path, "best.ckpt"), Retention()
+        retention.remove(best)
+        again = checkpoint(tmp_path, "staged")
+        best.rename(tmp_path / "gone")
+        again.rename(best)
+        checkpoint(tmp_path, "other.ckpt")
+        retention.retry()
+        assert best.exists()
