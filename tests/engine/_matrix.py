@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.engine._pairwise import Case, pairwise
@@ -41,7 +41,7 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
 
 def small_matrix() -> list[tuple[Setup, Setup]]:
     """Give the runs that save and those that load, so that all pairs of values meet."""
-    factors = {
+    factors: dict[str, Sequence[str | int]] = {
         "from": ZEROS,
         "onto": ZEROS,
         "n": WORLDS,

@@ -177,8 +177,10 @@ def _elementwise(
 
 
 def _scalars(pieces: list[dict[str, Any]], names: list[str], starts: list[int]) -> Dump:
-    """Give each parameter's scalar states, which all ranks must agree on, also those that hold
-    nothing but padding of its flat buffer."""
+    """Give each parameter's scalar states.
+
+    All ranks must agree on them, also those that hold nothing but padding of its flat buffer.
+    """
     found: Dump = {}
     begins = torch.tensor(starts)
     for index in range(len(pieces[0]["masters"])):
@@ -189,7 +191,7 @@ def _scalars(pieces: list[dict[str, Any]], names: list[str], starts: list[int]) 
         for piece in pieces:
             places = piece["places"][index]
             owners = torch.bucketize(places[places != PADDING], begins, right=True) - 1
-            for owner in owners.unique().tolist():
+            for owner in set(owners.tolist()):
                 found.update({f"scalar/{k}/{names[owner]}": v for k, v in states[0].items()})
     return found
 

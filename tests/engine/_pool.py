@@ -7,6 +7,7 @@ size has processes of its own. They are forked from one that has imported everyt
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -54,7 +55,8 @@ class World:
             for connection in ready:
                 rank = waiting.pop(cast("Connection", connection))
                 try:
-                    found[rank] = cast("Connection", connection).recv()
+                    answer = cast("Connection", connection).recv_bytes()
+                    found[rank] = pickle.loads(answer)  # noqa: S301 - from a child of this process
                 except (EOFError, OSError):
                     found[rank] = ("error", f"died\n{self.said()}")
                 if found[rank][0] == "error":
@@ -79,9 +81,7 @@ class Pools:
         self._worlds: dict[int, World] = {}
         self._nursery: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def run(
-        self, world: int, call: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S
-    ) -> list[T]:
+    def run(self, world: int, call: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S) -> list[T]:
         """Run ``call`` on all ranks of a world; give what each returned.
 
         Raises:
@@ -141,7 +141,7 @@ class Pools:
         with _listening(folder / "nursery") as door, (folder / "nursery.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, _worker.__file__, str(folder)],
-                env=_environment(),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -158,7 +158,7 @@ class Pools:
         return process, connection
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Give the ranks what the Makefile exports, where a test is run without it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import distributed
 
-from tests.engine._model import trained
+from tests.engine._model import BUFFERS
 from tests.engine._oracle import (
-    PADDING,
     Dump,
     differences,
     dump,
     expected_in,
-    flat_buffers,
-    positions,
     tensors_in,
     unrounded,
 )
@@ -213,57 +210,28 @@ class Saving:
         return save_checkpoint(engine, self.path)
 
 
-def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str]]] | None:
-    """Flip a bit of the first element of a buffer on the last rank; give what the oracle finds."""
-    found: dict[str, tuple[dict[str, int], list[str]]] = {}
-    with engine_of(setup, 0) as engine:
-        train(engine, setup, 0, 1)
-        before = dump(engine, setup)
-        for kind in ("master", "exp_avg"):
-            flat, place = _some_element(engine, setup)
-            tensor = flat if kind == "master" else engine.optimizer.optimizer.state[flat][kind]
-            _flip_lowest_bit(tensor, place)
-            after = dump(engine, setup)
-            _flip_lowest_bit(tensor, place)
-            if before is not None and after is not None:
-                found[kind] = (differences(before, after), unrounded(after))
-    return found or None
+def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
+    """Load into an engine without an optimizer, and give what it holds."""
+    import deepspeed
 
+    from lightning_elastic_zero import load_checkpoint
 
-def _some_element(engine: Engine, setup: Setup) -> tuple[torch.Tensor, int]:
-    """Give an element that this rank holds."""
-    for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
-        held = (places != PADDING).nonzero()
-        if len(held):
-            return flat, int(held[0])
-    msg = "this rank holds nothing"
-    raise AssertionError(msg)
-
-
-def _flip_lowest_bit(tensor: torch.Tensor, place: int) -> None:
-    if distributed.get_rank() == distributed.get_world_size() - 1:
-        tensor.detach().view(torch.int32)[place] ^= 1
-
-
-Values: TypeAlias = "dict[str, list[float]]"
-
-
-def public_values(setup: Setup) -> tuple[Values, Values]:
-    """Give what the oracle finds in a trained run, and what DeepSpeed's public functions give."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    theirs: Values = {}
-    with engine_of(setup, 0) as engine:
-        train(engine, setup, 0, STEPS)
-        found = dump(engine, setup) or {}
-        for name, p in trained(engine.module).items():
-            theirs[f"master/{name}"] = safe_get_full_fp32_param(p).flatten().tolist()
-            for key in ("exp_avg", "exp_avg_sq"):
-                values = safe_get_full_optimizer_state(p, key)
-                theirs[f"{key}/{name}"] = values.flatten().tolist()
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    ours = {k: v.flatten().tolist() for k, v in found.items() if k.split("/")[0] in kinds}
-    return ours, theirs
+    config = setup.config()
+    if setup.zero == "0":
+        del config["zero_optimization"]
+    engine, *_ = deepspeed.initialize(model=setup.model(7), config=config, dist_init_required=False)
+    load_checkpoint(engine, saved.path)
+    parameters = dict(engine.module.named_parameters())
+    buffers = dict(engine.module.named_buffers())
+    context = (
+        deepspeed.zero.GatheredParameters(list(parameters.values()))
+        if setup.zero == "3"
+        else contextlib.nullcontext()
+    )
+    with context:
+        found = {f"weight/{name}": p.tolist() for name, p in parameters.items()}
+    engine.destroy()
+    return {**found, **{f"buffer/{name}": buffers[name].tolist() for name in BUFFERS}}
 
 
 def cpu_adam_builds() -> str:

@@ -16,6 +16,7 @@ from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
 Engine: TypeAlias = Any
 """DeepSpeed is untyped."""
 
+
 @dataclass(frozen=True)
 class Setup:
     """What differs between two runs of the same model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -74,7 +75,7 @@ def _serve(folder: str, rank: int, world: int, port: int) -> None:
     session = connect(f"{folder}/{world}")
     session.send(rank)
     _join_world()
-    session.send(("value", "ready"))
+    session.send_bytes(pickle.dumps(("value", "ready")))
     while True:
         try:
             call = session.recv()
@@ -84,7 +85,7 @@ def _serve(folder: str, rank: int, world: int, port: int) -> None:
             outcome = ("value", call())
         except Exception:  # noqa: BLE001 - the session fails the test with it
             outcome = ("error", traceback.format_exc())
-        session.send(outcome)
+        session.send_bytes(pickle.dumps(outcome))  # Tensors by value.
 
 
 def _join_world() -> None:

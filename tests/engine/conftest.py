@@ -14,7 +14,6 @@ from tests.engine._pool import Pools
 from tests.engine._programs import Saved, train_and_save
 from tests.engine._setup import Setup
 
-
 FIGURES = Figures()
 
 
@@ -46,7 +45,7 @@ def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable
     folder: Path = tmp_path_factory.mktemp("saved")
     made: dict[str, Saved] = {}
 
-    def give(setup: Setup, *, steps: int = 3, **options: Any) -> Saved:  # noqa: ANN401
+    def give(setup: Setup, *, steps: int = 3, **options: Any) -> Saved:
         name = f"{setup}-{steps}-{sorted(options.items())}"
         if name not in made:
             saved = Saved(setup, str(folder / f"{len(made)}.ckpt"), options)

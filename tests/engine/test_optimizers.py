@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,12 +45,12 @@ def test_every_state_survives(
     name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """All states that the optimizer has are restored on another world, in another stage."""
-    options = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
+    options: dict[str, Any] = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
     if name == "CPUAdam":
         options["offload"] = True
         if missing := pools.run(1, cpu_adam_builds, timeout_s=280)[0]:
             pytest.skip(missing)
-    source, target = (replace(run, **options) for run in runs)  # type: ignore[arg-type]
+    source, target = (replace(run, **options) for run in runs)
     saved = saved_by(source)
     assert state_kinds(saved) == STATES[name]
     verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]

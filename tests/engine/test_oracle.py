@@ -12,13 +12,9 @@ import pytest
 from tests.engine import _model, _oracle, _setup
 from tests.engine._model import UNTRAINED
 from tests.engine._oracle import Dump
+from tests.engine._oracle_programs import flipped_bits_found, public_values
 from tests.engine._pool import Pools
-from tests.engine._programs import (
-    Saved,
-    flipped_bits_found,
-    fresh,
-    public_values,
-)
+from tests.engine._programs import Saved, fresh
 from tests.engine._setup import Setup
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,72 @@
+"""A resumed run goes on as if it had never been stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine._continuing import resumed_masters, same_world, uninterrupted_masters
+from tests.engine._pool import Pools
+from tests.engine._programs import Saved
+from tests.engine._setup import Setup
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(2, "1"),
+        Setup(3, "2", "bf16", round_robin=True),
+        Setup(2, "2", offload=True, alignment=True),
+        Setup(3, "3", sub_group=700),
+        Setup(2, "3", "bf16", persistence=100),
+        Setup(2, "3", "bf16", offload=True, optimizer="RMSprop"),
+        Setup(3, "B", "bf16"),
+    ],
+    ids=str,
+)
+def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
+    saved = Saved(setup, str(tmp_path / "half.ckpt"))
+    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
+        uninterrupted, resumed = continued.losses
+        assert resumed == uninterrupted
+        assert not continued.differing
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Setup(2, "2"), Setup(3, "2")),
+        (Setup(4, "3", sub_group=700), Setup(2, "3", sub_group=700)),
+        (Setup(3, "1", "bf16"), Setup(1, "3", "bf16")),
+    ],
+    ids=str,
+)
+def test_another_world_goes_on_up_to_the_order_of_a_sum(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+) -> None:
+    """It is at most twice as far from uninterrupted runs on both worlds as they are apart."""
+    source, target = replace(source, steady=True), replace(target, steady=True)
+    paths = {name: str(tmp_path / name) for name in ("source", "target", "resumed")}
+    pools.run(source.world, partial(uninterrupted_masters, source, paths["source"]))
+    pools.run(target.world, partial(uninterrupted_masters, target, paths["target"]))
+    saved = saved_by(source)
+    pools.run(target.world, partial(resumed_masters, target, saved, paths["resumed"]))
+    runs = {name: torch.load(path, weights_only=True) for name, path in paths.items()}
+    apart = distance(runs["source"], runs["target"])
+    print(f"apart {apart:.3g}, resumed {distance(runs['resumed'], runs['source']):.3g}")
+    assert 0 < apart < 0.05
+    assert distance(runs["resumed"], runs["source"]) <= 2 * apart
+    assert distance(runs["resumed"], runs["target"]) <= 2 * apart
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Give the largest difference of two masters."""
+    return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -1,0 +1,105 @@
+"""What does not fit, or is damaged, is refused on all ranks, and leaves the run as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import _damage
+from tests.engine._pool import Pools
+from tests.engine._programs import Loading, Saved, refusal
+from tests.engine._setup import Setup
+
+pytestmark = pytest.mark.engine
+
+SECONDS = 10
+
+RUNS = [
+    (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
+    (Setup(3, "3", sub_group=700), Setup(2, "1")),
+    (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
+]
+
+
+def assert_refused(
+    pools: Pools, target: Setup, path: str, error: str, *names: str, **options: Any
+) -> None:
+    """Fail unless every rank refuses the same, in seconds, and is what it was before."""
+    found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
+    assert [refused.error for refused in found] == [error] * target.world, found
+    assert all(name in refused.message for name in names for refused in found), found[0].message
+    assert all(refused.seconds < SECONDS for refused in found)
+    assert all(refused.unchanged for refused in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"renamed": True}, ("b.weight", "b.bias", "c.weight", "c.bias")),
+        ({"hidden": 64}, ("a.weight", "(65, 33)", "(64, 33)", "b.weight", "(33, 65)", "(33, 64)")),
+        ({"grouping": "swapped"}, ("group 0", "a.bias", "group 1", "a.weight")),
+        ({"grouping": "three"}, ("2 parameter groups", "3")),
+        ({"optimizer": "Momentum"}, ("AdamW", "SGD", "load_optimizer_state=False")),
+    ],
+    ids=["renamed", "reshaped", "swapped groups", "another group", "another optimizer"],
+)
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_another_model_is_refused(
+    source: Setup,
+    target: Setup,
+    change: dict[str, Any],
+    names: tuple[str, ...],
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """All differences are listed by name, with what was saved and what is here."""
+    saved = saved_by(source)
+    assert_refused(pools, replace(target, **change), saved.path, "CheckpointMismatchError", *names)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (_damage.lose_shard, "CheckpointCorruptedError"),
+        (_damage.truncate_shard, "CheckpointCorruptedError"),
+        (_damage.flip_bit, "CheckpointCorruptedError"),
+        (_damage.cut_manifest, "CheckpointFormatError"),
+        (_damage.lose_manifest, "CheckpointFormatError"),
+    ],
+)
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_a_damaged_checkpoint_is_refused(
+    source: Setup,
+    target: Setup,
+    damage: Callable[[Path], str],
+    error: str,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+    tmp_path: Path,
+) -> None:
+    """A lost, cut or changed file is named, though it is not of a rank that asks for it."""
+    damaged = _damage.copied(saved_by(source).path, tmp_path)
+    named = damage(damaged)
+    assert_refused(pools, target, str(damaged), error, named)
+
+
+@pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
+def test_nothing_there_is_refused(target: Setup, pools: Pools, tmp_path: Path) -> None:
+    """The path is named."""
+    path = str(tmp_path / "nowhere.ckpt")
+    assert_refused(pools, target, path, "CheckpointNotFoundError", "nowhere.ckpt")
+
+
+@pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
+def test_frozen_weights_that_were_left_out_are_wanted_for_training(
+    target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """What was excluded when saved, and is another model's besides, is refused by name."""
+    saved = saved_by(Setup(2, "2"), exclude_frozen_parameters=True)
+    changed = replace(target, hidden=64)
+    assert_refused(pools, changed, saved.path, "CheckpointMismatchError", "a.weight")
