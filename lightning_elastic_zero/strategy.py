@@ -64,7 +64,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             load_optimizer_state: False: ``fit(ckpt_path=...)`` goes on from the saved weights with
                 a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
             load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
-                configures them; the optimizer's moments are restored all the same.
+                configures them; the optimizer's moments are restored all the same. A scheduler
+                keeps its place; those that step from the last rate (StepLR, cosine annealing) go
+                on from the configured one, as if it had not decayed yet.
             save_module_weights: write the low-precision weights beside the fp32 masters that hold
                 them already, for tools that insist on them.
             allow_pickle: build Python objects of any class from the trainer's state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from lightning_elastic_zero.formats.client_state import (
     differing,
     dotted,
     fingerprints,
+    pickled,
     split_objects,
 )
 from lightning_elastic_zero.formats.elastic_write import ClientPart, write_rank
@@ -126,6 +128,14 @@ class _Draft:
             "tables": self._tables(),
             "buffers": fingerprints(dict(self.state.module_buffers)),
             "client": fingerprints(self.client),
+            "objects": self.object_digests(),
+        }
+
+    def object_digests(self) -> dict[str, str]:
+        """Give a digest of each object of the client state, by where it belongs."""
+        return {
+            dotted(path): hashlib.sha256(pickled(value, path)).hexdigest()
+            for path, value in self.objects
         }
 
     def _tables(self) -> dict[str, str]:
@@ -180,12 +190,20 @@ def _write_files(
         theirs = fingerprints(dict(state.module_buffers))
         own = {n: t for n, t in state.module_buffers.items() if theirs[n] != first["buffers"][n]}
         state = replace(state, module_buffers=own)
-        client = ClientPart({}, own=differing(draft.client, first["client"]))
+        alike = draft.object_digests() == first["objects"]
+        client = ClientPart(
+            {},
+            own=differing(draft.client, first["client"]),
+            own_objects=() if alike else draft.objects,
+        )
     records = write_rank(
         staging, manifest, ranks.rank, state, client, report_bytes("writing", ranks)
     )
     entries = [asdict(record) for record in records]
-    kept = {"buffers": bool(ranks.rank and state.module_buffers), "client_state": bool(client.own)}
+    kept = {
+        "buffers": bool(ranks.rank and state.module_buffers),
+        "client_state": bool(client.own or client.own_objects),
+    }
     return [{**entry, "kept": [k for k, is_kept in kept.items() if is_kept]} for entry in entries]
 
 

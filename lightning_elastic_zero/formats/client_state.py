@@ -4,7 +4,7 @@
 nested dicts, lists and tuples. What in it is plain data goes into the model states file. What is
 not is pickled into a file of its own, which is read only when it is known to be harmless, or when
 the user allows it. Where ranks hand over different values, rank 0's are everybody's, and the
-others keep the plain data that differs; of objects, rank 0's are everybody's.
+others keep what differs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ _INT_BYTES = 255
 """Longer integers are pickled by an opcode that ``torch.load(weights_only=True)`` refuses."""
 
 
+Objects: TypeAlias = "tuple[tuple[Path, object], ...]"
+"""Objects that are not plain data, and where in the tree each belongs."""
+
+
 @dataclass(frozen=True, slots=True)
 class SplitState:
     """A client state, parted."""
 
     plain: dict[str, Any]
     """The tree with None in place of each object."""
-    objects: tuple[tuple[Path, object], ...]
+    objects: Objects
     """What is not plain data, and where it belongs."""
 
 
@@ -142,7 +146,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-def join_objects(plain: dict[str, Any], objects: tuple[tuple[Path, object], ...]) -> dict[str, Any]:
+def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
     """Put objects (or what differs on a rank) back where they belong, in place."""
     for path, value in objects:
         gone = path[-1] is GONE

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.client_state import join_objects
+from lightning_elastic_zero.formats.client_state import Objects, join_objects
 from lightning_elastic_zero.formats.names import (
     CLIENT_OBJECTS,
     FROZEN,
@@ -190,6 +190,9 @@ class ElasticReader:
             own = self._own(rank)
             module.update(own["buffers"])
             client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
+            if "objects" in own:
+                where = f"rank {rank}'s own objects in {self._directory}"
+                client = join_objects(client, self._build(own["objects"], where))
         return ModuleState(module, client, loss_scaler, lr_scheduler)
 
     def _own(self, rank: int) -> dict[str, Any]:
@@ -198,12 +201,16 @@ class ElasticReader:
         own: dict[str, Any] = file.load_tree(file.tree[OURS]["own"])
         return own
 
-    def _objects(self) -> tuple[tuple[tuple[str | int, ...], object], ...]:
+    def _objects(self) -> Objects:
         """Give the client objects, if they are harmless or allowed."""
         file = self._file(CLIENT_OBJECTS)
         where = f"{file.path} ({', '.join(self.manifest.client_objects)})"
-        data = file.load(file.tree["pickle"]).numpy().tobytes()
-        objects: Any = load_objects(data, where, allow_pickle=self._allow_pickle)
+        return self._build(file.load(file.tree["pickle"]), where)
+
+    def _build(self, data: torch.Tensor, where: str) -> Objects:
+        """Unpickle objects, if they are harmless or allowed."""
+        pickled = data.numpy().tobytes()
+        objects: Any = load_objects(pickled, where, allow_pickle=self._allow_pickle)
         return tuple(objects)
 
     # -- files -------------------------------------------------------------------------------
@@ -238,10 +245,29 @@ class ElasticReader:
                 "resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
+        if OPTIMIZER in file.tree:
+            self._check_fragments(file, stamp)
         self._open[name] = file
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         return file
+
+    def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
+        """Compare what a shard says it holds with what the manifest's layout says.
+
+        Raises:
+            CheckpointCorruptedError: they differ, so that one of them is not what was written.
+        """
+        held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
+        for fragment in self._layout.on_rank(stamp["rank"]):
+            held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
+        if stamp["fragments"] != held:
+            file.close()
+            msg = (
+                f"{file.path} holds other elements than the manifest says of rank "
+                f"{stamp['rank']}: one of them was changed; resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
 
     def close(self) -> None:
         """Close the files."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.formats.client_state import Objects, pickled
 from lightning_elastic_zero.formats.client_state import Path as TreePath
-from lightning_elastic_zero.formats.client_state import pickled
 from lightning_elastic_zero.formats.names import (
     CLIENT_OBJECTS,
     FROZEN,
@@ -41,10 +41,12 @@ class ClientPart:
 
     plain: Mapping[str, Any]
     """Rank 0: the whole tree of plain data. Other ranks: empty."""
-    objects: tuple[tuple[TreePath, object], ...] = ()
+    objects: Objects = ()
     """Rank 0: what is not plain data, and where it belongs."""
     own: tuple[tuple[TreePath, Any], ...] = ()
     """Other ranks: plain leaves that differ from rank 0's."""
+    own_objects: Objects = ()
+    """Other ranks: all objects, where they are not rank 0's."""
 
 
 def write_rank(
@@ -110,6 +112,8 @@ class _Write:
         if not manifest.weights_only:
             inner[STATES] = [_lean_states(builder, flat) for flat in state.flats]
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
+        if client.own_objects:
+            own["objects"] = _pickle(client.own_objects)
         if self.rank != 0:
             own["buffers"] = _copies(state.module_buffers)
         tree = {
@@ -157,10 +161,7 @@ class _Write:
 
     def client_objects(self, client: ClientPart) -> FileRecord:
         """Write what is no plain data: a pickle, itself as plain bytes."""
-        for path, value in client.objects:
-            pickled(value, path)
-        data = pickle.dumps([(path, value) for path, value in client.objects])
-        tree = {"pickle": torch.frombuffer(bytearray(data), dtype=torch.uint8), OURS: self._stamp()}
+        tree = {"pickle": _pickle(client.objects), OURS: self._stamp()}
         return self._save(CLIENT_OBJECTS, tree, ShardBuilder())
 
     def _stamp(self) -> dict[str, Any]:
@@ -176,6 +177,13 @@ class _Write:
         return builder.write(
             tree, self.directory, name, save_id=self.manifest.save_id, on_bytes=self.on_bytes
         )
+
+
+def _pickle(objects: Objects) -> torch.Tensor:
+    """Pickle objects into plain bytes, naming the one that cannot be pickled."""
+    for path, value in objects:
+        pickled(value, path)
+    return torch.frombuffer(bytearray(pickle.dumps(list(objects))), dtype=torch.uint8)
 
 
 def _masters(builder: ShardBuilder, flat: FlatState, *, padded: bool) -> torch.Tensor:

@@ -149,14 +149,17 @@ def save_after_fit(root: str) -> dict[str, Any]:
 
 def save_objects(root: str) -> str:
     """Save a state with objects in it."""
-    state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1}
+    own = Path("of") / str(comm.get_rank())
+    state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
     save_checkpoint(engine(), f"{root}/x.ckpt", state)
     return "saved"
 
 
 def load_objects(root: str, allow: bool) -> str:
     """Load it again."""
-    expected = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1}
+    same = comm.get_world_size() == 2
+    own = Path("of") / str(comm.get_rank() if same else 0)
+    expected = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
 
     def load() -> None:
         found = load_checkpoint(engine(), f"{root}/x.ckpt", allow_pickle=allow)

@@ -77,14 +77,15 @@ def test_found_by_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
 
 
 def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
-    """Objects of unknown classes come back with allow_pickle=True only; harmless ones always."""
+    """Objects of unknown classes come back with allow_pickle=True only, each rank's own too."""
     root = str(tmp_path)
     first = said_by(worlds, 2, _refusing.save_objects, root)
     assert first == ["saved", "saved"]
     for message in said_by(worlds, 1, _refusing.load_objects, root, False):
         assert message.startswith("UnsupportedError")
         assert "allow_pickle=True" in message
-    assert said_by(worlds, 3, _refusing.load_objects, root, True) == ["equal"] * 3
+    for world in (2, 3):
+        assert said_by(worlds, world, _refusing.load_objects, root, True) == ["equal"] * world
 
 
 def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:

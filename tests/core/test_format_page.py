@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.formats import names
+from lightning_elastic_zero.manifest import (
+    FORMAT_VERSION,
+    FileEntry,
+    Group,
+    Manifest,
+    Parameter,
+    Progress,
+    StateKey,
+    Writer,
+    manifest_from_json,
+)
+from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.storage import CHUNK_BYTES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+
+TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, Progress, Writer]
+
+
+def examples() -> list[str]:
+    """Give the page's examples of JSON."""
+    return re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_every_field_is_on_the_page(table: type) -> None:
+    """Nothing is written into a manifest that the page does not tell of."""
+    lacking = [field.name for field in fields(table) if f"`{field.name}`" not in PAGE]
+    assert not lacking
+
+
+def test_the_example_is_a_manifest() -> None:
+    """The page's manifest is read by the code, and says what the page says of it."""
+    manifest = manifest_from_json(examples()[0], "docs/format.md")
+    assert (manifest.stage, manifest.world_size) == (3, 2)
+    assert json.loads(manifest.to_json()) == json.loads(examples()[0])
+    for entry in manifest.files:
+        assert Path(entry.name).name in PAGE.partition("## manifest.json")[0]
+
+
+def test_the_pages_numbers_and_names_are_those_of_the_code() -> None:
+    """Version, chunk size, and the names of files and entries."""
+    assert f"| `format_version` | {FORMAT_VERSION} |" in PAGE
+    assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
+    entries = (names.OURS, names.OPTIMIZER, names.STATES, names.FROZEN)
+    for name in (*entries, names.FP32_STAGE_3, names.FP32_STAGE_1_2, names.CLIENT_OBJECTS):
+        assert name in PAGE
