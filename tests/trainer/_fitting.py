@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 24, 12, 13
+SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 
 
 class Norm(nn.BatchNorm1d):
@@ -35,9 +36,9 @@ class Norm(nn.BatchNorm1d):
 class Net(pl.LightningModule):
     """A small regression with two groups, a frozen layer, BatchNorm, and state of its own."""
 
-    def __init__(self, lr: float = 0.01, seed: int = 0) -> None:
+    def __init__(self, lr: float = 0.01, seed: int = 0, hidden: int = 31) -> None:
         super().__init__()
-        self.lr, self.seed = lr, seed
+        self.lr, self.seed, self.hidden = lr, seed, hidden
         self.mine: dict[str, Any] = {}
 
     def configure_model(self) -> None:
@@ -45,9 +46,9 @@ class Net(pl.LightningModule):
         if hasattr(self, "first"):
             return
         torch.manual_seed(self.seed)
-        self.first = nn.Linear(WIDTH, 31)
-        self.norm = Norm(31)
-        self.frozen = nn.Linear(31, 31).requires_grad_(requires_grad=False)
+        self.first = nn.Linear(WIDTH, self.hidden)
+        self.norm = Norm(self.hidden) if self.hidden == 31 else nn.Identity()
+        self.frozen = nn.Linear(self.hidden, 31).requires_grad_(requires_grad=False)
         self.last = nn.Linear(31, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ class Net(pl.LightningModule):
         self.log("val_loss", self._loss(batch), sync_dist=True)
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        """Log the loss."""
+        """Log it."""
         self.log("test_loss", self._loss(batch), sync_dist=True)
 
     def predict_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
@@ -175,7 +176,16 @@ class Plan:
     trainer: dict[str, Any] = field(default_factory=dict)
     lr: float = 0.01
     seed: int = 0
+    hidden: int = 31
     strict: bool = True
+
+    def _small_buckets(self) -> dict[str, Any]:
+        """Give the strategy's options, with buckets that do not take a gigabyte in each engine."""
+        if "config" not in self.strategy:
+            return {**SMALL_BUCKETS, **self.strategy}
+        config = self.strategy["config"]
+        zero_config = {**SMALL_BUCKETS, **config["zero_optimization"]}
+        return {**self.strategy, "config": {**config, "zero_optimization": zero_config}}
 
     def make(self) -> tuple[pl.Trainer, Net, Data, Watch]:
         """Make the Trainer and what it works on."""
@@ -187,7 +197,7 @@ class Plan:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=comm.get_world_size(),
-            strategy=ElasticDeepSpeedStrategy(stage=self.stage, **self.strategy),
+            strategy=ElasticDeepSpeedStrategy(stage=self.stage, **self._small_buckets()),
             max_epochs=self.epochs,
             callbacks=[watch, checkpoints],
             logger=False,
@@ -196,7 +206,7 @@ class Plan:
             num_sanity_val_steps=0,
             **self.trainer,
         )
-        net = Net(self.lr, self.seed)
+        net = Net(self.lr, self.seed, self.hidden)
         net.strict_loading = self.strict
         return trainer, net, Data(), watch
 
@@ -220,6 +230,7 @@ def fit(plan: Plan) -> dict[str, Any]:
         "data": data.loaded,
         "best": str(best),
         "read": strategy.last_load.bytes if strategy.last_load else 0,
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
     }
 
 
@@ -230,9 +241,9 @@ def evaluate(plan: Plan, verb: str) -> dict[str, Any]:
     strategy = trainer.strategy
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
     assert strategy.last_load is not None
-    loss = {} if verb == "predict" else dict(found[0])
-    count = len(found) if verb == "predict" else 0
-    return {"loss": loss, "batches": count, "read": strategy.last_load.bytes}
+    if verb == "predict":
+        return {"loss": None, "predicted": torch.cat(found).flatten().tolist()}
+    return {"loss": next(iter(found[0].values())), "read": strategy.last_load.bytes}
 
 
 def error_of(plan: Plan, verb: str = "fit") -> str:

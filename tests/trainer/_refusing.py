@@ -17,7 +17,7 @@ from torch import nn
 from lightning_elastic_zero import load_checkpoint, save_checkpoint, strategy
 from lightning_elastic_zero.api import SaveOptions, save_with
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
-from tests.trainer._fitting import Plan, error_of, fit
+from tests.trainer._fitting import SMALL_BUCKETS, Plan, error_of, fit
 
 SHORT = RankTimes(beat_s=0.2, dead_s=8.0, stalled_s=8.0, absent_s=3.0)
 
@@ -39,7 +39,7 @@ def engine() -> Any:  # noqa: ANN401 - DeepSpeed is untyped
     module = nn.Linear(9, 3)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": 2, **SMALL_BUCKETS},
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(module.parameters())

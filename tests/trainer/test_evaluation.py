@@ -1,0 +1,84 @@
+"""Any number of ranks evaluates what any other number has trained, on weights alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine._pool import Pools
+from tests.trainer._fitting import Plan, error_of, evaluate, fit
+
+pytestmark = pytest.mark.engine
+
+WIDE = 12000
+"""A hidden layer whose moments fill several chunks of their own, in each rank's file."""
+
+CHUNK_BYTES = 65536
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Any rank count validates, tests and predicts from a checkpoint, with equal results."""
+    root = str(tmp_path)
+    worlds.run(2, partial(fit, Plan(root, stage, epochs=2)))
+    losses, predicted = [], []
+    for world in (1, 2, 3):
+        plan = Plan(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
+        for verb in ("validate", "test"):
+            losses += [s["loss"] for s in worlds.run(world, partial(evaluate, plan, verb))]
+        of_ranks = [s["predicted"] for s in worlds.run(world, partial(evaluate, plan, "predict"))]
+        predicted.append(sorted(value for values in of_ranks for value in values))
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
+    for others in predicted[1:]:
+        assert others == pytest.approx(predicted[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "target"), [(1, 3), (2, 2), (3, 1)])
+def test_metrics_are_those_at_the_save(
+    stage: int, target: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """It finds what the training run found at the save, and needs no byte of optimizer state.
+
+    All of that is damaged, chunk by chunk: whoever reads one byte of it is told so.
+    """
+    root = str(tmp_path)
+    found = worlds.run(2, partial(fit, Plan(root, stage, hidden=WIDE)))[0]["metrics"]["val_loss"]
+    assert damage_optimizer_state(tmp_path / "last.ckpt") > 10
+    for world in (1, 3):
+        plan = Plan(root, target, ckpt_path=f"{root}/last.ckpt", seed=7, hidden=WIDE)
+        for seen in worlds.run(world, partial(evaluate, plan, "validate")):
+            assert seen["loss"] == pytest.approx(found, rel=1e-5)
+    plan = Plan(root, target, epochs=2, ckpt_path="last", hidden=WIDE)
+    for message in worlds.run(2, partial(error_of, plan)):
+        assert message.startswith("CheckpointCorruptedError"), message
+
+
+def damage_optimizer_state(checkpoint: Path) -> int:
+    """Change a byte in each chunk that has nothing but optimizer state; give how many."""
+    damaged = 0
+    for shard in checkpoint.glob("checkpoint/*_optim_states.pt"):
+        data = bytearray(shard.read_bytes())
+        held = torch.load(shard, weights_only=True)["optimizer_state_dict"]
+        masters = held.get("fp32_flat_groups") or held["single_partition_of_fp32_groups"]
+        spared = {0, len(data) // CHUNK_BYTES, len(data) // CHUNK_BYTES - 1}  # pickle, directory
+        for master in masters:
+            start = data.find(master.numpy().tobytes())
+            assert start >= 0
+            stop = start + master.numel() * master.element_size()
+            spared.update(range(start // CHUNK_BYTES, stop // CHUNK_BYTES + 1))
+        for chunk in set(range(len(data) // CHUNK_BYTES)) - spared:
+            data[chunk * CHUNK_BYTES + 77] ^= 1
+            damaged += 1
+        shard.write_bytes(bytes(data))
+    return damaged
+
+
+def test_last_that_is_not_there(worlds: Pools, tmp_path: Path) -> None:
+    """A test of "best" or of a path that is not there is refused, not made on fresh weights."""
+    plan = Plan(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")
+    for message in worlds.run(2, partial(error_of, plan, "test")):
+        assert message.startswith("CheckpointNotFoundError")
+        assert "none.ckpt" in message
