@@ -140,8 +140,11 @@ def _tensors(state: object) -> list[torch.Tensor]:
 def test_frozen_parameters_left_out(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """They keep what the model itself gave them; all else is restored."""
+    """They are not on disk, and keep what the model itself gave them; all else is restored."""
     saved = saved_by(source, exclude_frozen_parameters=True)
+    sizes = [bytes_of(Path(s.path).rglob("*.pt")) for s in (saved_by(source), saved)]
+    frozen = of_kinds(saved.dump(), "frozen").values()
+    assert sizes[0] - sizes[1] >= sum(tensor.nbytes for tensor in frozen)
     before, after = before_and_after(pools, target, saved)
     wanted = {
         **expected_in(saved.dump(), source, target),
