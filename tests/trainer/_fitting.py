@@ -39,7 +39,6 @@ class Net(pl.LightningModule):
     def __init__(self, lr: float = 0.01, seed: int = 0, hidden: int = 31) -> None:
         super().__init__()
         self.lr, self.seed, self.hidden = lr, seed, hidden
-        self.has_more = False
         self.mine: dict[str, Any] = {}
 
     def configure_model(self) -> None:
@@ -51,9 +50,6 @@ class Net(pl.LightningModule):
         self.norm = Norm(self.hidden) if self.hidden == 31 else nn.Identity()
         self.frozen = nn.Linear(self.hidden, 31).requires_grad_(requires_grad=False)
         self.last = nn.Linear(31, 1)
-        if self.has_more:
-            self.extra = nn.Linear(31, 3).requires_grad_(requires_grad=False)
-            self.register_buffer("mask", torch.ones(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Predict."""
@@ -182,8 +178,6 @@ class Plan:
     seed: int = 0
     hidden: int = 31
     strict: bool = True
-    more: bool = False
-    """The model has a frozen layer and a buffer more."""
 
     def _small_buckets(self) -> dict[str, Any]:
         """Give the strategy's options, with buckets that do not take a gigabyte in each engine."""
@@ -213,7 +207,7 @@ class Plan:
             **self.trainer,
         )
         net = Net(self.lr, self.seed, self.hidden)
-        net.strict_loading, net.has_more = self.strict, self.more
+        net.strict_loading = self.strict
         return trainer, net, Data(), watch
 
 

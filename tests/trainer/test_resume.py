@@ -72,3 +72,45 @@ def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
         assert seen["same"]
         assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-6)
         assert seen["step"] == 4
+
+
+def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
+    """With load_hyperparameters=False the configured rate is kept, and the schedule's place."""
+    root = str(tmp_path)
+    all_of(worlds, 2, Plan(root, 2))
+    again = Plan(root, 2, epochs=2, ckpt_path="last", lr=0.5)
+    again.strategy["load_hyperparameters"] = False
+    for seen in all_of(worlds, 1, again):
+        assert seen["lrs"] == [0.5, 1.0]
+        assert seen["lrs at end"] == [0.25, 0.5]
+        assert seen["step"] == 4
+
+
+def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
+    """exclude_frozen_parameters: the rest comes back, the frozen stay the model's own."""
+    root = str(tmp_path)
+    options = {"exclude_frozen_parameters": True}
+    first = all_of(worlds, 2, Plan(root, 3, strategy=options))[0]["end"]
+    again = Plan(root, 1, epochs=2, ckpt_path="last", seed=3)
+    for seen in all_of(worlds, 3, again):
+        differ = {name for name, value in seen["start"].items() if value != first[name]}
+        assert differ == {"frozen.weight", "frozen.bias"}
+
+
+def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
+    """A run in bf16 goes on in fp32 and the other way round; fp16 is refused by name on CPU."""
+    root = str(tmp_path)
+    all_of(worlds, 2, Plan(root, 3, trainer={"precision": "bf16-true"}))
+    again = Plan(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
+    assert all_of(worlds, 1, again)[0]["step"] == 4
+    mixed = Plan(root, 1, epochs=3, ckpt_path="last", trainer={"precision": "bf16-mixed"})
+    assert all_of(worlds, 3, mixed)[0]["step"] == 6
+
+
+def test_elastic_flag_of_a_user_config(worlds: Pools, tmp_path: Path) -> None:
+    """elastic_checkpoint with ZeRO-3 is taken, where DeepSpeed itself raises."""
+    root = str(tmp_path)
+    config = {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}
+    plan = Plan(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})
+    assert all_of(worlds, 2, plan)[0]["step"] == 2
+    assert listing(root)["last.ckpt"]
