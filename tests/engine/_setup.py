@@ -38,6 +38,8 @@ class Setup:
     hidden: int = HIDDEN
     steady: bool = False
     """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
+    elastic: bool = False
+    """With DeepSpeed's own ``elastic_checkpoint``."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -63,7 +65,7 @@ class Setup:
 
     def twin(self) -> Setup:
         """Give the setup that lays its flat buffers out in the same way."""
-        return replace(self, optimizer="SGD", steady=False)
+        return replace(self, optimizer="SGD", steady=False, elastic=False)
 
     def config(self) -> dict[str, Any]:
         """Give the DeepSpeed config."""
@@ -75,6 +77,8 @@ class Setup:
         }
         if self.alignment:
             zero["parameter_alignment"] = True
+        if self.elastic:
+            zero["elastic_checkpoint"] = True
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         if self.zero == "3":

@@ -1,0 +1,54 @@
+"""Checkpoints that other software wrote, with what the engines held that wrote them."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine._oracle import Dump
+from tests.engine._setup import Setup
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One checkpoint, unpacked."""
+
+    folder: Path
+    setup: Setup
+    """Of the run that wrote it."""
+    about: dict[str, Any]
+
+    @property
+    def checkpoint(self) -> Path:
+        """What its writer would be told to resume from."""
+        return self.folder / "checkpoint"
+
+    def truth(self) -> Dump:
+        """Give what the engine held at the save."""
+        found: Dump = torch.load(self.folder / "truth.pt", weights_only=True)
+        return found
+
+    def continued(self) -> tuple[Dump, list[list[float]]]:
+        """Give what it held after it had trained on, and each rank's losses there."""
+        found = torch.load(self.folder / "continued.pt", weights_only=True)
+        return found["dump"], found["losses"]
+
+
+def names() -> list[str]:
+    """Give the names of what there is."""
+    return sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
+
+
+def unpack(name: str, folder: Path) -> Fixture:
+    """Unpack one into an empty folder."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    about = json.loads((folder / "about.json").read_text())
+    return Fixture(folder, Setup(**about["setup"]), about)

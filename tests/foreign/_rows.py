@@ -1,0 +1,81 @@
+"""The table of checkpoints that other software wrote, and how each was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tests.engine._setup import Setup
+
+NEWEST = "0.19"
+RELEASES = ("0.16", "0.17", "0.18", NEWEST)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint to make."""
+
+    name: str
+    setup: Setup
+    shows: str
+    """What a reader of it must cope with."""
+    release: str = NEWEST
+    """Of DeepSpeed: the first two numbers of its version."""
+    kind: str = "stock"
+    """Which software wrote it, and how: see ``_writing``."""
+    steps: int = 3
+    """Trained before the save."""
+
+
+def small(
+    world: int,
+    zero: str,
+    precision: str = "bf16",
+    grouping: str = "one",
+    **options: object,
+) -> Setup:
+    """Give a setup whose checkpoints are small, and whose loss is the same for any world."""
+    base = Setup(world, zero, precision, grouping=grouping, hidden=5, steady=True)
+    return replace(base, **options)  # type: ignore[arg-type]
+
+
+def _each_release() -> list[Row]:
+    rows = []
+    for release in RELEASES:
+        kinds = {
+            "zero1": (small(2, "1", "fp32"), "ZeRO-1, fp32, one parameter group"),
+            "zero2": (small(3, "2", grouping="two"), "ZeRO-2, bf16, two parameter groups"),
+            "zero3": (
+                small(2, "3", grouping="two", sub_group=15),
+                "ZeRO-3, bf16, two parameter groups, each in several sub-groups",
+            ),
+            "bf16": (small(2, "B"), "BF16_Optimizer: its files say nothing of a ZeRO stage"),
+        }
+        rows += [Row(f"{name}-ds{release}", *kind, release) for name, kind in kinds.items()]
+    return rows
+
+
+def _options() -> list[Row]:
+    return [
+        Row(
+            "round-robin",
+            small(2, "2", grouping="two", round_robin=True),
+            "round_robin_gradients: parameters lie in another order than the module's",
+        ),
+        Row(
+            "alignment",
+            small(3, "1", grouping="two", alignment=True),
+            "parameter_alignment: padding between parameters",
+        ),
+        Row("zero3x4", small(4, "3", "fp32", "two"), "ZeRO-3, fp32: ranks of nothing but padding"),
+        Row("empty", small(4, "2", grouping="two", empty=True), "a parameter without elements"),
+        Row("offload2", small(2, "2", offload=True), "ZeRO-2 with its optimizer on the CPU"),
+        Row("offload3", small(2, "3", offload=True), "ZeRO-3 with its optimizer on the CPU"),
+        Row("unstepped", small(2, "2"), "saved before the first step", steps=0),
+        Row("momentum", small(2, "3", optimizer="Momentum"), "SGD with momentum: no Adam"),
+        Row("two-tags", small(2, "2"), "the file latest names the older of two", kind="two tags"),
+        Row("stale2", small(2, "2"), "a rank's file of a larger world, ZeRO-2", kind="stale"),
+        Row("stale3", small(2, "3"), "ranks' files of a larger world, ZeRO-3", kind="stale"),
+    ]
+
+
+ROWS: tuple[Row, ...] = (*_each_release(), *_options())

@@ -1,0 +1,99 @@
+"""Makes the checkpoints of the table with the DeepSpeed that is installed here.
+
+    python -m tests.foreign.make_stock [name ...]
+
+Without names it makes those that lack, of the rows that want this release.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tarfile
+import tempfile
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+from tests.engine._pool import Pools
+from tests.foreign._data import DATA
+from tests.foreign._rows import ROWS, Row
+from tests.foreign._writing import write, write_larger
+
+TIMEOUT_S = 300.0
+COPIED = ("zero_to_fp32.py", "zero_to_torch.py")
+"""DeepSpeed's scripts, which it copies into each checkpoint."""
+
+
+def versions() -> dict[str, str]:
+    """Give the versions of what writes."""
+    return {name: metadata.version(name) for name in ("deepspeed", "torch", "lightning")}
+
+
+def make(row: Row, pools: Pools, folder: Path) -> None:
+    """Make one row's files in a folder."""
+    if row.kind == "stale":
+        pools.run(row.setup.world + 1, partial(write_larger, row, str(folder)), TIMEOUT_S)
+    pools.run(row.setup.world, partial(write, row, str(folder)), TIMEOUT_S)
+    for script in COPIED:
+        (folder / "checkpoint" / script).unlink(missing_ok=True)
+    about = {
+        "name": row.name,
+        "shows": row.shows,
+        "kind": row.kind,
+        "steps": row.steps,
+        "world": row.setup.world,
+        "setup": asdict(row.setup),
+        "versions": versions(),
+    }
+    (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Put a folder's files into an archive, the same bytes for the same files."""
+    with tarfile.open(archive, "w:xz", preset=9) as tar:
+        for path in sorted(folder.rglob("*")):
+            tar.add(path, str(path.relative_to(folder)), recursive=False, filter=_anonymous)
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    member.mode = 0o755 if member.isdir() else 0o644
+    return member
+
+
+def wanted(names: list[str]) -> list[Row]:
+    """Give the rows to make with this release."""
+    installed = ".".join(metadata.version("deepspeed").split(".")[:2])
+    missing = [row for row in ROWS if not (DATA / f"{row.name}.tar.xz").exists()]
+    rows = [row for row in ROWS if row.name in names] if names else missing
+    return [row for row in rows if row.release == installed]
+
+
+def main(names: list[str]) -> int:
+    """Make what is wanted; give the number of rows that failed."""
+    DATA.mkdir(exist_ok=True)
+    pools, failed = Pools(), 0
+    try:
+        for row in wanted(names):
+            folder = Path(tempfile.mkdtemp(prefix="ez-foreign-"))
+            try:
+                make(row, pools, folder)
+                pack(folder, DATA / f"{row.name}.tar.xz")
+                size = (DATA / f"{row.name}.tar.xz").stat().st_size
+                print(f"{row.name}: {size} bytes", flush=True)
+            except Exception as error:  # noqa: BLE001 - the other rows are made all the same
+                failed += 1
+                print(f"{row.name} failed: {error}", flush=True)
+            finally:
+                shutil.rmtree(folder)
+    finally:
+        pools.close()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
