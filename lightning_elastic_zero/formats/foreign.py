@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -71,7 +71,7 @@ class ForeignFiles:
         )
         self._open[name] = file
         # What is read whole must not pile up.
-        while len(self._open) > (1 if legacy else OPEN_FILES):
+        while len(self._open) > (2 if legacy else OPEN_FILES):
             self._open.popitem(last=False)[1].close()
         return file
 
@@ -197,13 +197,22 @@ class ForeignReader:
             CheckpointCorruptedError: masters do not round to the low-precision weights that lie
                 beside them: files of two checkpoints were mixed, or an order is not what it says.
         """
-        placed = [(self._source.held(r.key, r.transfer), r) for r in requests]
-        placed.sort(key=lambda pair: pair[0].file)
+        owned = {p.name for p in self.manifest.optimized}
+        # In this order the runs of a file come one after the other in every format, so that few
+        # files are open at once.
+        in_order = sorted(
+            requests, key=lambda r: (r.transfer.source_rank, r.transfer.name not in owned)
+        )
         bytes_read = 0
-        for name, of_file in itertools.groupby(placed, key=lambda pair: pair[0].file):
+        for name, of_file in itertools.groupby(self._placed(in_order), key=lambda p: p[0].file):
             pieces = [(r.target, _piece(held, r.transfer)) for held, r in of_file]
             bytes_read += self._fill(name, pieces, on_bytes)
         return bytes_read + self._check_rounding(requests, on_bytes)
+
+    def _placed(self, requests: Iterable[ReadRequest]) -> Iterator[tuple[Held, ReadRequest]]:
+        """Say where each run lies, just before it is read: a closed file's tensors are useless."""
+        for request in requests:
+            yield self._source.held(request.key, request.transfer), request
 
     def _fill(
         self,
