@@ -16,6 +16,7 @@ from lightning_elastic_zero.formats.reader import (
     ReadRequest,
 )
 from lightning_elastic_zero.formats.rigid import RigidSource
+from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
 __all__ = [
@@ -72,7 +73,8 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
         if folder := tag_folder(path):
-            return ForeignReader(RigidSource(read_folder(folder), allow_pickle=allow_pickle))
+            kind = UniversalSource if is_universal(folder) else RigidSource
+            return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
         "no checkpoint, or one that was never finished"

@@ -82,7 +82,7 @@ class ZeroShards:
             )
             raise CheckpointFormatError(msg)
         self.master_dtype = flats[0].dtype if flats else torch.float32
-        self.group_of = _group_of(first, self.stage, len(flats))
+        self.group_of = group_of_flats(_param_groups(first), self.stage, len(flats))
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
         self._layout = layout_of(self.stage, self.buffers, world_size)
         self.groups = self._groups(first)
@@ -314,19 +314,23 @@ def _ranks(shard: Shard) -> int:
     return int(max(count) if isinstance(count, (list, tuple)) else count)
 
 
-def _group_of(shard: Shard, stage: int, count: int) -> tuple[int, ...]:
+def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) -> tuple[int, ...]:
     """Give each flat buffer's parameter group.
+
+    Args:
+        groups: torch's parameter groups; in ZeRO-3 their ``params`` are the sub-groups in order.
+        stage: the ZeRO stage; below 3 each group has one flat buffer.
+        count: how many flat buffers there are.
 
     Raises:
         CheckpointFormatError: several groups share the sub-groups, and nothing says which.
     """
-    groups = _param_groups(shard)
-    if stage != STAGE_WEIGHTS or not groups:
-        return tuple(range(count)) if stage != STAGE_WEIGHTS else (0,) * count
+    if stage != STAGE_WEIGHTS:
+        return tuple(range(count))
     placed = tuple(index for index, group in enumerate(groups) for _ in group["params"])
     if len(placed) == count:
         return placed
-    if len(groups) == 1:
+    if len(groups) <= 1:
         return (0,) * count
     msg = (
         f"the shard has {len(groups)} parameter groups and {count} sub-groups, and does not say "
