@@ -40,6 +40,8 @@ class Setup:
     """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
     elastic: bool = False
     """With DeepSpeed's own ``elastic_checkpoint``."""
+    clipping: float | None = None
+    """Gradients' largest norm; None is DeepSpeed's default, which has changed in 0.19."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -91,6 +93,8 @@ class Setup:
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.precision == "bf16"},
         }
+        if self.clipping is not None:
+            config["gradient_clipping"] = self.clipping
         if self.zero == "B":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config

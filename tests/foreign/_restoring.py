@@ -69,7 +69,7 @@ def restore(case: Case) -> Outcome | None:
     writer: list[list[float]] = []
     if case.steps_after:
         theirs, writer = fixture.continued()
-    same = after is not None and theirs is not None and target == fixture.setup
+    same = after is not None and theirs is not None and target == fixture.here
     continued = differences(_scaled(theirs), _scaled(after)) if same else {}
     return Outcome(verdict, continued, (_mean(everyone), _mean(writer)))
 
@@ -87,9 +87,12 @@ def _wanted(case: Case, before: Dump) -> Dump:
     """Say what the run must hold after the load."""
     truth, setup = case.fixture.truth(), case.fixture.setup
     wanted = expected_in(truth, setup, case.target)
-    if not case.own_buffers:
-        for rank in range(case.target.world):
-            wanted.update({f"buffer/{rank}/{n}": truth[f"buffer/0/{n}"] for n in BUFFERS})
+    for rank in range(case.target.world):
+        for name in BUFFERS:
+            key = f"buffer/{rank}/{name}"
+            held = wanted[key] if case.own_buffers else truth[f"buffer/0/{name}"]
+            # Releases before 0.19 cast buffers to bf16, as they cast weights.
+            wanted[key] = held.to(before[key].dtype)
     kept = [kind for kind, held in (("group", case.groups), ("counter", case.counters)) if not held]
     for kind in kept:
         wanted = {k: v for k, v in wanted.items() if not k.startswith(f"{kind}/")}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 Unpack: TypeAlias = "Callable[[str], Fixture]"
 
-OTHER_KINDS = ("dumps", "universal", "lightning")
+OTHER_KINDS = ("dumps", "lightning", "accelerate", "single", "distributed")
 STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
 
 
@@ -42,7 +42,7 @@ def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
     """Say what a stock checkpoint holds."""
     values: dict[str, Any] = {
         "fixture": fixture,
-        "target": fixture.setup,
+        "target": fixture.here,
         "path": str(fixture.checkpoint),
         "groups": "elastic" not in name,
         "own_buffers": fixture.setup.zero == "3",
@@ -72,7 +72,7 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
 def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
     """On another world, at another stage, the state is the writer's bit for bit."""
     fixture = unpacked(name)
-    target = another(fixture.setup, STOCK.index(name))
+    target = another(fixture.here, STOCK.index(name))
     run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
@@ -82,7 +82,7 @@ def test_all_worlds_and_stages(name: str, pools: Pools, unpacked: Unpack) -> Non
     """On every world and at every stage the state is the writer's bit for bit."""
     fixture = unpacked(name)
     for turn in range(12):
-        target = another(fixture.setup, turn)
+        target = another(fixture.here, turn)
         run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
