@@ -154,14 +154,18 @@ class Last(Callback):
 
 def accelerate(row: Row, folder: str) -> None:
     """Train with an Accelerator, and save its state. Collective."""
-    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_CPU="true")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     from accelerate import (  # type: ignore[import-not-found] # wanted by its rows alone
         Accelerator,
         DeepSpeedPlugin,
+        InitProcessGroupKwargs,
     )
 
     plugin = DeepSpeedPlugin(hf_ds_config=row.setup.config())
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    gloo = InitProcessGroupKwargs(
+        backend="gloo"
+    )  # Else it takes a machine of CPUs for one process.
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
     model = row.setup.model(0)
     optimizer = make_optimizer(row.setup.optimizer, group_members(model, row.setup.grouping), 1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=DECAY)
