@@ -26,6 +26,11 @@ class Row:
     steps: int = 3
     """Trained before the save."""
 
+    @property
+    def path(self) -> str:
+        """Where the checkpoint lies that one would be told to resume from."""
+        return f"checkpoint/step{self.steps}.ckpt" if self.kind == "lightning" else "checkpoint"
+
 
 def small(
     world: int,
@@ -143,10 +148,24 @@ def _dumps() -> list[Row]:
     return [Row(name, setup, shows, kind="dumps") for name, setup in setups.items()]
 
 
+def _trainers() -> list[Row]:
+    two = small(2, "2", grouping="two")
+    three = small(2, "3", grouping="two")
+    lit = "Lightning's DeepSpeedStrategy and ModelCheckpoint, "
+    return [
+        Row("lightning2", two, lit + "ZeRO-2", kind="lightning"),
+        Row("lightning3", three, lit + "ZeRO-3", kind="lightning"),
+        Row("lightning1-fp32", small(2, "1", "fp32"), lit + "ZeRO-1, fp32", kind="lightning"),
+        Row("lightning2-ds0.16", two, lit + "ZeRO-2", "0.16", "lightning"),
+        Row("accelerate2", two, "Accelerator.save_state, ZeRO-2", kind="accelerate"),
+    ]
+
+
 ROWS: tuple[Row, ...] = (
     *_each_release(),
     *_options(),
     *_elastic(),
     *_universal(),
     *_dumps(),
+    *_trainers(),
 )
