@@ -40,8 +40,6 @@ class Setup:
     """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
     elastic: bool = False
     """With DeepSpeed's own ``elastic_checkpoint``."""
-    clipping: float | None = None
-    """Gradients' largest norm; None is DeepSpeed's default, which has changed in 0.19."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -94,8 +92,6 @@ class Setup:
             "bf16": {"enabled": self.precision == "bf16"},
             "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
         }
-        if self.clipping is not None:
-            config["gradient_clipping"] = self.clipping
         if self.zero == "B":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config

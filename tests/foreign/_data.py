@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,6 @@ class Fixture:
     setup: Setup
     """Of the run that wrote it."""
     about: dict[str, Any]
-
-    @property
-    def here(self) -> Setup:
-        """Give the writer's setup as this release of DeepSpeed must be told it.
-
-        Up to 0.18 gradients were not clipped unless one asked for it.
-        """
-        release = tuple(int(n) for n in self.about["versions"]["deepspeed"].split(".")[:2])
-        return replace(self.setup, clipping=0.0) if release < (0, 19) else self.setup
 
     @property
     def setup_steps(self) -> int:

@@ -21,7 +21,14 @@ pytestmark = pytest.mark.engine
 
 Unpack: TypeAlias = "Callable[[str], Fixture]"
 
-OTHER_KINDS = ("dumps", "lightning", "accelerate", "single", "distributed")
+OTHER_KINDS = ("dumps", "lightning", "single", "distributed")
+CLIENT_STATE: dict[str, dict[str, Any]] = {"accelerate2": {}, "transformers2": {}}
+"""What was saved with the engine; all others' writers gave it an epoch."""
+
+OTHER_STEPS = {"bf16-ds0.18", "accelerate2"}
+"""BF16_Optimizer of 0.18 computes other steps than 0.16's and 0.19's from the same state; and
+accelerate's scheduler is in a file of accelerate's own, and not part of the engine."""
+
 STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
 
 
@@ -42,10 +49,10 @@ def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
     """Say what a stock checkpoint holds."""
     values: dict[str, Any] = {
         "fixture": fixture,
-        "target": fixture.here,
+        "target": fixture.setup,
         "path": str(fixture.checkpoint),
         "groups": "elastic" not in name,
-        "own_buffers": fixture.setup.zero == "3",
+        **({} if name not in CLIENT_STATE else {"client_state": CLIENT_STATE[name]}),
     }
     return Case(**{**values, **changes})
 
@@ -63,7 +70,7 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
     fixture = unpacked(name)
     outcome = run(pools, case_of(fixture, name, steps_after=2))
     outcome.verdict.assert_same()
-    if "elastic" not in name:  # these lack hyperparameters
+    if "elastic" not in name and name not in OTHER_STEPS:  # elastic ones lack the groups
         assert not outcome.continued
         assert outcome.losses[0] == outcome.losses[1]
 
@@ -72,7 +79,7 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
 def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
     """On another world, at another stage, the state is the writer's bit for bit."""
     fixture = unpacked(name)
-    target = another(fixture.here, STOCK.index(name))
+    target = another(fixture.setup, STOCK.index(name))
     run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
@@ -82,7 +89,7 @@ def test_all_worlds_and_stages(name: str, pools: Pools, unpacked: Unpack) -> Non
     """On every world and at every stage the state is the writer's bit for bit."""
     fixture = unpacked(name)
     for turn in range(12):
-        target = another(fixture.here, turn)
+        target = another(fixture.setup, turn)
         run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
