@@ -145,7 +145,11 @@ class RigidSource:
         return self._models.frozen_layout
 
     def meet(self, live: Manifest) -> None:
-        """Learn nothing: the files name their parameters."""
+        """Learn the parameter groups, where the shards do not say which there were."""
+        unknown = self._shards.stage == STAGE_WEIGHTS and not self.found.hyperparameters
+        if unknown and live.groups:
+            self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
+            self.manifest = self._manifest()
 
     def held(self, key: str, transfer: Transfer) -> Held:
         """Say where a run of masters, of a state or of a frozen weight lies."""
