@@ -29,7 +29,11 @@ class Row:
     @property
     def path(self) -> str:
         """Where the checkpoint lies that one would be told to resume from."""
-        return f"checkpoint/step{self.steps}.ckpt" if self.kind == "lightning" else "checkpoint"
+        inside = {
+            "lightning": f"/step{self.steps}.ckpt",
+            "transformers": f"/checkpoint-{self.steps}",
+        }
+        return f"checkpoint{inside.get(self.kind, '')}"
 
 
 def small(
@@ -157,6 +161,12 @@ def _trainers() -> list[Row]:
         Row("lightning3", three, lit + "ZeRO-3", kind="lightning"),
         Row("lightning1-fp32", small(2, "1", "fp32"), lit + "ZeRO-1, fp32", kind="lightning"),
         Row("lightning2-ds0.16", two, lit + "ZeRO-2", "0.16", "lightning"),
+        Row(
+            "transformers2",
+            small(2, "2", "fp32", "biases"),
+            "Transformers' Trainer, ZeRO-2, fp32",
+            kind="transformers",
+        ),
         Row("accelerate2", two, "Accelerator.save_state, ZeRO-2", kind="accelerate"),
     ]
 

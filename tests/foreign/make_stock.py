@@ -2,7 +2,9 @@
 
     python -m tests.foreign.make_stock [name ...]
 
-Without names it makes those that lack, of the rows that want this release.
+Without names it makes those that lack, of the rows that want this release and what else is
+installed here. Other releases want environments of their own, with the same torch: install
+``deepspeed==0.16.9`` (0.17.6, 0.18.9, 0.19.8), and Accelerate and Transformers for their rows.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata, util
@@ -39,8 +42,7 @@ def make(row: Row, pools: Pools, folder: Path) -> None:
     """Make one row's files in a folder."""
     if row.kind == "stale":
         pools.run(row.setup.world + 1, partial(write_larger, row, str(folder)), TIMEOUT_S)
-    program = {"lightning": fit, "accelerate": accelerate}.get(row.kind, write)
-    pools.run(row.setup.world, partial(program, row, str(folder)), TIMEOUT_S)
+    pools.run(row.setup.world, partial(program(row), row, str(folder)), TIMEOUT_S)
     for script in COPIED:
         for copy in (folder / "checkpoint").rglob(script):
             copy.unlink()
@@ -57,6 +59,15 @@ def make(row: Row, pools: Pools, folder: Path) -> None:
         "versions": versions(),
     }
     (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def program(row: Row) -> Callable[[Row, str], None]:
+    """Give what the ranks do."""
+    if row.kind == "transformers":
+        from tests.foreign._transformers import train
+
+        return train
+    return {"lightning": fit, "accelerate": accelerate}.get(row.kind, write)
 
 
 def convert(row: Row, path: Path) -> None:
