@@ -85,7 +85,8 @@ class RigidSource:
     def names(self) -> Sequence[str]:
         """Give the files of all ranks; those of a larger, older world are not among them."""
         ranks = range(self._models.first.world_size)
-        return [*self._models.names(), *(self._shard_name(rank) for rank in ranks)]
+        shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
+        return [*self._models.names(), *shards]
 
     def check_all(self) -> None:
         """Check that every rank's files are there and of one save.

@@ -137,7 +137,13 @@ def _universal() -> list[Row]:
         "the universal checkpoint and the one that it was made of in one folder",
         kind="universal beside",
     )
-    return [*newest, *older, beside]
+    corrupt = Row(
+        "universal-corrupt",
+        small(2, "2", grouping="two", round_robin=True),
+        "ds_to_universal cuts round-robin gradients in the wrong places: to be refused",
+        kind="universal",
+    )
+    return [*newest, *older, beside, corrupt]
 
 
 def _dumps() -> list[Row]:
