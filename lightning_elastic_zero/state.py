@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import torch
 
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Plain, Progress
+from lightning_elastic_zero.manifest import Plain, Progress, StateKey
 
 Scalar: TypeAlias = "torch.Tensor | int | float | bool | None"
 """An optimizer state that is one value per flat buffer: a 0-dimensional tensor or a number."""
@@ -76,3 +77,40 @@ class Incoming:
     lr_scheduler: Mapping[str, object] | None = None
     optimizer: str = ""
     """Class name of the optimizer that saved the hyperparameters."""
+
+
+def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
+    """Describe one optimizer state, by a value of it."""
+    if isinstance(value, torch.Tensor):
+        dtype = dtype_name(value.dtype)
+    else:
+        dtype = "None" if value is None else type(value).__name__
+    return StateKey(name, "elementwise" if elementwise else "scalar", dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(value: object, where: str) -> Plain:
+    """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
+
+    Raises:
+        UnsupportedError: it is neither; ``where`` says which one it is.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, tuple):
+        return tuple(plain(v, where) for v in value)
+    if isinstance(value, list):
+        return [plain(v, where) for v in value]
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: plain(v, where) for k, v in value.items()}
+    msg = (
+        f"{where} is a {type(value).__name__}: an optimizer's hyperparameters must be numbers, "
+        "strings, or lists, tuples and dicts of them, to be saved as plain data"
+    )
+    raise UnsupportedError(msg)

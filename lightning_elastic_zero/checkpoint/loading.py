@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from lightning_elastic_zero.checkpoint.words import (
     report_bytes,
 )
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
-from lightning_elastic_zero.formats import WEIGHT, ElasticReader, ReadRequest, open_checkpoint
+from lightning_elastic_zero.formats import (
+    WEIGHT,
+    CheckpointReader,
+    ReadRequest,
+    open_checkpoint,
+)
 from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
 from lightning_elastic_zero.match import Wanted, check_fits, describe
 from lightning_elastic_zero.ranks import Ranks
@@ -41,14 +47,16 @@ def load(
         RanksError: a rank failed, died, or did not call this.
     """
     began = time.monotonic()
-    first = ranks.from_first("load: find the checkpoint", lambda: _find(path))
+    first = ranks.from_first(
+        "load: find the checkpoint", lambda: _find(path, allow_pickle=options.allow_pickle)
+    )
     directory = Path(first["path"])
     source = ranks.together(
         f"load {directory}: open", lambda: _open(path, first, allow_pickle=options.allow_pickle)
     )
     try:
         ranks.together(
-            f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks.rank)
+            f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks)
         )
         try:
             filled = ranks.together(
@@ -75,19 +83,19 @@ class _Filled:
     bytes_read: int
 
 
-def _find(path: str | os.PathLike[str]) -> dict[str, str]:
+def _find(path: str | os.PathLike[str], *, allow_pickle: bool) -> dict[str, str]:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     found = check_local_path(path)
     repair_target(found)
     directory = Path(os.path.realpath(found)) if found.exists() else found
-    with_manifest = open_checkpoint(directory)
-    with_manifest.check_all()
-    return {"path": str(directory), "save_id": with_manifest.manifest.save_id}
+    with closing(open_checkpoint(directory, allow_pickle=allow_pickle)) as source:
+        source.check_all()
+        return {"path": str(directory), "save_id": source.manifest.save_id}
 
 
 def _open(
     path: str | os.PathLike[str], first: Mapping[str, str], *, allow_pickle: bool
-) -> ElasticReader:
+) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
     directory = Path(first["path"])
     mine = os.path.realpath(check_local_path(path))
@@ -104,24 +112,42 @@ def _open(
 
 
 def _check(
-    source: ElasticReader, live: LiveState, options: LoadOptions, where: str, rank: int
+    source: CheckpointReader, live: LiveState, options: LoadOptions, where: str, ranks: Ranks
 ) -> None:
     """Find all that can be wrong before anything is changed."""
     here = live.describe()
+    source.meet(here)
     training = bool(here.groups)
     wanted = Wanted(
         optimizer_state=training and options.optimizer_state,
-        hyperparameters=training and options.hyperparameters and not source.manifest.weights_only,
+        hyperparameters=training and _with_hyperparameters(source, options),
         strict=options.strict,
     )
     check_fits(source.manifest, here, wanted, where)
     if wanted.optimizer_state and any(group.state for group in source.manifest.groups):
         live.check_optimizer(source.manifest)
-    if rank == 0:
-        log.info("loading %s (%s) into %s", where, describe(source.manifest), describe(here))
+    if ranks.rank == 0:
+        log.info("loading %s: %s into %s", where, _said(source), describe(here))
+    source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
 
 
-def _read(source: ElasticReader, live: LiveState, options: LoadOptions, ranks: Ranks) -> _Filled:
+def _with_hyperparameters(source: CheckpointReader, options: LoadOptions) -> bool:
+    """Tell whether the groups' hyperparameters are restored."""
+    held = source.found.hyperparameters and not source.manifest.weights_only
+    return options.hyperparameters and held
+
+
+def _said(source: CheckpointReader) -> str:
+    """Say in one line what was found, and what it does not hold."""
+    manifest, found = source.manifest, source.found
+    writer = manifest.writer
+    names = {"DeepSpeed": writer.deepspeed, "Lightning": writer.lightning, "torch": writer.torch}
+    by = " and ".join(f"{name} {version}" for name, version in names.items() if version)
+    text = f"a {found.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
+    return f"{text} without {', '.join(found.lacks)}," if found.lacks else text
+
+
+def _read(source: CheckpointReader, live: LiveState, options: LoadOptions, ranks: Ranks) -> _Filled:
     """Fill this rank's buffers from the checkpoint."""
     manifest = source.manifest
     here = live.describe()
@@ -139,10 +165,10 @@ def _read(source: ElasticReader, live: LiveState, options: LoadOptions, ranks: R
             _scalars_of(source, buffer.names) if with_optimizer else {} for buffer in here.buffers
         ),
         hyperparameters=tuple(group.hyperparameters for group in manifest.groups)
-        if restores_run and options.hyperparameters
+        if restores_run and _with_hyperparameters(source, options)
         else None,
         module_buffers=once.buffers,
-        progress=manifest.progress if restores_run else here.progress,
+        progress=manifest.progress if restores_run and source.found.progress else here.progress,
         loss_scaler=once.loss_scaler if restores_run else {},
         lr_scheduler=once.lr_scheduler if restores_run and options.hyperparameters else None,
         optimizer=manifest.writer.optimizer,
@@ -151,7 +177,7 @@ def _read(source: ElasticReader, live: LiveState, options: LoadOptions, ranks: R
     return _Filled(receiving, incoming, dict(once.client_state), bytes_read)
 
 
-def _requests(source: ElasticReader, receiving: Receiving) -> list[ReadRequest]:
+def _requests(source: CheckpointReader, receiving: Receiving) -> list[ReadRequest]:
     """Plan every run to be read: weights from masters or frozen weights, then states."""
     owned = {p.name for p in source.manifest.optimized}
     mine = [f for f in receiving.fragments if f.name in owned]
@@ -172,7 +198,7 @@ def _states_of(transfer: Transfer, receiving: Receiving) -> Mapping[str, Any]:
     return states[transfer.target_buffer] if transfer.target_buffer < len(states) else {}
 
 
-def _scalars_of(source: ElasticReader, names: tuple[str, ...]) -> Mapping[str, Scalar]:
+def _scalars_of(source: CheckpointReader, names: tuple[str, ...]) -> Mapping[str, Scalar]:
     """Give the scalars of a live flat buffer, whose parameters may have lain in several.
 
     Raises:

@@ -10,6 +10,7 @@ from torch import distributed
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Parameter, Plain
+from lightning_elastic_zero.state import dtype_name
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -100,34 +101,6 @@ def precision_of(engine: Any) -> str:  # noqa: ANN401 (untyped library)
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Give ``"float32"`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def plain(value: object, where: str) -> Plain:
-    """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
-
-    Raises:
-        UnsupportedError: it is neither; ``where`` says which one it is.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
-    if isinstance(value, tuple):
-        return tuple(plain(v, where) for v in value)
-    if isinstance(value, list):
-        return [plain(v, where) for v in value]
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return {k: plain(v, where) for k, v in value.items()}
-    msg = (
-        f"{where} is a {type(value).__name__}: an optimizer's hyperparameters must be numbers, "
-        "strings, or lists, tuples and dicts of them, to be saved as plain data"
-    )
-    raise UnsupportedError(msg)
 
 
 def unplain(value: Plain, like: object) -> object:

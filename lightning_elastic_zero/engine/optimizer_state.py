@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.module import dtype_name
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.manifest import Group, Plain, StateKey
-from lightning_elastic_zero.state import Scalar
+from lightning_elastic_zero.state import Scalar, state_key
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
 """One algorithm with one state: a run may change between them, as it does with CPU offload."""
@@ -71,16 +70,9 @@ def state_keys(
     elementwise: Mapping[str, torch.Tensor], scalars: Mapping[str, Scalar]
 ) -> tuple[StateKey, ...]:
     """Give the table of a flat buffer's states, sorted by name."""
-    keys = [StateKey(k, "elementwise", dtype_name(v.dtype)) for k, v in elementwise.items()]
-    keys += [StateKey(k, "scalar", _scalar_dtype(v)) for k, v in scalars.items()]
+    keys = [state_key(k, v, elementwise=True) for k, v in elementwise.items()]
+    keys += [state_key(k, v, elementwise=False) for k, v in scalars.items()]
     return tuple(sorted(keys, key=lambda key: key.name))
-
-
-def _scalar_dtype(value: Scalar) -> str:
-    """Name the type of a scalar state."""
-    if isinstance(value, torch.Tensor):
-        return dtype_name(value.dtype)
-    return "None" if value is None else type(value).__name__
 
 
 def check_same_optimizer(saved: str, live: str) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.module import (
-    dtype_name,
     full_shape,
     module_weights,
     parameter_names,
     parameter_table,
     persistent_buffers,
-    plain,
     precision_of,
     weight_piece,
     write_buffers,
@@ -53,7 +51,14 @@ from lightning_elastic_zero.manifest import (
     Writer,
 )
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.state import FlatState, Incoming, RankState, Receiving
+from lightning_elastic_zero.state import (
+    FlatState,
+    Incoming,
+    RankState,
+    Receiving,
+    dtype_name,
+    plain,
+)
 
 
 class TrainingEngine:

@@ -5,64 +5,78 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
+from lightning_elastic_zero.formats.deepspeed_folder import read_folder, tag_folder
 from lightning_elastic_zero.formats.elastic_read import ElasticReader
+from lightning_elastic_zero.formats.foreign import ForeignReader
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
+    Found,
     ModuleState,
     ReadRequest,
 )
+from lightning_elastic_zero.formats.rigid import RigidSource
+from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
 __all__ = [
     "WEIGHT",
     "CheckpointReader",
-    "ElasticReader",
+    "Found",
     "ModuleState",
     "ReadRequest",
     "open_checkpoint",
 ]
 
 
-def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> ElasticReader:
-    """Open the checkpoint at a path, whatever kind it is.
+def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> CheckpointReader:
+    """Open the checkpoint at a path, whatever kind it is: recognised by what is in it.
 
     Args:
-        path: a checkpoint's directory.
+        path: a checkpoint's directory, or file.
         allow_pickle: read objects of any class from it; that can run code.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
         CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointCorruptedError: a checkpoint is there that is not whole.
+        UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
     if not path.exists():
         dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
         msg = f"there is no checkpoint at {path}{dangling}"
         raise CheckpointNotFoundError(msg)
+    return _own(path, allow_pickle=allow_pickle) or _foreign(path, allow_pickle=allow_pickle)
+
+
+def _own(path: Path, *, allow_pickle: bool) -> ElasticReader | None:
+    """Open a checkpoint of this library's, or give None where there is no manifest."""
     manifest = path / MANIFEST_NAME
     try:
         text = manifest.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointFormatError(_what_is_there(path)) from error
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{manifest} cannot be read ({error}): resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     return ElasticReader(path, manifest_from_json(text, str(manifest)), allow_pickle=allow_pickle)
 
 
-def _what_is_there(path: Path) -> str:
-    """Say why a path without a manifest is no checkpoint, and what it may be."""
-    if path.is_file():
-        return (
-            f"{path} is a file; a checkpoint of this library is a directory with a "
-            f"{MANIFEST_NAME}. Single-file checkpoints are loaded by Lightning's own strategies"
-        )
-    if (path.parent / MANIFEST_NAME).is_file():
-        return f"{path} is the inside of a checkpoint: pass {path.parent}"
-    if any(path.glob("*/*_model_states.pt")) or any(path.glob("*_model_states.pt")):
-        return (
-            f"{path} has no {MANIFEST_NAME}, but DeepSpeed's files: it was written by stock "
-            "DeepSpeed, which is not read yet, or copied without its manifest. Resume it with "
-            "Lightning's DeepSpeedStrategy on the number of devices that wrote it"
-        )
-    return f"{path} has no {MANIFEST_NAME}: it is no checkpoint, or one that was never finished"
+def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
+    """Open a checkpoint that other software wrote.
+
+    Raises:
+        CheckpointFormatError: it is of no kind that is known.
+    """
+    if path.is_dir():
+        if (path.parent / MANIFEST_NAME).is_file():
+            msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
+            raise CheckpointFormatError(msg)
+        if folder := tag_folder(path):
+            kind = UniversalSource if is_universal(folder) else RigidSource
+            return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
+    msg = (
+        f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
+        "no checkpoint, or one that was never finished"
+    )
+    raise CheckpointFormatError(msg)

@@ -24,10 +24,10 @@ from lightning_elastic_zero.formats.names import (
     optimizer_file,
 )
 from lightning_elastic_zero.formats.objects import load_objects
-from lightning_elastic_zero.formats.reader import WEIGHT, ModuleState, ReadRequest
+from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState, ReadRequest
 from lightning_elastic_zero.formats.torch_file import Piece, TorchFile
 from lightning_elastic_zero.layout import Fragment, Layout
-from lightning_elastic_zero.manifest import STAGE_WEIGHTS, FileEntry, Manifest
+from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.state import Scalar
 from lightning_elastic_zero.storage import FileRecord
@@ -58,6 +58,17 @@ class ElasticReader:
         self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
         self._layout = manifest.layout()
         self._frozen_layout = manifest.frozen_layout()
+
+    @property
+    def found(self) -> Found:
+        """Say that it is a whole checkpoint of this library."""
+        return Found(f"{FORMAT} checkpoint")
+
+    def meet(self, live: Manifest) -> None:
+        """Learn nothing: the manifest names everything."""
+
+    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Do nothing: every byte is verified when it is read."""
 
     def layout(self) -> Layout:
         """Which files hold which elements of masters and optimizer state."""

@@ -39,17 +39,61 @@ class ModuleState:
     lr_scheduler: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a checkpoint turned out to be: for the log, and for what a load can ask of it."""
+
+    kind: str
+    """Such as ``"stock DeepSpeed checkpoint"``."""
+    lacks: tuple[str, ...] = ()
+    """What a run has and this checkpoint does not hold, in words."""
+    hyperparameters: bool = True
+    """False: it holds no hyperparameters of the parameter groups; those configured now stay."""
+    progress: bool = True
+    """False: it holds no step counters of DeepSpeed's."""
+
+
 class CheckpointReader(Protocol):
     """An open checkpoint of some format, read by one rank.
 
     Used in this order: the manifest and the layouts are there at once, from small files;
-    ``check`` touches the files that this rank will read, without reading data; ``read`` may be
-    called several times; ``close`` at the end.
+    ``check_all`` on one rank; ``meet`` and ``verify`` on all; ``check`` touches the files that this
+    rank will read, without reading data; ``read`` may be called several times; ``close`` at the
+    end.
     """
+
+    @property
+    def found(self) -> Found:
+        """What kind of checkpoint it is, and what it does not hold."""
+        ...
 
     @property
     def manifest(self) -> Manifest:
         """What the checkpoint says of itself; foreign formats build one from what they find."""
+        ...
+
+    def check_all(self) -> None:
+        """Check, on one rank, that every file is there and belongs to the others.
+
+        Raises:
+            CheckpointCorruptedError: one is missing, cut short, or of another save.
+        """
+        ...
+
+    def meet(self, live: Manifest) -> None:
+        """Learn what the checkpoint is to be loaded into; some formats tell positions, not names.
+
+        Raises:
+            CheckpointMismatchError: the positions cannot be those of this model.
+        """
+        ...
+
+    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Verify this rank's share of what is not verified while it is read.
+
+        Raises:
+            CheckpointCorruptedError: bytes are not those that were written.
+        """
         ...
 
     def layout(self) -> Layout:

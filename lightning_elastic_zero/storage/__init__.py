@@ -23,6 +23,7 @@ from lightning_elastic_zero.storage.places import (
     see_token,
     sync_directory,
 )
+from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile
 from lightning_elastic_zero.storage.staging import (
     StagedDirectory,
     remove_leftovers,
@@ -30,7 +31,7 @@ from lightning_elastic_zero.storage.staging import (
     repair_target,
     staging_path,
 )
-from lightning_elastic_zero.storage.verified import READ_BYTES, VerifiedFile
+from lightning_elastic_zero.storage.verified import VerifiedFile
 
 __all__ = [
     "CHUNK_BYTES",
@@ -38,6 +39,7 @@ __all__ = [
     "SUMS_SUFFIX",
     "ChecksummedWriter",
     "FileRecord",
+    "RangeFile",
     "StagedDirectory",
     "VerifiedFile",
     "check_local_path",

@@ -32,9 +32,9 @@ from lightning_elastic_zero.storage import (
     VerifiedFile,
     check_local_path,
     leave_token,
+    ranges,
     remove_token,
     see_token,
-    verified,
 )
 
 SAVE_ID = "5a7e"
@@ -138,7 +138,7 @@ class TestReadRuns:
         size_bytes, runs = case
         data = some_bytes(size_bytes)
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verified, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            patch.setattr(ranges, "READ_BYTES", read_chunks * CHUNK_BYTES)
             record = write_file(Path(folder), data)
             with VerifiedFile(Path(folder), record, SAVE_ID) as file:
                 before = file.bytes_read

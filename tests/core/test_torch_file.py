@@ -24,7 +24,7 @@ from lightning_elastic_zero.formats.torch_file import (
     ShardBuilder,
     TorchFile,
 )
-from lightning_elastic_zero.storage import CHUNK_BYTES, ChecksummedWriter, FileRecord, verified
+from lightning_elastic_zero.storage import CHUNK_BYTES, ChecksummedWriter, FileRecord, ranges
 
 SAVE_ID = "5a7e"
 NAME = "checkpoint/shard.pt"
@@ -79,7 +79,7 @@ class TestReading:
         target = torch.zeros(size + 2, dtype=stored)
         expected, at, pieces = [bits(target[:1])], 1, []
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verified, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            patch.setattr(ranges, "READ_BYTES", read_chunks * CHUNK_BYTES)
             builder = ShardBuilder()
             tree = [builder.add(PiecewiseSource([one], stored)) for one in live]
             with TorchFile.open(Path(folder), write_tree(Path(folder), tree, builder)) as file:

@@ -1,8 +1,8 @@
-"""Worlds of ranks, and checkpoints that several tests load: both are made once per session."""
+"""Checkpoints that several tests load: made once per session."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def figures() -> Figures:
     """Give the figures that are shown at the end."""
     return FIGURES
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    """Give the worlds of ranks."""
-    started = Pools()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="session")

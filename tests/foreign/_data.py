@@ -26,6 +26,11 @@ class Fixture:
     about: dict[str, Any]
 
     @property
+    def setup_steps(self) -> int:
+        """Steps that the run had trained when it was saved."""
+        return int(self.about["steps"])
+
+    @property
     def checkpoint(self) -> Path:
         """What its writer would be told to resume from."""
         return self.folder / "checkpoint"

@@ -3,13 +3,16 @@
 What is written is a plain zip that everybody can ``torch.load(..., weights_only=True)``; what is
 special is how. ``writing`` takes each tensor's bytes from where they live, a bounded part at a
 time. ``index`` knows where in a file each tensor's bytes are without reading them; ``reading``
-reads the ranges that are wanted, each byte verified, to where they are wanted.
+reads the ranges that are wanted, each byte verified, to where they are wanted. ``unpickling`` says
+which classes a file may ask for; ``legacy`` reads what is no zip.
 """
 
 from __future__ import annotations
 
 from lightning_elastic_zero.formats.torch_file.index import FileSlice
+from lightning_elastic_zero.formats.torch_file.legacy import LegacyFile, is_legacy
 from lightning_elastic_zero.formats.torch_file.reading import Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file.unpickling import PickleRules
 from lightning_elastic_zero.formats.torch_file.writing import (
     PiecewiseSource,
     ShardBuilder,
@@ -18,9 +21,12 @@ from lightning_elastic_zero.formats.torch_file.writing import (
 
 __all__ = [
     "FileSlice",
+    "LegacyFile",
+    "PickleRules",
     "Piece",
     "PiecewiseSource",
     "ShardBuilder",
     "TensorSource",
     "TorchFile",
+    "is_legacy",
 ]

@@ -8,14 +8,20 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import _weights_only_unpickler
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.storage import CHUNK_BYTES, VerifiedFile
+from lightning_elastic_zero.formats.torch_file.unpickling import (
+    PLAIN_DATA,
+    PickleRules,
+    refuse_class,
+    unpickle,
+)
+from lightning_elastic_zero.storage import CHUNK_BYTES, RangeFile
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """What comes before a record's data: a mark, and last the lengths of two fields that follow."""
@@ -32,6 +38,7 @@ _UNREADABLE = (
     AttributeError,
     AssertionError,
     RuntimeError,
+    ImportError,
 )
 """What damaged or foreign data can raise in a pickle reader."""
 
@@ -58,25 +65,32 @@ class FileSlice:
 class TorchIndex:
     """The tree of a file of ``torch.save``, with tensors that have a place but no values.
 
-    All that is read for it goes through a ``VerifiedFile``: the zip's directory at the end, the
-    pickle and the small records at the start. Its tensors are on the meta device, so nobody can
-    take bytes from them that were never read.
+    All that is read for it goes through a ``VerifiedFile`` (foreign files: a ``RangeFile``): the
+    zip's directory at the end, the pickle and the small records at the start. Its tensors are on
+    the meta device, so nobody can take bytes from them that were never read.
 
     ``torch.load`` itself is not used: to leave the data alone, it would have to map the whole file,
     which a host may have too little memory to allow, and read parts of it unverified. The pickle is
     read by the same restricted unpickler, with the classes that ``torch.serialization`` allows.
     """
 
-    def __init__(self, file: VerifiedFile) -> None:
+    def __init__(self, file: RangeFile, rules: PickleRules = PLAIN_DATA) -> None:
         """Read the index of a file.
+
+        Args:
+            file: The open file.
+
+            rules: What its pickle may ask for.
 
         Raises:
             CheckpointCorruptedError: Bytes of it are not what was written.
-            CheckpointFormatError: The file is not of ``torch.save``, or holds more than plain data.
+            CheckpointFormatError: The file is not of ``torch.save``, or is damaged.
+            UnsupportedError: It holds objects of a class that the rules do not allow.
 
         """
         self._path = file.path
-        self._stream = _VerifiedStream(file)
+        self._rules = rules
+        self._stream = _RangeStream(file)
         self._size_bytes = file.size_bytes
         self._typed: dict[str, torch.storage.TypedStorage] = {}
         self._record_of: dict[torch.UntypedStorage, str] = {}
@@ -131,12 +145,12 @@ class TorchIndex:
             self._refuse(f"has the byte order {order!r}, this machine has {sys.byteorder!r}")
 
     def _read_tree(self) -> Any:  # noqa: ANN401 - whatever was saved
-        data = io.BytesIO(self._record_bytes(f"{self._prefix}/data.pkl"))
-        unpickler = _weights_only_unpickler.Unpickler(data, encoding="utf-8")
-        unpickler.persistent_load = self._storage_of  # type: ignore[method-assign]
+        data = self._record_bytes(f"{self._prefix}/data.pkl")
         try:
-            return unpickler.load()  # type: ignore[no-untyped-call]
+            return unpickle(data, self._storage_of, self._rules)
         except _UNREADABLE as error:
+            if self._rules is not PLAIN_DATA:
+                refuse_class(error, self._path)
             reason = str(error).partition(" Please use")[0]
             self._refuse(f"cannot be read as plain data: {reason or repr(error)}")
 
@@ -158,6 +172,12 @@ class TorchIndex:
                 wrap_storage=storage, dtype=dtype, _internal=True
             )
         return self._typed[key]
+
+    def records(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield each record's name, its bytes ``[start, stop)``, and its CRC-32; 0 is none."""
+        for name, info in self._records.items():
+            start = self._start_of(name)
+            yield name, start, start + info.file_size, info.CRC
 
     def _record_bytes(self, name: str) -> bytes:
         start = self._start_of(name)
@@ -183,10 +203,10 @@ class TorchIndex:
         raise CheckpointFormatError(msg)
 
 
-class _VerifiedStream(io.RawIOBase):
-    """A verified file as the standard library's readers want it; it keeps the last few chunks."""
+class _RangeStream(io.RawIOBase):
+    """A file as the standard library's readers want it; it keeps the last few chunks."""
 
-    def __init__(self, file: VerifiedFile) -> None:
+    def __init__(self, file: RangeFile) -> None:
         super().__init__()
         self._file = file
         self._chunks: OrderedDict[int, bytearray] = OrderedDict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
-from lightning_elastic_zero.storage import FileRecord, VerifiedFile, no_progress
+from lightning_elastic_zero.formats.torch_file.unpickling import PLAIN_DATA, PickleRules
+from lightning_elastic_zero.storage import FileRecord, RangeFile, VerifiedFile, no_progress
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of each size: elements that are not cast are copied as these, bit for bit."""
@@ -36,7 +39,10 @@ class Piece:
 
 
 class TorchFile:
-    """A file of ``torch.save`` that is read by ranges; no byte of it is used unverified.
+    """A file of ``torch.save`` that is read by ranges.
+
+    No byte of a file that a manifest names is used unverified; foreign files keep a CRC-32 of each
+    record at most, which ``verify`` compares.
 
     Attributes:
         path: Where the file is.
@@ -46,11 +52,11 @@ class TorchFile:
 
     """
 
-    def __init__(self, file: VerifiedFile) -> None:
+    def __init__(self, file: RangeFile, rules: PickleRules = PLAIN_DATA) -> None:
         """Read the index of an open file."""
         self.path = file.path
         self._file = file
-        self._index = TorchIndex(file)
+        self._index = TorchIndex(file, rules)
         self.tree: Any = self._index.tree
 
     @classmethod
@@ -75,6 +81,43 @@ class TorchFile:
         except BaseException:
             file.close()
             raise
+
+    @classmethod
+    def open_foreign(cls, path: Path, rules: PickleRules) -> TorchFile:
+        """Open a file that nobody has recorded anything of.
+
+        Raises:
+            CheckpointCorruptedError: The file is missing, or cut short.
+            CheckpointFormatError: It is not of ``torch.save``, or is damaged.
+            UnsupportedError: It holds objects of a class that the rules do not allow.
+
+        """
+        file = RangeFile(path)
+        try:
+            return cls(file, rules)
+        except BaseException:
+            file.close()
+            raise
+
+    def verify(self, on_bytes: Callable[[int], None] = no_progress) -> None:
+        """Read the whole file, and compare the CRC-32 of each record where one was written.
+
+        Raises:
+            CheckpointCorruptedError: Bytes of a record are not what was written.
+
+        """
+        for name, start, stop, wanted in self._index.records():
+            found = 0
+            for _, view in self._file.read_runs([(start, stop)] if wanted else []):
+                found = zlib.crc32(view, found)
+                on_bytes(view.nbytes)
+            if found != wanted:
+                msg = (
+                    f"{self.path} is damaged: its record {name} has the CRC-32 {found:#010x}, "
+                    f"written was {wanted:#010x}. Resume from another checkpoint, or copy this "
+                    "file again from where it is whole."
+                )
+                raise CheckpointCorruptedError(msg)
 
     @property
     def bytes_read(self) -> int:

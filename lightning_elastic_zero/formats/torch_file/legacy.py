@@ -1,0 +1,91 @@
+"""Files of ``torch.save`` from before it wrote zips: read whole, because they have no index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats.torch_file.reading import Piece
+from lightning_elastic_zero.formats.torch_file.unpickling import PickleRules, refuse_class
+from lightning_elastic_zero.storage import no_progress
+
+ZIP_MARK = b"PK\x03\x04"
+
+
+def is_legacy(path: Path) -> bool:
+    """Tell whether a file is no zip, so that it cannot be read by ranges.
+
+    Raises:
+        CheckpointCorruptedError: It is missing, or cannot be read.
+
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(ZIP_MARK)) != ZIP_MARK
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
+        raise CheckpointCorruptedError(msg) from error
+
+
+class LegacyFile:
+    """A file that is held in memory whole (``TorchFile``'s interface).
+
+    Attributes:
+        path: Where the file is.
+
+        tree: What was saved, with its tensors' values.
+
+        bytes_read: The file's size.
+
+    """
+
+    def __init__(self, path: Path, rules: PickleRules) -> None:
+        """Load a file.
+
+        Raises:
+            CheckpointFormatError: It is not of ``torch.save``, or damaged.
+            UnsupportedError: It needs a class that the rules do not allow.
+
+        """
+        self.path = path
+        self.bytes_read = path.stat().st_size
+        try:
+            with rules.allowed():
+                self.tree: Any = torch.load(
+                    path, map_location="cpu", weights_only=not rules.any_class
+                )
+        except Exception as error:
+            refuse_class(error, path)
+            msg = f"{path} cannot be read ({error}): it is no file of torch.save, or damaged"
+            raise CheckpointFormatError(msg) from error
+
+    def read_into(
+        self,
+        wanted: Iterable[tuple[torch.Tensor, Piece]],
+        on_bytes: Callable[[int], None] = no_progress,
+    ) -> None:
+        """Fill targets with pieces of the tree's tensors."""
+        for target, piece in wanted:
+            numel = piece.stop - piece.start
+            found = piece.tensor.detach().reshape(-1)[piece.start : piece.stop]
+            target.detach()[piece.target_offset : piece.target_offset + numel].copy_(found)
+            on_bytes(numel * found.element_size())
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a tensor of the tree."""
+        return tensor.detach().clone()
+
+    def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
+        """Give a part of the tree."""
+        return subtree
+
+    def verify(self, on_bytes: Callable[[int], None] = no_progress) -> None:
+        """Do nothing: such files keep no checksums."""
+
+    def close(self) -> None:
+        """Forget the tree."""
+        self.tree = None

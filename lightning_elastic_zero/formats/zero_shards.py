@@ -1,0 +1,346 @@
+"""Inside the optimizer shards of stock DeepSpeed: ``optimizer.state_dict()`` of each rank.
+
+Four kinds of them are known, and told apart by what is in them (DeepSpeed 0.16 to 0.19,
+``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``):
+
+==============  ==================================  ==========================================
+kind            masters                             optimizer state
+==============  ==================================  ==========================================
+ZeRO-1/2        ``single_partition_of_fp32_groups``  a torch state dict, padded
+ZeRO-1/2        ``single_partition_of_fp32_groups``  a list per group, lean, no hyperparameters
+elastic
+ZeRO-3          ``fp32_flat_groups``                a torch state dict, one entry a sub-group
+ZeRO-3 elastic  ``fp32_flat_groups``                a list per sub-group of lean shards by name
+==============  ==================================  ==========================================
+
+They hold no names but the last, so the order of the parameters comes from elsewhere; everything
+about places is taken from the sizes and paddings that were recorded, and checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.formats.names import FP32_STAGE_1_2, FP32_STAGE_3, STATES
+from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
+from lightning_elastic_zero.partition import FlatBuffer, layout_of, piece_numel
+from lightning_elastic_zero.state import Scalar, plain, state_key
+
+Shard = Mapping[str, Any]
+"""What one rank's ``optimizer.state_dict()`` gave."""
+
+Shapes = Sequence[Mapping[str, Sequence[int]]]
+"""Per flat buffer: each parameter's shape, in flat order."""
+
+BASE = "optimizer_state_dict"
+
+
+class ZeroShards:
+    """The shards of all ranks of one save, understood from the first one."""
+
+    def __init__(
+        self,
+        shard: Callable[[int], Shard],
+        load: Callable[[int, Any], Any],
+        shapes: Shapes,
+        world_size: int,
+        where: str,
+    ) -> None:
+        """Take the shards.
+
+        Args:
+            shard: gives a rank's shard; its tensors need no values.
+            load: gives a part of a rank's shard with the tensors' values.
+            shapes: the parameters of each flat buffer.
+            world_size: how many ranks wrote one.
+            where: for messages.
+
+        Raises:
+            CheckpointFormatError: the first shard is none, or does not fit the shapes.
+            UnsupportedError: it holds state that has no rule, or none at all (NVMe offload).
+        """
+        self._shard = shard
+        self._load = load
+        self._where = where
+        self.world_size = world_size
+        first = shard(0)
+        self.stage = _stage(first, where)
+        self.engine = _engine(first, self.stage)
+        self.elastic = isinstance(first.get(STATES), list)
+        self._shapes = shapes
+        flats = _flats(first)
+        if len(flats) != len(shapes):
+            msg = (
+                f"{where}: rank 0's shard has {len(flats)} flat buffers, the model file names the "
+                f"parameters of {len(shapes)}: they are not of one save"
+            )
+            raise CheckpointFormatError(msg)
+        self.master_dtype = flats[0].dtype if flats else torch.float32
+        self.group_of = group_of_flats(_param_groups(first), self.stage, len(flats))
+        self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
+        self._layout = layout_of(self.stage, self.buffers, world_size)
+        self.groups = self._groups(first)
+
+    def layout(self) -> Layout:
+        """Which rank's shard holds which elements."""
+        return self._layout
+
+    # -- what the first shard says ---------------------------------------------------------------
+
+    def _buffer(self, first: Shard, index: int) -> FlatBuffer:
+        names = tuple(self._shapes[index])
+        numels = tuple(_numel(shape) for shape in self._shapes[index].values())
+        group = self.group_of[index]
+        flat = _flats(first)[index].numel()
+        if sum(numels) and not flat:
+            msg = (
+                f"{self._where}: rank 0's shard has no master weights in it: they were offloaded "
+                "to NVMe, whose files are not read. Resume from a checkpoint without NVMe offload"
+            )
+            raise UnsupportedError(msg)
+        if self.stage == STAGE_WEIGHTS:
+            held = sum(piece_numel(n, self.world_size) for n in numels)
+            self._demand_numel(0, index, flat, (held,))
+            return FlatBuffer(group, names, numels)
+        recorded = first.get("param_alignment_paddings") or ()
+        paddings = tuple(recorded[index]) if recorded else ()
+        cut = 0 if self.engine == BF16 else int(first["group_paddings"][index])
+        buffer = FlatBuffer(group, names, numels, paddings, flat + cut)
+        if not flat + cut:
+            return buffer
+        total = sum(numels) + sum(paddings)
+        if not (self.world_size - 1) * (flat + cut) < total + 2 * self.world_size:
+            self._refuse_numel(0, index, flat)
+        return buffer
+
+    def _groups(self, first: Shard) -> tuple[Group, ...]:
+        """Give the parameter groups: members, hyperparameters, and the table of states."""
+        hyperparameters = self._load(0, _hyperparameters(first))
+        count = max(self.group_of, default=-1) + 1
+        return tuple(
+            Group(
+                names=tuple(n for b in self.buffers if b.group == group for n in b.names),
+                hyperparameters={
+                    key: plain(value, f"{key!r} of parameter group {group}")
+                    for key, value in hyperparameters[group].items()
+                }
+                if hyperparameters
+                else {},
+                state=self._state_keys(first, group),
+            )
+            for group in range(max(count, len(hyperparameters)))
+        )
+
+    def _state_keys(self, shard: Shard, group: int) -> tuple[StateKey, ...]:
+        for index, buffer in enumerate(self.buffers):
+            if buffer.group == group and buffer.names and (state := self._state(shard, index)):
+                return tuple(
+                    sorted(
+                        (self._state_key(key, value, index) for key, value in state.items()),
+                        key=lambda k: k.name,
+                    )
+                )
+        return ()
+
+    def _state_key(self, key: str, value: object, index: int) -> StateKey:
+        elementwise = isinstance(value, torch.Tensor) and value.ndim == 1
+        if elementwise or not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return state_key(key, value, elementwise=elementwise)
+        msg = (
+            f"{self._where}: the optimizer's state {key!r} of flat buffer {index} has the shape "
+            f"{tuple(value.shape)}, neither one value per element nor one for all: it cannot be "
+            "cut for another number of devices. Pass load_optimizer_state=False to resume with a "
+            "fresh optimizer"
+        )
+        raise UnsupportedError(msg)
+
+    def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
+        """Give the states of a flat buffer; of its first parameter where they are kept by name."""
+        states = shard[BASE] if self.stage == STAGE_WEIGHTS and not self.elastic else shard[STATES]
+        if not self.elastic:
+            in_order = [i for group in states["param_groups"] for i in group["params"]]
+            # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
+            found = states["state"].get(in_order[index] if in_order else index, {})
+        elif self.stage == STAGE_WEIGHTS:
+            found = next(iter(states[index].values()), {})
+        else:
+            found = states[index]
+        return found  # type: ignore[no-any-return]
+
+    # -- where things lie ------------------------------------------------------------------------
+
+    def held(self, key: str, transfer: Transfer) -> tuple[torch.Tensor, int]:
+        """Give the tensor of the source rank's shard that holds a run, and the run's start in it.
+
+        Raises:
+            CheckpointFormatError: the shard holds fewer elements than the first one makes believe.
+        """
+        shard = self._shard(transfer.source_rank)
+        start = transfer.source_offset
+        if key == WEIGHT:
+            tensor = _flats(shard)[transfer.source_buffer]
+        elif self.elastic and self.stage == STAGE_WEIGHTS:
+            tensor = shard[STATES][transfer.source_buffer][transfer.name][key]
+            numel = self._numel_of(transfer)
+            start = transfer.start - transfer.source_rank * piece_numel(numel, self.world_size)
+        else:
+            tensor = self._state(shard, transfer.source_buffer)[key]
+        if start + transfer.stop - transfer.start > tensor.numel():
+            self._refuse_numel(transfer.source_rank, transfer.source_buffer, tensor.numel())
+        return tensor, start
+
+    def _numel_of(self, transfer: Transfer) -> int:
+        buffer = self.buffers[transfer.source_buffer]
+        return buffer.numels[buffer.names.index(transfer.name)]
+
+    def scalars(self, at: Fragment) -> dict[str, Scalar]:
+        """Give the scalar states of the flat buffer that holds ``at``, as the shard has them."""
+        shard = self._shard(at.rank)
+        state = self._state(shard, at.buffer)
+        if self.elastic and self.stage == STAGE_WEIGHTS:
+            state = shard[STATES][at.buffer][at.name]
+        keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
+        found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
+        return found
+
+    # -- do the shards belong together -----------------------------------------------------------
+
+    def check(self, rank: int) -> None:
+        """Compare a rank's shard with the first one.
+
+        Raises:
+            CheckpointFormatError: it is of another run, stage or world size, or is cut.
+        """
+        shard, first = self._shard(rank), self._shard(0)
+        for what, mine, theirs in (
+            ("ZeRO stage", _stage(shard, self._where), self.stage),
+            ("wrapper", _engine(shard, self.stage), self.engine),
+            ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
+            ("number of ranks", _ranks(shard), _ranks(first)),
+            ("number of flat buffers", len(_flats(shard)), len(self.buffers)),
+            ("parameter groups", self._repr(rank), self._repr(0)),
+        ):
+            if mine != theirs:
+                msg = (
+                    f"{self._where}: rank {rank}'s shard has the {what} {mine}, rank 0's {theirs}: "
+                    "they are not of one save. Remove the files of the run that you do not want, "
+                    "or resume from another checkpoint"
+                )
+                raise CheckpointFormatError(msg)
+        for index, flat in enumerate(_flats(shard)):
+            self._demand_numel(rank, index, flat.numel(), self._possible(rank, index))
+            state = self._state(shard, index) if self.buffers[index].names else {}
+            wanted = {key.name for key in self.groups[self.group_of[index]].state}
+            if state and set(state) != wanted:
+                msg = (
+                    f"{self._where}: rank {rank}'s shard keeps the states {sorted(state)}, rank "
+                    f"0's {sorted(wanted)}: they are not of one save"
+                )
+                raise CheckpointFormatError(msg)
+
+    def _repr(self, rank: int) -> str:
+        return repr(self._load(rank, _hyperparameters(self._shard(rank))))
+
+    def _possible(self, rank: int, index: int) -> tuple[int, ...]:
+        """Give the sizes that a rank's flat buffer may have: with and without its padding."""
+        buffer = self.buffers[index]
+        if self.stage == STAGE_WEIGHTS:
+            return (sum(piece_numel(n, self.world_size) for n in buffer.numels),)
+        size = buffer.partition_numel
+        total = sum(buffer.numels) + sum(buffer.paddings)
+        return size, min(size, max(0, total - rank * size))
+
+    def _demand_numel(self, rank: int, index: int, numel: int, possible: Sequence[int]) -> None:
+        if numel not in possible:
+            self._refuse_numel(rank, index, numel)
+
+    def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
+        msg = (
+            f"{self._where}: flat buffer {index} of rank {rank}'s shard has {numel} elements, "
+            f"which is not rank {rank}'s part of {sum(map(_numel, self._shapes[index].values()))} "
+            f"on {self.world_size} ranks: the files are of two runs, or one is damaged"
+        )
+        raise CheckpointFormatError(msg)
+
+
+BF16 = "BF16_Optimizer"
+"""DeepSpeed's wrapper for bf16 with fp32 gradients; its files do not say a stage."""
+
+
+def _stage(shard: Shard, where: str) -> int:
+    if FP32_STAGE_3 in shard:
+        return STAGE_WEIGHTS
+    if FP32_STAGE_1_2 in shard:
+        return int(shard.get("zero_stage", 1))
+    msg = f"{where}: an optimizer shard without ZeRO's master weights: it is not of ZeRO-1, 2 or 3"
+    raise UnsupportedError(msg)
+
+
+def _engine(shard: Shard, stage: int) -> str:
+    if stage == STAGE_WEIGHTS:
+        return "DeepSpeedZeroOptimizer_Stage3"
+    return "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
+
+
+def _flats(shard: Shard) -> Sequence[torch.Tensor]:
+    found: Sequence[torch.Tensor] = (
+        shard[FP32_STAGE_3] if FP32_STAGE_3 in shard else shard[FP32_STAGE_1_2]
+    )
+    return found
+
+
+def _param_groups(shard: Shard) -> Sequence[Mapping[str, Any]]:
+    """Give the torch parameter groups of a shard; none where it does not hold them."""
+    for key in (BASE, STATES):
+        if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
+            found: Sequence[Mapping[str, Any]] = states["param_groups"]
+            return found
+    return ()
+
+
+def _hyperparameters(shard: Shard) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in _param_groups(shard)]
+
+
+def _ranks(shard: Shard) -> int:
+    """Give the number of ranks that a shard says it was written on."""
+    count = shard["partition_count"]
+    return int(max(count) if isinstance(count, (list, tuple)) else count)
+
+
+def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) -> tuple[int, ...]:
+    """Give each flat buffer's parameter group.
+
+    Args:
+        groups: torch's parameter groups; in ZeRO-3 their ``params`` are the sub-groups in order.
+        stage: the ZeRO stage; below 3 each group has one flat buffer.
+        count: how many flat buffers there are.
+
+    Raises:
+        CheckpointFormatError: several groups share the sub-groups, and nothing says which.
+    """
+    if stage != STAGE_WEIGHTS:
+        return tuple(range(count))
+    placed = tuple(index for index, group in enumerate(groups) for _ in group["params"])
+    if len(placed) == count:
+        return placed
+    if len(groups) <= 1:
+        return (0,) * count
+    msg = (
+        f"the shard has {len(groups)} parameter groups and {count} sub-groups, and does not say "
+        "which sub-group belongs to which group"
+    )
+    raise CheckpointFormatError(msg)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= int(size)
+    return numel

@@ -1,0 +1,116 @@
+"""What ranks do with a checkpoint that other software wrote, and what must come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tests.engine._model import BUFFERS
+from tests.engine._oracle import Dump, differences, dump, expected_in
+from tests.engine._programs import Verdict, judge
+from tests.engine._setup import Setup, engine_of, train
+from tests.foreign._data import Fixture
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load of one checkpoint."""
+
+    fixture: Fixture
+    target: Setup
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: bool = True
+    """Whether the checkpoint holds hyperparameters, so that they must come back."""
+    own_buffers: bool = False
+    """Whether it holds each rank's buffers, so that they come back to it on the same world."""
+    counters: bool = True
+    """Whether it holds DeepSpeed's step counters."""
+    client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 3})
+    steps_after: int = 0
+    """Trained after the load, and compared with the writer's own continuation."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 found."""
+
+    verdict: Verdict
+    """Of what was restored."""
+    continued: dict[str, int]
+    """What differs from the writer's own continuation, in how many bits."""
+    losses: tuple[list[float], list[float]]
+    """Mean losses after the load, and the writer's."""
+
+
+def restore(case: Case) -> Outcome | None:
+    """Load into a run from another seed, with other hyperparameters; rank 0 judges. Collective."""
+    from lightning_elastic_zero import load_checkpoint
+
+    fixture, target = case.fixture, case.target
+    with engine_of(target, 7, tilt=3.0) as engine:
+        before = dump(engine, target)
+        loaded = load_checkpoint(engine, case.path, **case.options)
+        assert loaded.client_state == case.client_state, loaded.client_state
+        found = dump(engine, target)
+        first = fixture.setup_steps
+        losses = train(engine, target, first, first + case.steps_after)
+        everyone: list[Any] = [None] * target.world
+        distributed.all_gather_object(everyone, losses)
+        after = dump(engine, target) if case.steps_after else None
+    if found is None or before is None:
+        return None
+    verdict = judge(_wanted(case, before), found)
+    theirs: Dump | None = None
+    writer: list[list[float]] = []
+    if case.steps_after:
+        theirs, writer = fixture.continued()
+    same = after is not None and theirs is not None and target == fixture.setup
+    continued = differences(_scaled(theirs), _scaled(after)) if same else {}
+    return Outcome(verdict, continued, (_mean(everyone), _mean(writer)))
+
+
+def _scaled(held: Dump | None) -> Dump:
+    """Give what must continue as the writer's run did: its buffers do where they were held."""
+    return {k: v for k, v in (held or {}).items() if not k.startswith("buffer/")}
+
+
+def _mean(losses: list[list[float]]) -> list[float]:
+    return torch.tensor(losses).mean(0).tolist() if losses else []
+
+
+def _wanted(case: Case, before: Dump) -> Dump:
+    """Say what the run must hold after the load."""
+    truth, setup = case.fixture.truth(), case.fixture.setup
+    wanted = expected_in(truth, setup, case.target)
+    if not case.own_buffers:
+        for rank in range(case.target.world):
+            wanted.update({f"buffer/{rank}/{n}": truth[f"buffer/0/{n}"] for n in BUFFERS})
+    kept = [kind for kind, held in (("group", case.groups), ("counter", case.counters)) if not held]
+    for kind in kept:
+        wanted = {k: v for k, v in wanted.items() if not k.startswith(f"{kind}/")}
+        wanted.update({k: v for k, v in before.items() if k.startswith(f"{kind}/")})
+    return wanted
+
+
+def another(setup: Setup, turn: int) -> Setup:
+    """Give another run of the same model: other world and stage, in turn."""
+    worlds = [n for n in (1, 2, 3, 4) if n != setup.world]
+    stages = [z for z in ("3", "1", "2", "B") if z != setup.zero]
+    if setup.precision != "bf16":
+        stages.remove("B")
+    if setup.empty and "3" in stages:  # DeepSpeed's own forward fails on them
+        stages.remove("3")
+    return replace(
+        setup,
+        world=worlds[turn % len(worlds)],
+        zero=stages[turn % len(stages)],
+        round_robin=False,
+        alignment=False,
+        offload=False,
+        sub_group=1_000_000_000,
+    )

@@ -1,0 +1,100 @@
+"""Checkpoints that stock DeepSpeed wrote come back bit for bit, on any number of devices.
+
+They were written by DeepSpeed 0.16 to 0.19 (``make_stock``); what is compared is what the engines
+that wrote them held in memory, found out by the oracle, which knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.foreign._data import Fixture, names, unpack
+from tests.foreign._restoring import Case, Outcome, another, restore
+
+pytestmark = pytest.mark.engine
+
+Unpack: TypeAlias = "Callable[[str], Fixture]"
+
+OTHER_KINDS = ("dumps", "universal", "lightning")
+STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpack:
+    """Give a fixture, unpacked once per session."""
+    known: dict[str, Fixture] = {}
+
+    def give(name: str) -> Fixture:
+        if name not in known:
+            known[name] = unpack(name, tmp_path_factory.mktemp(name))
+        return known[name]
+
+    return give
+
+
+def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
+    """Say what a stock checkpoint holds."""
+    values: dict[str, Any] = {
+        "fixture": fixture,
+        "target": fixture.setup,
+        "path": str(fixture.checkpoint),
+        "groups": "elastic" not in name,
+        "own_buffers": fixture.setup.zero == "3",
+    }
+    return Case(**{**values, **changes})
+
+
+def run(pools: Pools, case: Case) -> Outcome:
+    """Restore on all ranks of the target's world."""
+    outcome = pools.run(case.target.world, partial(restore, case))[0]
+    assert outcome is not None
+    return outcome
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked: Unpack) -> None:
+    """On the same world and stage the state is the writer's, and so is its continuation."""
+    fixture = unpacked(name)
+    outcome = run(pools, case_of(fixture, name, steps_after=2))
+    outcome.verdict.assert_same()
+    if "elastic" not in name:  # these lack hyperparameters
+        assert not outcome.continued
+        assert outcome.losses[0] == outcome.losses[1]
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
+    """On another world, at another stage, the state is the writer's bit for bit."""
+    fixture = unpacked(name)
+    target = another(fixture.setup, STOCK.index(name))
+    run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STOCK)
+def test_all_worlds_and_stages(name: str, pools: Pools, unpacked: Unpack) -> None:
+    """On every world and at every stage the state is the writer's bit for bit."""
+    fixture = unpacked(name)
+    for turn in range(12):
+        target = another(fixture.setup, turn)
+        run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
+
+
+def test_the_tag_that_is_asked_for_is_read(pools: Pools, unpacked: Unpack) -> None:
+    """A tag's folder means this tag, also where ``latest`` names another."""
+    fixture = unpacked("two-tags")
+    named = (Path(fixture.checkpoint) / "latest").read_text()
+    tags = sorted(p.name for p in fixture.checkpoint.iterdir() if p.is_dir())
+    assert len(tags) == 2
+    assert named == tags[0]
+    held, _ = fixture.continued()
+    later = case_of(fixture, "two-tags", path=str(fixture.checkpoint / tags[1]))
+    verdict = run(pools, later).verdict
+    assert verdict.differing, "the tag that was saved later holds other state"
+    assert held["counter/global_steps"] == "5"
