@@ -6,6 +6,8 @@ from pathlib import Path
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.deepspeed_folder import read_folder, tag_folder
+from lightning_elastic_zero.formats.dumps import DumpsSource
+from lightning_elastic_zero.formats.dumps_table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic_read import ElasticReader
 from lightning_elastic_zero.formats.foreign import ForeignReader, understanding
 from lightning_elastic_zero.formats.reader import (
@@ -72,12 +74,15 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
         if (path.parent / MANIFEST_NAME).is_file():
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
+        if (path / TABLE_NAME).is_file():
+            return ForeignReader(DumpsSource(path, allow_pickle=allow_pickle))
         if folder := tag_folder(path):
             kind = UniversalSource if is_universal(folder) else RigidSource
             with understanding(folder):
                 return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
-        "no checkpoint, or one that was never finished"
+        "no checkpoint, or one that was never finished. A folder with dumps of "
+        "optimizer.state_dict() becomes one by describe_dumps"
     )
     raise CheckpointFormatError(msg)

@@ -43,14 +43,18 @@ TensorFile: TypeAlias = "TorchFile | LegacyFile"
 class ForeignFiles:
     """The files of ``torch.save`` in a folder, opened when they are needed."""
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, allow_pickle: bool = False, open_files: int = OPEN_FILES
+    ) -> None:
         """Take the folder that names are relative to.
 
         Args:
             folder: the checkpoint's own.
             allow_pickle: build objects of any class, which can run code.
+            open_files: how many are kept open at once.
         """
         self.folder = folder
+        self._open_files = open_files
         self._rules = PickleRules(STAND_INS, any_class=allow_pickle)
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
 
@@ -72,7 +76,7 @@ class ForeignFiles:
         )
         self._open[name] = file
         # What is read whole must not pile up.
-        while len(self._open) > (2 if legacy else OPEN_FILES):
+        while len(self._open) > (2 if legacy else self._open_files):
             self._open.popitem(last=False)[1].close()
         return file
 

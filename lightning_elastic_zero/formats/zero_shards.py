@@ -20,6 +20,7 @@ about places is taken from the sizes and paddings that were recorded, and checke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -321,6 +322,48 @@ class ZeroShards:
             f"on {self.world_size} ranks: the files are of two runs, or one is damaged"
         )
         raise CheckpointFormatError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a shard says by itself, before anybody has named its parameters."""
+
+    stage: int
+    engine: str
+    world_size: int
+    flats: Sequence[torch.Tensor]
+    """The masters' flat buffers."""
+    groups: tuple[int, ...]
+    """Each flat buffer's parameter group."""
+    cuts: tuple[int, ...]
+    """ZeRO-1/2: elements of padding at the end of each of this rank's partitions; the masters may
+    lie there without them."""
+    paddings: tuple[tuple[int, ...], ...]
+    """ZeRO-1/2: recorded padding after each parameter of each flat buffer; empty where none is."""
+    names: tuple[tuple[str, ...], ...]
+    """ZeRO-1/2: the parameters of each group that reach into this rank's partition, as DeepSpeed
+    lists them with their places. The places are wrong where ``round_robin_gradients`` was on."""
+
+
+def outline(shard: Shard, where: str) -> Outline:
+    """Give what a shard says by itself.
+
+    Raises:
+        CheckpointFormatError: it does not say which sub-group is of which parameter group.
+        UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
+    """
+    stage, flats = _stage(shard, where), _flats(shard)
+    cuts = shard.get("group_paddings") or (0,) * len(flats)
+    return Outline(
+        stage=stage,
+        engine=_engine(shard, stage),
+        world_size=_ranks(shard),
+        flats=flats,
+        groups=group_of_flats(_param_groups(shard), stage, len(flats)),
+        cuts=tuple(map(int, cuts)),
+        paddings=tuple(map(tuple, shard.get("param_alignment_paddings") or ())),
+        names=tuple(map(tuple, shard.get("param_slice_mappings") or ())),
+    )
 
 
 BF16 = "BF16_Optimizer"
