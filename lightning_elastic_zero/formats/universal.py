@@ -28,7 +28,7 @@ from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
 from lightning_elastic_zero.formats.rigid import PRECISIONS
 from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
-from lightning_elastic_zero.formats.zero_shards import group_of_flats
+from lightning_elastic_zero.formats.zero_shard import group_of_flats
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
