@@ -22,6 +22,11 @@ BF16 = "BF16_Optimizer"
 
 
 def stage_of(shard: Shard, where: str) -> int:
+    """Give the ZeRO stage; 1 for BF16_Optimizer, whose shards do not say one.
+
+    Raises:
+        UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
+    """
     if FP32_STAGE_3 in shard:
         return STAGE_WEIGHTS
     if FP32_STAGE_1_2 in shard:
@@ -31,12 +36,14 @@ def stage_of(shard: Shard, where: str) -> int:
 
 
 def engine_of(shard: Shard, stage: int) -> str:
+    """Give the name of DeepSpeed's wrapper that wrote it."""
     if stage == STAGE_WEIGHTS:
         return "DeepSpeedZeroOptimizer_Stage3"
     return "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
 
 
 def flats_of(shard: Shard) -> Sequence[torch.Tensor]:
+    """Give the masters' flat buffers."""
     found: Sequence[torch.Tensor] = (
         shard[FP32_STAGE_3] if FP32_STAGE_3 in shard else shard[FP32_STAGE_1_2]
     )
@@ -53,6 +60,7 @@ def param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
 
 
 def hyperparameters_of(shard: Shard) -> list[dict[str, Any]]:
+    """Give each parameter group's hyperparameters; none where the shard does not hold them."""
     return [{k: v for k, v in g.items() if k != "params"} for g in param_groups_of(shard)]
 
 
@@ -88,10 +96,12 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
 
 
 def is_vector(value: object) -> bool:
+    """Tell whether a state is more than one value."""
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def numel_of(shape: Sequence[int]) -> int:
+    """Give the elements of a shape."""
     numel = 1
     for size in shape:
         numel *= int(size)

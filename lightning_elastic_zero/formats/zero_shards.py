@@ -324,9 +324,10 @@ class ZeroShards:
             self._refuse_numel(rank, index, numel)
 
     def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
+        whole = sum(map(numel_of, self._shapes[index].values()))
         msg = (
             f"{self._where}: flat buffer {index} of rank {rank}'s shard has {numel} elements, "
-            f"which is not rank {rank}'s part of {sum(map(numel_of, self._shapes[index].values()))} "
-            f"on {self.world_size} ranks: the files are of two runs, or one is damaged"
+            f"which is not rank {rank}'s part of {whole} on {self.world_size} ranks: the files "
+            "are of two runs, or one is damaged"
         )
         raise CheckpointFormatError(msg)
