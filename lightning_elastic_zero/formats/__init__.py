@@ -16,6 +16,7 @@ from lightning_elastic_zero.formats.reader import (
     ReadRequest,
 )
 from lightning_elastic_zero.formats.rigid import RigidSource
+from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
 __all__ = [
@@ -73,6 +74,8 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             raise CheckpointFormatError(msg)
         if folder := tag_folder(path):
             return ForeignReader(RigidSource(read_folder(folder), allow_pickle=allow_pickle))
+    else:
+        return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
         "no checkpoint, or one that was never finished"
