@@ -20,6 +20,7 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
+    check_unnamed_optimizer,
     split_state,
     state_keys,
 )
@@ -238,7 +239,11 @@ class TrainingEngine:
         Raises:
             CheckpointMismatchError: the saved state belongs to another class.
         """
-        check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
+        live = type(self._inner).__name__
+        if source.writer.optimizer:
+            check_same_optimizer(source.writer.optimizer, live)
+        else:
+            check_unnamed_optimizer(source.groups, self._groups(), live)
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill with what this rank wants of a checkpoint.

@@ -138,7 +138,7 @@ class SingleFileSource:
     def rounded(self, transfer: Transfer) -> Held | None:
         """Say that there are no other weights beside these."""
         del transfer
-        return None  # noqa: RET501
+        return None
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Give the scalar optimizer states of a parameter."""

@@ -164,6 +164,8 @@ class _Meanings:
         live = self._live.groups
         if [len(group) for group in ids] == [len(g.names) for g in live] and self._in_sequence():
             yield tuple(group.names for group in live)
+        if not {p.name for p in self._live.parameters} <= set(self._order):
+            return
         everyone = [key for group in ids for key in group]
         ascending = all(list(group) == sorted(set(group)) for group in ids)
         in_range = all(isinstance(k, int) and 0 <= k < len(self._order) for k in everyone)
@@ -177,8 +179,9 @@ class _Meanings:
         """
         ids = [key for group in self._groups for key in group["params"]]
         here = [p.name for p in self._live.parameters]
-        known = set(self._order)
-        return ids == list(range(len(ids))) and list(self._order) == [n for n in here if n in known]
+        in_file = [name for name in self._order if name in self._shapes]
+        known = set(in_file)
+        return ids == list(range(len(ids))) and in_file == [name for name in here if name in known]
 
     def _fits(self, table: Table) -> bool:
         """Tell whether a meaning gives each live group its members, and them their shapes."""

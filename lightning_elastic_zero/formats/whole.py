@@ -74,7 +74,9 @@ def meet(whole: Whole, live: Manifest) -> Met:
     buffers = tuple(n for n in live.module_buffers if weight_of.get(n) == n)
     for name in buffers:
         del weight_of[name]
-    named, unmatched = _groups(whole, live, canonical, list(weight_of))
+    # Where a tied weight has lost its first name, its place among the others is lost too.
+    order = [name for name in weight_of if name in whole.weights]
+    named, unmatched = _groups(whole, live, canonical, order)
     groups, states = named
     manifest = _manifest(whole, weight_of, buffers, groups)
     return Met(manifest, weight_of, states, tuple(ties), unmatched)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,14 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
         found[f"{kind}/{name}"] = whole(parameter)
         if parameter.requires_grad:
             found[f"master/{name}"] = whole(parameter).float()
-    for parameter, state in optimizer.state.items():
+    for owner, state in optimizer.state.items():
+        named = names[owner]  # type: ignore[index]
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                found[f"{key}/{names[parameter]}"] = whole(value).float()
+                found[f"{key}/{named}"] = whole(value).float()
             else:
-                value = whole(value) if isinstance(value, torch.Tensor) else value
-                found[f"scalar/{key}/{names[parameter]}"] = repr(value)
+                scalar = whole(value) if isinstance(value, torch.Tensor) else value
+                found[f"scalar/{key}/{named}"] = repr(scalar)
     for index, group in enumerate(optimizer.param_groups):
         found.update({f"group/{index}/{k}": repr(v) for k, v in group.items() if k != "params"})
     counters = {"global_steps": run.steps, "global_samples": 0, "skipped_steps": 0}
@@ -95,6 +95,14 @@ def keep(found: Dump, run: Run) -> None:
     if distributed.get_rank() == 0:
         torch.save(found, run.truth_path)
     distributed.barrier()
+
+
+def make(run: Run) -> Net:
+    """Make the model; buffers stay in fp32."""
+    model = Net(0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, run.dtype))
+    return model
 
 
 # -- Lightning ----------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ def fit_lightning(run: Run, *, weights_only: bool = False) -> None:
 
 def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     """Train without anybody's help on one rank, and say what is held."""
-    model = Net(0).to(getattr(torch, run.dtype))
+    model = make(run)
     optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
     steps(model, optimizer, run, 0)
     keep(held(model, optimizer, run), run)
@@ -157,7 +165,7 @@ def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, rank: int) -> None:
     """Train."""
     for step in range(run.steps):
-        loss_of(model, run, step, rank).backward()
+        loss_of(model, run, step, rank).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -174,7 +182,9 @@ def lightning_rest(run: Run) -> dict[str, Any]:
     }
 
 
-def save_alone(run: Run, change: Callable[[dict[str, Any], nn.Module], object] | None = None) -> None:
+def save_alone(
+    run: Run, change: Callable[[dict[str, Any], nn.Module], object] | None = None
+) -> None:
     """Save in the layout of Lightning's files; ``change`` sees the file and the model before."""
     model, optimizer = train_alone(run)
     tree = {
@@ -191,9 +201,7 @@ def save_legacy(run: Run) -> None:
     """Save a file that is no zip."""
     model, optimizer = train_alone(run)
     states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    torch.save(
-        {**lightning_rest(run), **states}, run.path, _use_new_zipfile_serialization=False
-    )
+    torch.save({**lightning_rest(run), **states}, run.path, _use_new_zipfile_serialization=False)
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------
@@ -204,7 +212,7 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = Net(0).to(getattr(torch, run.dtype))
+    model = make(run)
     mesh = init_device_mesh("cpu", (run.world,))
     fully_shard(model.a, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -215,7 +223,7 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def state_dicts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, **options: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Give torch's own state dicts of a sharded run. Collective."""
     from torch.distributed.checkpoint import state_dict as library
@@ -276,7 +284,7 @@ def save_sharded(run: Run, layout: str) -> None:
     lightning = layout in ("fsdp", "model parallel")
     if not lightning:
         tree["epoch"] = 1
-    dcp.save(tree, checkpoint_id=run.path)
+    dcp.save(tree, checkpoint_id=run.path)  # type: ignore[attr-defined]
     if lightning and distributed.get_rank() == 0:
         torch.save(lightning_rest(run), Path(run.path) / "meta.pt")
     distributed.barrier()
@@ -286,7 +294,4 @@ def save_dicts(run: Run, tree: dict[str, Any]) -> None:
     """Save any tree as a directory, from one rank."""
     from torch.distributed import checkpoint as dcp
 
-    dcp.save(tree, checkpoint_id=run.path, no_dist=True)
-
-
-in_rank = partial
+    dcp.save(tree, checkpoint_id=run.path, no_dist=True)  # type: ignore[attr-defined]
