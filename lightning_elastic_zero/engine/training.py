@@ -20,6 +20,7 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
+    check_same_states,
     split_state,
     state_keys,
 )
@@ -242,6 +243,8 @@ class TrainingEngine:
             CheckpointMismatchError: the saved state belongs to another class.
         """
         check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
+        if not source.writer.optimizer:
+            check_same_states(self._inner, source)
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill with what this rank wants of a checkpoint.

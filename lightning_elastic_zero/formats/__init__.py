@@ -9,7 +9,7 @@ from lightning_elastic_zero.formats.deepspeed_folder import read_folder, tag_fol
 from lightning_elastic_zero.formats.dumps import DumpsSource
 from lightning_elastic_zero.formats.dumps_table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic_read import ElasticReader
-from lightning_elastic_zero.formats.foreign import ForeignReader
+from lightning_elastic_zero.formats.foreign import ForeignReader, understanding
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -78,7 +78,8 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             return ForeignReader(DumpsSource(path, allow_pickle=allow_pickle))
         if folder := tag_folder(path):
             kind = UniversalSource if is_universal(folder) else RigidSource
-            return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
+            with understanding(folder):
+                return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
         "no checkpoint, or one that was never finished. A folder with dumps of "

@@ -51,10 +51,10 @@ class ModelFiles:
         return self._folder.models[rank]
 
     def names(self) -> list[str]:
-        """Give the files of the ranks that wrote the checkpoint."""
+        """Give the files of the ranks that wrote the checkpoint, missing ones too."""
         if self._folder.model:
             return [self._folder.model]
-        return [self.name(rank) for rank in range(self.first.world_size)]
+        return [_model_name(rank) for rank in range(self.first.world_size)]
 
     def missing(self) -> list[str]:
         """Give the names of files that should be there."""

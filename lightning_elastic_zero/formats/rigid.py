@@ -85,7 +85,8 @@ class RigidSource:
     def names(self) -> Sequence[str]:
         """Give the files of all ranks; those of a larger, older world are not among them."""
         ranks = range(self._models.first.world_size)
-        return [*self._models.names(), *(self._shard_name(rank) for rank in ranks)]
+        shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
+        return [*self._models.names(), *shards]
 
     def check_all(self) -> None:
         """Check that every rank's files are there and of one save.
@@ -145,7 +146,11 @@ class RigidSource:
         return self._models.frozen_layout
 
     def meet(self, live: Manifest) -> None:
-        """Learn nothing: the files name their parameters."""
+        """Learn the parameter groups, where the shards do not say which there were."""
+        unknown = self._shards.stage == STAGE_WEIGHTS and not self.found.hyperparameters
+        if unknown and live.groups:
+            self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
+            self.manifest = self._manifest()
 
     def held(self, key: str, transfer: Transfer) -> Held:
         """Say where a run of masters, of a state or of a frozen weight lies."""

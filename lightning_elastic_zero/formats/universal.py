@@ -57,7 +57,6 @@ class UniversalSource:
         self._folder = folder
         self._models = ModelFiles(self.files, folder)
         self._shapes = self._models.first.shapes
-        self._optimizer: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
         self._stage = STAGE_WEIGHTS if self._models.partitioned else 1
         self._stage = int(self._optimizer.get("zero_stage", self._stage))
         self._group_of = group_of_flats(
@@ -72,6 +71,12 @@ class UniversalSource:
         self._keys = self._find_keys()
         self.manifest = self._manifest(buffers)
         self.found = Found("Universal Checkpoint (ds_to_universal)", self._lacks())
+
+    @property
+    def _optimizer(self) -> Mapping[str, Any]:
+        """Give what is in ``optimizer_state.pt``: asked for anew, since files are closed."""
+        found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
+        return found
 
     # -- what is there ---------------------------------------------------------------------------
 

@@ -25,7 +25,11 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.formats.names import FP32_STAGE_1_2, FP32_STAGE_3, STATES
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
@@ -169,10 +173,37 @@ class ZeroShards:
             # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
             found = states["state"].get(in_order[index] if in_order else index, {})
         elif self.stage == STAGE_WEIGHTS:
-            found = next(iter(states[index].values()), {})
+            found = self._of_name(shard, index, next(iter(self._shapes[index])))
         else:
             found = states[index]
         return found  # type: ignore[no-any-return]
+
+    def _of_name(self, shard: Shard, index: int, name: str) -> Mapping[str, Any]:
+        """ZeRO-3 elastic: give the states of a parameter, kept by name or in the flat order."""
+        states = shard[STATES][index]
+        place = name if isinstance(states, Mapping) else list(self._shapes[index]).index(name)
+        found: Mapping[str, Any] = states[place]
+        return found
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        """Take the live model's groups, where the shards do not say which there were.
+
+        Raises:
+            CheckpointMismatchError: parameters that share a flat buffer are in two groups.
+        """
+        groups = [{group_of.get(n, 0) for n in shapes} or {0} for shapes in self._shapes]
+        if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
+            msg = (
+                f"{self._where}: sub-group {mixed[0]} has parameters of the groups "
+                f"{sorted(groups[mixed[0]])} of this model: it was saved with other parameter "
+                "groups. Configure those, or pass load_optimizer_state=False"
+            )
+            raise CheckpointMismatchError(msg)
+        self.group_of = tuple(found.pop() for found in groups)
+        first = self._shard(0)
+        self.buffers = tuple(self._buffer(first, i) for i in range(len(self._shapes)))
+        self._layout = layout_of(self.stage, self.buffers, self.world_size)
+        self.groups = self._groups(first)
 
     # -- where things lie ------------------------------------------------------------------------
 
@@ -187,7 +218,7 @@ class ZeroShards:
         if key == WEIGHT:
             tensor = _flats(shard)[transfer.source_buffer]
         elif self.elastic and self.stage == STAGE_WEIGHTS:
-            tensor = shard[STATES][transfer.source_buffer][transfer.name][key]
+            tensor = self._of_name(shard, transfer.source_buffer, transfer.name)[key]
             numel = self._numel_of(transfer)
             start = transfer.start - transfer.source_rank * piece_numel(numel, self.world_size)
         else:
@@ -205,7 +236,7 @@ class ZeroShards:
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
         if self.elastic and self.stage == STAGE_WEIGHTS:
-            state = shard[STATES][at.buffer][at.name]
+            state = self._of_name(shard, at.buffer, at.name)
         keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
         found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
         return found
@@ -238,12 +269,35 @@ class ZeroShards:
             self._demand_numel(rank, index, flat.numel(), self._possible(rank, index))
             state = self._state(shard, index) if self.buffers[index].names else {}
             wanted = {key.name for key in self.groups[self.group_of[index]].state}
-            if state and set(state) != wanted:
+            if set(state) != wanted:
                 msg = (
                     f"{self._where}: rank {rank}'s shard keeps the states {sorted(state)}, rank "
                     f"0's {sorted(wanted)}: they are not of one save"
                 )
                 raise CheckpointFormatError(msg)
+            self._check_scalars(rank, index)
+
+    def _check_scalars(self, rank: int, index: int) -> None:
+        """Compare a rank's step counters with the first one's: a save has all at one step.
+
+        Raises:
+            CheckpointFormatError: they differ.
+        """
+        mine, theirs = self._counters(rank, index), self._counters(0, index)
+        if repr(mine) != repr(theirs):
+            msg = (
+                f"{self._where}: rank {rank}'s shard has {mine} for flat buffer {index}, rank 0's "
+                f"{theirs}: they were saved at other steps. Remove the files of the run that you "
+                "do not want, or resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
+
+    def _counters(self, rank: int, index: int) -> dict[str, Scalar]:
+        shard = self._shard(rank)
+        state = self._state(shard, index) if self.buffers[index].names else {}
+        scalars = {k: v for k, v in sorted(state.items()) if not _is_vector(v)}
+        found: dict[str, Scalar] = self._load(rank, scalars)
+        return found
 
     def _repr(self, rank: int) -> str:
         return repr(self._load(rank, _hyperparameters(self._shard(rank))))
@@ -380,6 +434,10 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
         "which sub-group belongs to which group"
     )
     raise CheckpointFormatError(msg)
+
+
+def _is_vector(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _numel(shape: Sequence[int]) -> int:

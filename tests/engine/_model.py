@@ -37,7 +37,7 @@ class Norm(nn.BatchNorm1d):
             self.bias.float(),
             training=self.training,
         )
-        if self.training:  # Where they are fp32, these are the same tensors.
+        if self.training and mean is not self.running_mean:
             self.running_mean.copy_(mean)
             self.running_var.copy_(var)
         return found.to(input.dtype)
@@ -109,9 +109,12 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
     parameters = list(trained(model).values())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
+    biases = [p for name, p in trained(model).items() if name.endswith("bias")]
+    others = [p for name, p in trained(model).items() if not name.endswith("bias")]
     return {
         "one": [parameters],
         "two": [matrices, vectors],
         "swapped": [vectors, matrices],
         "three": [matrices, vectors[:3], vectors[3:]],
+        "biases": [others, biases],
     }[grouping]

@@ -26,6 +26,15 @@ class Row:
     steps: int = 3
     """Trained before the save."""
 
+    @property
+    def path(self) -> str:
+        """Where the checkpoint lies that one would be told to resume from."""
+        inside = {
+            "lightning": f"/step{self.steps}.ckpt",
+            "transformers": f"/checkpoint-{self.steps}",
+        }
+        return f"checkpoint{inside.get(self.kind, '')}"
+
 
 def small(
     world: int,
@@ -128,7 +137,13 @@ def _universal() -> list[Row]:
         "the universal checkpoint and the one that it was made of in one folder",
         kind="universal beside",
     )
-    return [*newest, *older, beside]
+    corrupt = Row(
+        "universal-corrupt",
+        small(2, "2", grouping="two", round_robin=True),
+        "ds_to_universal cuts round-robin gradients in the wrong places: to be refused",
+        kind="universal",
+    )
+    return [*newest, *older, beside, corrupt]
 
 
 def _dumps() -> list[Row]:
@@ -143,10 +158,30 @@ def _dumps() -> list[Row]:
     return [Row(name, setup, shows, kind="dumps") for name, setup in setups.items()]
 
 
+def _trainers() -> list[Row]:
+    two = small(2, "2", grouping="two")
+    three = small(2, "3", grouping="two")
+    lit = "Lightning's DeepSpeedStrategy and ModelCheckpoint, "
+    return [
+        Row("lightning2", two, lit + "ZeRO-2", kind="lightning"),
+        Row("lightning3", three, lit + "ZeRO-3", kind="lightning"),
+        Row("lightning1-fp32", small(2, "1", "fp32"), lit + "ZeRO-1, fp32", kind="lightning"),
+        Row("lightning2-ds0.16", two, lit + "ZeRO-2", "0.16", "lightning"),
+        Row(
+            "transformers2",
+            small(2, "2", "fp32", "biases"),
+            "Transformers' Trainer, ZeRO-2, fp32",
+            kind="transformers",
+        ),
+        Row("accelerate2", two, "Accelerator.save_state, ZeRO-2", kind="accelerate"),
+    ]
+
+
 ROWS: tuple[Row, ...] = (
     *_each_release(),
     *_options(),
     *_elastic(),
     *_universal(),
     *_dumps(),
+    *_trainers(),
 )

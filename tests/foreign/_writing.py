@@ -48,15 +48,12 @@ def write(row: Row, folder: str) -> None:
     wait_for_gathers()
     with engine_of(row.setup, 0) as engine:
         train(engine, row.setup, 0, row.steps)
-        _keep(dump(engine, row.setup), folder, "truth")
+        keep(dump(engine, row.setup), folder, "truth")
         _save(engine, row, folder, row.steps)
         losses = train(engine, row.setup, row.steps, row.steps + MORE)
         if row.kind == "two tags":
             _save(engine, row, folder, row.steps + MORE, save_latest=False)
-        everyone: list[Any] = [None] * row.setup.world
-        distributed.all_gather_object(everyone, losses)
-        after = dump(engine, row.setup)
-        _keep(after and {"losses": everyone, "dump": after}, folder, "continued")
+        keep_continued(engine, row, folder, losses)
 
 
 def write_larger(row: Row, folder: str) -> None:
@@ -90,6 +87,15 @@ def _save_by_hand(engine: Engine, path: Path) -> None:
     distributed.barrier()
 
 
-def _keep(held: dict[str, Any] | None, folder: str, name: str) -> None:
+def keep_continued(engine: Engine, row: Row, folder: str, losses: list[float]) -> None:
+    """Keep what the engine holds now, and each rank's losses. Collective."""
+    everyone: list[Any] = [None] * row.setup.world
+    distributed.all_gather_object(everyone, losses)
+    after = dump(engine, row.setup)
+    keep(after and {"losses": everyone, "dump": after}, folder, "continued")
+
+
+def keep(held: dict[str, Any] | None, folder: str, name: str) -> None:
+    """Keep a dump: it is on one rank."""
     if held is not None:
         torch.save(held, Path(folder) / f"{name}.pt")
