@@ -26,6 +26,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.manifest import Manifest
 from tests.engine._pool import Pools
 from tests.engine._programs import Loading, refusal
 from tests.foreign._data import Fixture, names, unpack
@@ -35,6 +36,8 @@ from tests.foreign._restoring import Case, restore
 DUMPS = [name for name in names() if name.startswith("dumps")]
 OTHER = ("dumps", "universal", "lightning", "two-tags", "stale")
 STOCK = [n for n in names() if not n.startswith(OTHER) and "ds0.17" not in n and "ds0.18" not in n]
+TOLD_BY_NAMES_ALONE: set[str] = set()
+"""Where parameters are alike."""
 TABLE = "elastic_dumps.json"
 
 Copy: TypeAlias = "Callable[[str], Fixture]"
@@ -52,7 +55,7 @@ def copy(tmp_path: Path) -> Copy:
     return give
 
 
-def describe(fixture: Fixture, **options: Any) -> Any:
+def describe(fixture: Fixture, **options: Any) -> Manifest:
     """Describe a fixture's dumps, with a model of other weights."""
     return describe_dumps(fixture.checkpoint, fixture.setup.model(3), **options)
 
@@ -124,13 +127,13 @@ def test_the_order_is_the_one_that_deepspeed_itself_writes_down(
         forget_names(folder)
     stock = open_checkpoint(fixture.checkpoint).manifest
     model = fixture.setup.model(3)
-    try:
-        found = describe_dumps(folder, model)
-    except CheckpointMismatchError as error:
-        # What the values cannot tell is refused, and can be told.
-        assert forgotten, error
+    if forgotten and name in TOLD_BY_NAMES_ALONE:
+        with pytest.raises(CheckpointMismatchError, match=r"more than one place.*groups="):
+            describe_dumps(folder, model)
         groups = [group.names for group in stock.groups]
         found = describe_dumps(folder, model, groups=groups)
+    else:
+        found = describe_dumps(folder, model)
     assert found.buffers == stock.buffers
     assert [g.hyperparameters for g in found.groups] == [g.hyperparameters for g in stock.groups]
     assert found.stage == stock.stage
@@ -167,9 +170,10 @@ def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
 def test_the_model_may_have_no_memory_of_its_own(copy: Copy) -> None:
     """Names and shapes are enough: the module may be on the meta device."""
     fixture = copy("dumps3")
-    model = fixture.setup.model(3)
-    whole = describe_dumps(fixture.checkpoint, model)
-    assert describe_dumps(fixture.checkpoint, model.to("meta")) == whole
+    whole = describe(fixture)
+    with torch.device("meta"):
+        model = fixture.setup.model(3)
+    assert describe_dumps(fixture.checkpoint, model) == whole
 
 
 def test_names_of_files_are_free(copy: Copy) -> None:
@@ -185,15 +189,17 @@ def test_names_of_files_are_free(copy: Copy) -> None:
         describe(fixture, dumps=["second", "first"], model_file="weights.bin")
 
 
-# -- what is refused when a folder is described -----------------------------------------------------
+# -- what is refused when a folder is described ---------------------------------------------------
 
 
 def other_step(fixture: Fixture) -> None:
+    """Have the model file of two steps later."""
     later, _ = fixture.continued()
     torch.save(model_file(later), fixture.checkpoint / "model.pt")
 
 
 def one_element(fixture: Fixture) -> None:
+    """Change the last bit of one weight."""
     path = fixture.checkpoint / "model.pt"
     weights = load(path)
     weights["b.weight"].view(torch.int16)[17, 3] ^= 1
@@ -201,28 +207,34 @@ def one_element(fixture: Fixture) -> None:
 
 
 def missing_dump(fixture: Fixture) -> None:
+    """Lose the last rank's dump."""
     dumps_in(fixture.checkpoint)[-1].unlink()
 
 
 def missing_first(fixture: Fixture) -> None:
+    """Lose the first rank's dump."""
     dumps_in(fixture.checkpoint)[0].unlink()
 
 
 def one_too_many(fixture: Fixture) -> None:
+    """Keep a dump of a larger world."""
     shutil.copy(dumps_in(fixture.checkpoint)[0], fixture.checkpoint / "optimizer.02.pt")
 
 
 def other_stage(fixture: Fixture) -> None:
+    """Have one rank's dump of another stage."""
     change(dumps_in(fixture.checkpoint)[1], zero_stage=1)
 
 
 def other_run(fixture: Fixture) -> None:
+    """Have one rank's masters of another run."""
     path = dumps_in(fixture.checkpoint)[1]
     flats = load(path)["single_partition_of_fp32_groups"]
     change(path, single_partition_of_fp32_groups=[flat + 1 for flat in flats])
 
 
 def other_moments(fixture: Fixture) -> None:
+    """Have one rank's moments of another step."""
     path = dumps_in(fixture.checkpoint)[1]
     state = load(path)["base_optimizer_state"]
     state["state"][0]["step"] += 1
@@ -230,40 +242,48 @@ def other_moments(fixture: Fixture) -> None:
 
 
 def no_moments(fixture: Fixture) -> None:
+    """Have one rank's dump from before the first step."""
     path = dumps_in(fixture.checkpoint)[1]
     state = load(path)["base_optimizer_state"]
     change(path, base_optimizer_state={**state, "state": {}})
 
 
 def no_masters(fixture: Fixture) -> None:
+    """Have the masters elsewhere, as NVMe offload does."""
     for path in dumps_in(fixture.checkpoint):
         empty = [torch.empty(0) for _ in load(path)["single_partition_of_fp32_groups"]]
         change(path, single_partition_of_fp32_groups=empty)
 
 
 def no_zero(fixture: Fixture) -> None:
+    """Have an ordinary optimizer's states."""
     for path in dumps_in(fixture.checkpoint):
         torch.save({"state": {}, "param_groups": []}, path)
 
 
 def no_dumps(fixture: Fixture) -> None:
+    """Have none."""
     for path in dumps_in(fixture.checkpoint):
         path.unlink()
 
 
 def no_model_file(fixture: Fixture) -> None:
+    """Lose the model file."""
     (fixture.checkpoint / "model.pt").unlink()
 
 
 def no_weights(fixture: Fixture) -> None:
+    """Have a model file of something else."""
     torch.save({"epoch": 3}, fixture.checkpoint / "model.pt")
 
 
 def two_of_a_rank(fixture: Fixture) -> None:
+    """Have two dumps of one rank."""
     shutil.copy(dumps_in(fixture.checkpoint)[0], fixture.checkpoint / "optimizer.0.pt")
 
 
 def cut_short(fixture: Fixture) -> None:
+    """Copy one dump not to its end."""
     path = dumps_in(fixture.checkpoint)[1]
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -271,15 +291,19 @@ def cut_short(fixture: Fixture) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "text"),
     [
-        (other_step, CheckpointMismatchError, "fit nowhere: .* one.*saved at the same step"),
+        (
+            other_step,
+            CheckpointMismatchError,
+            "7 fit nowhere: .* of embedding.weight, .*saved at the same step",
+        ),
         (one_element, CheckpointMismatchError, "of 9 parameters, 1 fit nowhere: .* b.weight, in"),
         (missing_dump, CheckpointCorruptedError, "dumped on 2 ranks, there are 1 dumps"),
         (missing_first, CheckpointCorruptedError, "the dumps of ranks 0 are missing"),
         (one_too_many, CheckpointFormatError, "there are 3 dumps.*without those of another"),
         (other_stage, CheckpointFormatError, "optimizer.01.pt is of .* stage 1.*stage 2"),
         (other_run, CheckpointMismatchError, "in the dumps of no other ranks than 1"),
-        (other_moments, CheckpointFormatError, "optimizer.01.pt was dumped with .*two steps"),
-        (no_moments, CheckpointFormatError, "optimizer.01.pt was dumped with no optimizer state"),
+        (other_moments, CheckpointFormatError, "rank 1.s shard has .*saved at other steps"),
+        (no_moments, CheckpointFormatError, "rank 1.s shard keeps the states ..,"),
         (no_masters, UnsupportedError, "no master weights in it: offload to NVMe"),
         (no_zero, UnsupportedError, "not of ZeRO-1, 2 or 3"),
         (no_dumps, CheckpointNotFoundError, r"no files optimizer.\*.pt"),
@@ -356,7 +380,7 @@ def test_groups_in_another_order_are_refused(copy: Copy) -> None:
         describe(fixture, groups=groups[::-1])
 
 
-# -- what is refused when it is loaded ---------------------------------------------------------------
+# -- what is refused when it is loaded -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -398,6 +422,12 @@ def test_a_bad_description_is_refused(entries: dict[str, Any], text: str, copy: 
         open_checkpoint(fixture.checkpoint)
 
 
+def same_size_of_another_step(fixture: Fixture) -> None:
+    """Overwrite the model file with that of another step, which has the same size."""
+    path, (later, _) = fixture.checkpoint / "model.pt", fixture.continued()
+    torch.save({name: model_file(later)[name] for name in load(path)}, path)
+
+
 def swapped(fixture: Fixture) -> None:
     """Have the description say another order of the same sizes."""
     path = fixture.checkpoint / TABLE
@@ -409,13 +439,18 @@ def swapped(fixture: Fixture) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["dumps2", "dumps3"])
-@pytest.mark.parametrize("harm", [other_step, swapped])
+@pytest.mark.parametrize("harm", [same_size_of_another_step, swapped])
 def test_masters_are_compared_again_at_every_load(
     name: str, harm: Callable[[Fixture], None], pools: Pools, copy: Copy
 ) -> None:
     """A model file of another step, or a false order, is refused before anything changes."""
     fixture = copy(name)
-    torch.save(load(fixture.checkpoint / "model.pt"), fixture.checkpoint / "model.pt")
+    weights = {
+        name: tensor.clone() for name, tensor in load(fixture.checkpoint / "model.pt").items()
+    }
+    torch.save(
+        {**weights, "head.weight": weights["embedding.weight"]}, fixture.checkpoint / "model.pt"
+    )
     describe(fixture)
     harm(fixture)
     setup = replace(fixture.setup, world=1)
