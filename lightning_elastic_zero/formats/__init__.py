@@ -76,7 +76,8 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
-            return ForeignReader(DumpsSource(path, allow_pickle=allow_pickle))
+            with understanding(path):
+                return ForeignReader(DumpsSource(path, allow_pickle=allow_pickle))
         if folder := tag_folder(path):
             kind = UniversalSource if is_universal(folder) else RigidSource
             with understanding(folder):

@@ -156,26 +156,8 @@ class DumpsSource:
         Raises:
             CheckpointFormatError: they are not.
         """
-        first: dict[int, tuple[int, str]] = {}
         for rank in range(self._shards.world_size):
             self._shards.check(rank)
-            of_buffer = {f.buffer: f for f in self.layout().on_rank(rank)}
-            for buffer, fragment in of_buffer.items():
-                mine = self._said_scalars(fragment)
-                other, theirs = first.setdefault(buffer, (rank, mine))
-                if mine != theirs:
-                    msg = (
-                        f"{self.files.folder}: {self._dump(rank)} was dumped with {mine}, "
-                        f"{self._dump(other)} with {theirs}: they are of two steps, or of two "
-                        "runs. Put the dumps of one step together"
-                    )
-                    raise CheckpointFormatError(msg)
-
-    def _said_scalars(self, at: Fragment) -> str:
-        try:
-            return repr(dict(self._shards.scalars(at)))
-        except KeyError:
-            return "no optimizer state"
 
     def meet(self, live: Manifest) -> None:
         """Learn nothing: the table names the parameters."""
