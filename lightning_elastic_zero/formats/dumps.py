@@ -123,7 +123,7 @@ class DumpsSource:
             save_id=identity_of(self.files.folder, self.names()),
             stage=self._shards.stage,
             world_size=self._shards.world_size,
-            precision=PRECISIONS.get(first, "fp32"),
+            precision=PRECISIONS.get(dtype_name(first), "fp32"),
             master_dtype=dtype_name(self._shards.master_dtype),
             parameters=parameters,
             groups=self._shards.groups,

@@ -24,7 +24,8 @@ from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.state import Scalar, dtype_name
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+"""Of the module, by the dtype of its weights; else it is fp32."""
 
 
 class RigidSource:
@@ -124,7 +125,7 @@ class RigidSource:
             save_id=identity_of(self._folder.path, self.names()),
             stage=shards.stage,
             world_size=first.world_size,
-            precision=PRECISIONS.get(first.dtype, "fp32"),
+            precision=PRECISIONS.get(dtype_name(first.dtype), "fp32"),
             master_dtype=dtype_name(shards.master_dtype),
             parameters=self._models.parameters(shards.group_of),
             groups=shards.groups,

@@ -113,7 +113,7 @@ class UniversalSource:
             save_id=identity_of(self._folder.path, self.names()),
             stage=self._stage,
             world_size=first.world_size,
-            precision=PRECISIONS.get(first.dtype, "fp32"),
+            precision=PRECISIONS.get(dtype_name(first.dtype), "fp32"),
             master_dtype=dtype_name(self._tensor(name, WEIGHT).dtype),
             parameters=self._models.parameters(self._group_of),
             groups=self._groups(buffers),

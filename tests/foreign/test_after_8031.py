@@ -22,7 +22,7 @@ def test_comes_back(by_name: bool, pools: Pools, tmp_path: Path) -> None:
     setup = small(3, "3", grouping="two", sub_group=15)
     row = Row("after 8031", setup, "elastic ZeRO-3")
     pools.run(3, partial(write_after_8031, row, str(tmp_path), by_name))
-    fixture = Fixture(tmp_path, setup, {"steps": row.steps})
+    fixture = Fixture(tmp_path, setup, {"steps": row.steps, "kind": "stock"})
     for target in (setup, another(setup, 0), another(setup, 1)):
         case = Case(fixture, target, str(fixture.checkpoint), groups=False)
         outcome = pools.run(target.world, partial(restore, case))[0]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 Unpack: TypeAlias = "Callable[[str], Fixture]"
 
-OTHER_KINDS = ("dumps", "lightning", "single", "distributed")
+OTHER_KINDS = ("dumps", "lightning", "universal-corrupt")
 CLIENT_STATE: dict[str, dict[str, Any]] = {"accelerate2": {}, "transformers2": {}}
 """What was saved with the engine; all others' writers gave it an epoch."""
 
@@ -75,7 +75,7 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
         assert outcome.losses[0] == outcome.losses[1]
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", [n for n in STOCK if not n.endswith(("0.17", "0.18"))])
 def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
     """On another world, at another stage, the state is the writer's bit for bit."""
     fixture = unpacked(name)
