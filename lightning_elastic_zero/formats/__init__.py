@@ -17,6 +17,7 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.rigid import RigidSource
 from lightning_elastic_zero.formats.single_file import SingleFileSource
+from lightning_elastic_zero.formats.torch_folder import is_sharded
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
 __all__ = [
@@ -74,6 +75,8 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             raise CheckpointFormatError(msg)
         if folder := tag_folder(path):
             return ForeignReader(RigidSource(read_folder(folder), allow_pickle=allow_pickle))
+        if is_sharded(path):
+            return _sharded(path, allow_pickle=allow_pickle)
     else:
         return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
     msg = (
@@ -81,3 +84,10 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
         "no checkpoint, or one that was never finished"
     )
     raise CheckpointFormatError(msg)
+
+
+def _sharded(path: Path, *, allow_pickle: bool) -> CheckpointReader:
+    """Open a directory of ``torch.distributed.checkpoint``, which takes a second to import."""
+    from lightning_elastic_zero.formats.sharded import ShardedReader  # noqa: PLC0415 (see above)
+
+    return ShardedReader(path, allow_pickle=allow_pickle)

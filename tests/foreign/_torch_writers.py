@@ -218,6 +218,9 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
     steps(model, optimizer, run, distributed.get_rank())
+    # Of buffers that differ between ranks, torch saves any one's.
+    for buffer in model.buffers():
+        distributed.broadcast(buffer, 0)
     keep(held(model, optimizer, run), run)
     return model, optimizer
 
