@@ -69,6 +69,7 @@ class ShardedReader:
         self._files = ForeignFiles(path, allow_pickle=allow_pickle)
         rules = PickleRules(STAND_INS, any_class=allow_pickle)
         self._chunks = Chunks(path, metadata, rules)
+        self._chunks.check_files()
         self._tree: Tree = sort(leaves_of(metadata))
         self._trainer = self._trainer_state()
         names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if self._trainer else [])]
@@ -142,8 +143,7 @@ class ShardedReader:
         return self._frozen
 
     def check_all(self) -> None:
-        """Check, on one rank, that every file is there and as long as it must be."""
-        self._chunks.check_files()
+        """Do nothing more: that every file is there was seen when it was opened."""
 
     def meet(self, live: Manifest) -> None:
         """Find the model and the optimizer, and whose each state is.
@@ -205,9 +205,7 @@ class ShardedReader:
             self._files.get(TRAINER_STATE).verify(on_bytes)
 
     def check(self, requests: Sequence[ReadRequest]) -> None:
-        """Check that every file is there for this rank too."""
-        if requests:
-            self._chunks.check_files()
+        """Do nothing more: that every file is there was seen when it was opened."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
         """Fill all targets; give the bytes of the chunks that were read."""
