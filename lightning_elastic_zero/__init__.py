@@ -25,6 +25,7 @@ from lightning_elastic_zero.errors import (
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.dumps import describe_dumps
     from lightning_elastic_zero.strategy import ElasticDeepSpeedStrategy
 
     __version__: str
@@ -40,12 +41,14 @@ __all__ = [
     "SaveError",
     "UnsupportedError",
     "__version__",
+    "describe_dumps",
     "load_checkpoint",
     "save_checkpoint",
 ]
 
 _HOME_OF_NAME = {
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.strategy",
+    "describe_dumps": "lightning_elastic_zero.dumps",
     "load_checkpoint": "lightning_elastic_zero.api",
     "save_checkpoint": "lightning_elastic_zero.api",
 }

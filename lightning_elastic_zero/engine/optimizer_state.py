@@ -22,12 +22,6 @@ INT_STEPS = frozenset(
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: these stay as the live run has them."""
 
-ADAM_STATES = frozenset({"exp_avg", "exp_avg_sq"})
-ALL_ADAM_STATES = ADAM_STATES | {"step", "max_exp_avg_sq"}
-
-NEWER_KEYS = frozenset({"maximize", "decoupled_weight_decay"})
-"""What releases of torch have added to the hyperparameters of optimizers that were there."""
-
 SCHEDULER_KEYS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
@@ -94,36 +88,6 @@ def check_same_optimizer(saved: str, live: str) -> None:
         "pass load_optimizer_state=False to start with a fresh optimizer on the saved weights"
     )
     raise CheckpointMismatchError(msg)
-
-
-def check_unnamed_optimizer(saved: Sequence[Group], live: Sequence[Group], live_class: str) -> None:
-    """Refuse another optimizer's state where the checkpoint does not name the class that saved it.
-
-    The names of hyperparameters and states tell them apart instead.
-
-    Raises:
-        CheckpointMismatchError: they are not those of the live optimizer.
-    """
-    for held, here in zip(saved, live, strict=True):
-        theirs, ours = (_own_keys(group) for group in (held, here))
-        states = {key.name for key in held.state}
-        if live_class in ADAM_FAMILY:
-            alike = {"betas", "eps"} <= theirs and ADAM_STATES <= states <= ALL_ADAM_STATES
-        else:
-            alike = theirs ^ ours <= NEWER_KEYS
-        if held.hyperparameters and held.state and not alike:
-            msg = (
-                f"the optimizer state was saved by an optimizer with {sorted(theirs)} that keeps "
-                f"{sorted(states)}, this run has {live_class} with {sorted(ours)}: configure the "
-                "optimizer of the run that was saved, or pass load_optimizer_state=False to start "
-                "with a fresh one on the saved weights"
-            )
-            raise CheckpointMismatchError(msg)
-
-
-def _own_keys(group: Group) -> set[str]:
-    """Give the hyperparameters that say what an optimizer computes."""
-    return set(group.hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS
 
 
 def place_scalar(

@@ -20,7 +20,6 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
-    check_unnamed_optimizer,
     split_state,
     state_keys,
 )
@@ -35,6 +34,7 @@ from lightning_elastic_zero.engine.restore import (
     target_of,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper, version_of
+from lightning_elastic_zero.engine.unnamed_optimizer import check_unnamed_optimizer
 from lightning_elastic_zero.engine.wrappers import (
     LiveBuffer,
     group_parameters,
@@ -239,11 +239,10 @@ class TrainingEngine:
         Raises:
             CheckpointMismatchError: the saved state belongs to another class.
         """
-        live = type(self._inner).__name__
         if source.writer.optimizer:
-            check_same_optimizer(source.writer.optimizer, live)
+            check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
         else:
-            check_unnamed_optimizer(source.groups, self._groups(), live)
+            check_unnamed_optimizer(source.groups, self._groups(), self._inner)
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill with what this rank wants of a checkpoint.

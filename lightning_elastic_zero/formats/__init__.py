@@ -6,8 +6,10 @@ from pathlib import Path
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.deepspeed_folder import read_folder, tag_folder
+from lightning_elastic_zero.formats.dumps import DumpsSource
+from lightning_elastic_zero.formats.dumps_table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic_read import ElasticReader
-from lightning_elastic_zero.formats.foreign import ForeignReader
+from lightning_elastic_zero.formats.foreign import ForeignReader, understanding
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -18,6 +20,7 @@ from lightning_elastic_zero.formats.reader import (
 from lightning_elastic_zero.formats.rigid import RigidSource
 from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.formats.torch_folder import is_sharded
+from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
 __all__ = [
@@ -73,15 +76,23 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
         if (path.parent / MANIFEST_NAME).is_file():
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
+        if (path / TABLE_NAME).is_file():
+            with understanding(path):
+                return ForeignReader(DumpsSource(path, allow_pickle=allow_pickle))
         if folder := tag_folder(path):
-            return ForeignReader(RigidSource(read_folder(folder), allow_pickle=allow_pickle))
+            kind = UniversalSource if is_universal(folder) else RigidSource
+            with understanding(folder):
+                return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
         if is_sharded(path):
-            return _sharded(path, allow_pickle=allow_pickle)
+            with understanding(path):
+                return _sharded(path, allow_pickle=allow_pickle)
     else:
-        return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
+        with understanding(path):
+            return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
-        "no checkpoint, or one that was never finished"
+        "no checkpoint, or one that was never finished. A folder with dumps of "
+        "optimizer.state_dict() becomes one by describe_dumps"
     )
     raise CheckpointFormatError(msg)
 

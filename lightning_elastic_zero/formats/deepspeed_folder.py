@@ -16,6 +16,10 @@ _MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
 
 
+LATEST_UNIVERSAL = "latest_universal"
+"""Names the tag that ``ds_to_universal`` has written last."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFolder:
     """The folder of one tag, and the files in it by rank."""
@@ -50,18 +54,18 @@ def tag_folder(path: Path) -> Path | None:
     tags = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
     tags = [tag for tag in tags if is_deepspeed(path / tag)]
     latest = path / LATEST
+    if not latest.is_file():
+        latest = path / LATEST_UNIVERSAL
     if latest.is_file():
         named = latest.read_text(encoding="utf-8", errors="replace").strip()
         if named in tags:
             return path / named
-        if tags or not is_elsewhere(path, named):
-            found = f"there are {', '.join(tags)}" if tags else "there is no tag's folder at all"
-            msg = (
-                f"{latest} names the tag {named!r}, which is not there whole; {found}. Pass the "
-                "folder of the tag that you want as the checkpoint's path"
-            )
-            raise CheckpointFormatError(msg)
-        return None
+        found = f"there are {', '.join(tags)}" if tags else "there is no tag's folder at all"
+        msg = (
+            f"{latest} names the tag {named!r}, which is not there; {found}. Pass the folder of "
+            "the tag that you want as the checkpoint's path"
+        )
+        raise CheckpointFormatError(msg)
     if len(tags) > 1:
         msg = (
             f"{path} has the tags {', '.join(tags)} and no file `{LATEST}` that names one of them: "
@@ -69,11 +73,6 @@ def tag_folder(path: Path) -> Path | None:
         )
         raise CheckpointFormatError(msg)
     return path / tags[0] if tags else None
-
-
-def is_elsewhere(path: Path, tag: str) -> bool:
-    """Tell whether a tag's folder is there, though not with DeepSpeed's own files."""
-    return bool(tag) and (path / tag).is_dir()
 
 
 def read_folder(path: Path) -> DeepSpeedFolder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -16,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import xxhash
 
-from lightning_elastic_zero.errors import CheckpointCorruptedError
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState, ReadRequest
 from lightning_elastic_zero.formats.stand_ins import STAND_INS
 from lightning_elastic_zero.formats.torch_file import (
@@ -42,14 +43,18 @@ TensorFile: TypeAlias = "TorchFile | LegacyFile"
 class ForeignFiles:
     """The files of ``torch.save`` in a folder, opened when they are needed."""
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, allow_pickle: bool = False, open_files: int = OPEN_FILES
+    ) -> None:
         """Take the folder that names are relative to.
 
         Args:
             folder: the checkpoint's own.
             allow_pickle: build objects of any class, which can run code.
+            open_files: how many are kept open at once.
         """
         self.folder = folder
+        self._open_files = open_files
         self._rules = PickleRules(STAND_INS, any_class=allow_pickle)
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
 
@@ -71,7 +76,7 @@ class ForeignFiles:
         )
         self._open[name] = file
         # What is read whole must not pile up.
-        while len(self._open) > (2 if legacy else OPEN_FILES):
+        while len(self._open) > (2 if legacy else self._open_files):
             self._open.popitem(last=False)[1].close()
         return file
 
@@ -172,7 +177,8 @@ class ForeignReader:
 
     def check_all(self) -> None:
         """Check, on one rank, that every file is there and belongs to the others."""
-        self._source.check_all()
+        with understanding(self._source.files.folder):
+            self._source.check_all()
 
     def meet(self, live: Manifest) -> None:
         """Learn what the checkpoint is to be loaded into."""
@@ -246,7 +252,9 @@ class ForeignReader:
                     msg = (
                         f"{self._source.files.folder}: the master weights of {part.name} do not "
                         f"round to the {held.tensor.dtype} weights in {held.file}: the files are "
-                        "of two checkpoints, or of two runs in one folder. Resume from another one"
+                        "of two runs or steps, or a conversion has cut them in the wrong places, "
+                        "as ds_to_universal does with round_robin_gradients. Resume from another "
+                        "checkpoint"
                     )
                     raise CheckpointCorruptedError(msg)
         return bytes_read
@@ -293,18 +301,27 @@ def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
     )
 
 
-def identity_of(folder: Path, names: Iterable[str]) -> str:
-    """Give a digest of which files there are and how large: ranks must see the same ones.
+@contextmanager
+def understanding(path: Path) -> Iterator[None]:
+    """Turn what a file raises that holds something else than it should into an error that says so.
 
     Raises:
-        CheckpointCorruptedError: a file is missing.
+        CheckpointFormatError: an entry is missing, or of another type.
     """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        msg = (
+            f"{path} cannot be understood: it lacks or garbles {error!r}. It was written by a "
+            "release that is not known, or is damaged; resume from another checkpoint"
+        )
+        raise CheckpointFormatError(msg) from error
+
+
+def identity_of(folder: Path, names: Iterable[str]) -> str:
+    """Give a digest of which files there are and how large: ranks must see the same ones."""
     digest = xxhash.xxh3_128()
     for name in names:
-        try:
-            size_bytes = (folder / name).stat().st_size
-        except OSError as error:
-            msg = f"{folder / name} cannot be read ({error.strerror}): the checkpoint is incomplete"
-            raise CheckpointCorruptedError(msg) from error
-        digest.update(f"{name} {size_bytes}\n".encode())
+        path = folder / name
+        digest.update(f"{name} {path.stat().st_size if path.exists() else 'missing'}\n".encode())
     return digest.hexdigest()

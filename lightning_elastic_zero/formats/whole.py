@@ -144,7 +144,7 @@ def _manifest(
         save_id=whole.save_id,
         stage=0,
         world_size=1,
-        precision=PRECISIONS.get(dtype, "fp32"),
+        precision=PRECISIONS.get(getattr(torch, dtype), "fp32"),
         master_dtype=dtype,
         parameters=parameters,
         groups=groups,

@@ -20,20 +20,26 @@ BUFFERS = (
 
 
 class Norm(nn.BatchNorm1d):
-    """BatchNorm in fp32: DeepSpeed casts parameters to bf16, and leaves buffers as they are."""
+    """BatchNorm in fp32: DeepSpeed casts parameters to bf16; buffers too, before release 0.19."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Normalise, and count the batch."""
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        mean, var = self.running_mean.float(), self.running_var.float()
         found = nn.functional.batch_norm(
             input.float(),
-            self.running_mean,
-            self.running_var,
+            mean,
+            var,
             self.weight.float(),
             self.bias.float(),
             training=self.training,
         )
+        if self.training and mean is not self.running_mean:
+            self.running_mean.copy_(mean)
+            self.running_var.copy_(var)
         return found.to(input.dtype)
 
 
@@ -77,7 +83,7 @@ class Net(nn.Module):
         h = self.bn(torch.relu(self.a(self.embedding(x))))
         if self.training:
             with torch.no_grad():
-                self.average.lerp_(h.detach().float().mean(0), 0.25)
+                self.average.lerp_(h.detach().float().mean(0).to(self.average.dtype), 0.25)
                 self.seen.add_(x.numel())
         h = self.get_submodule(self.output)(h + self.frozen(h))
         scores: torch.Tensor = self.head(h) * self.one
@@ -103,6 +109,8 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
     parameters = list(trained(model).values())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
+    biases = [p for name, p in trained(model).items() if name.endswith("bias")]
+    others = [p for name, p in trained(model).items() if not name.endswith("bias")]
     return {
         "one": [parameters],
         "two": [matrices, vectors],
@@ -111,4 +119,5 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
         "every": [list(model.parameters())],
         "every two": [list(model.parameters())[:4], list(model.parameters())[4:]],
         "three": [matrices, vectors[:3], vectors[3:]],
+        "biases": [others, biases],
     }[grouping]

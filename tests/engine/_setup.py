@@ -90,6 +90,7 @@ class Setup:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.precision == "bf16"},
+            "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
         }
         if self.zero == "B":
             config["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -33,7 +33,7 @@ class Fixture:
     @property
     def checkpoint(self) -> Path:
         """What its writer would be told to resume from."""
-        return self.folder / "checkpoint"
+        return self.folder / str(self.about.get("path", "checkpoint"))
 
     def truth(self) -> Dump:
         """Give what the engine held at the save."""

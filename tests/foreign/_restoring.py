@@ -26,8 +26,6 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: bool = True
     """Whether the checkpoint holds hyperparameters, so that they must come back."""
-    own_buffers: bool = False
-    """Whether it holds each rank's buffers, so that they come back to it on the same world."""
     counters: bool = True
     """Whether it holds DeepSpeed's step counters."""
     client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 3})
@@ -85,15 +83,31 @@ def _mean(losses: list[list[float]]) -> list[float]:
 
 def _wanted(case: Case, before: Dump) -> Dump:
     """Say what the run must hold after the load."""
-    truth, setup = case.fixture.truth(), case.fixture.setup
-    wanted = expected_in(truth, setup, case.target)
-    if not case.own_buffers:
-        for rank in range(case.target.world):
-            wanted.update({f"buffer/{rank}/{n}": truth[f"buffer/0/{n}"] for n in BUFFERS})
+    wanted = wanted_of(case.fixture, case.target, before)
     kept = [kind for kind, held in (("group", case.groups), ("counter", case.counters)) if not held]
     for kind in kept:
         wanted = {k: v for k, v in wanted.items() if not k.startswith(f"{kind}/")}
         wanted.update({k: v for k, v in before.items() if k.startswith(f"{kind}/")})
+    return wanted
+
+
+def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
+    """Say what a run must hold of a checkpoint of DeepSpeed's.
+
+    Args:
+        fixture: the checkpoint; ZeRO-3's alone hold each rank's buffers, unless made by hand.
+        target: the run.
+        live: anything that the run has held: it tells the buffers' dtypes.
+    """
+    truth = fixture.truth()
+    wanted = expected_in(truth, fixture.setup, target)
+    own = fixture.setup.zero == "3" and fixture.about["kind"] != "dumps"
+    for rank in range(target.world):
+        for name in BUFFERS:
+            key = f"buffer/{rank}/{name}"
+            held = wanted[key] if own else truth[f"buffer/0/{name}"]
+            # Releases before 0.19 cast buffers to bf16, as they cast weights.
+            wanted[key] = held.to(live[key].dtype)
     return wanted
 
 

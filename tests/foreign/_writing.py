@@ -21,35 +21,81 @@ MORE = 2
 """Steps of the writer's own continuation."""
 
 
+def wait_for_gathers() -> None:
+    """Have gathers on CPUs finished when they return.
+
+    DeepSpeed before 0.19 copies from a buffer that gloo has not filled yet, and trains on what
+    lay there. Some also gather into a view of a weight, which autograd refuses.
+    """
+    from deepspeed.comm.comm import cdb
+
+    if hasattr(cdb, "waits"):
+        return
+    gather = cdb.all_gather_function
+
+    @torch.no_grad()
+    def waiting(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's own
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    cdb.all_gather_function, cdb.waits = waiting, True
+
+
 def write(row: Row, folder: str) -> None:
     """Train, save, say what was held; train on, and say that too. Collective."""
+    wait_for_gathers()
     with engine_of(row.setup, 0) as engine:
         train(engine, row.setup, 0, row.steps)
-        _keep(dump(engine, row.setup), folder, "truth")
+        keep(dump(engine, row.setup), folder, "truth")
         _save(engine, row, folder, row.steps)
         losses = train(engine, row.setup, row.steps, row.steps + MORE)
         if row.kind == "two tags":
             _save(engine, row, folder, row.steps + MORE, save_latest=False)
-        everyone: list[Any] = [None] * row.setup.world
-        distributed.all_gather_object(everyone, losses)
-        after = dump(engine, row.setup)
-        _keep(after and {"losses": everyone, "dump": after}, folder, "continued")
+        keep_continued(engine, row, folder, losses)
 
 
 def write_larger(row: Row, folder: str) -> None:
     """Save a run of one more rank. Collective."""
     larger = replace(row.setup, world=row.setup.world + 1)
+    wait_for_gathers()
     with engine_of(larger, 0) as engine:
         train(engine, larger, 0, row.steps)
         _save(engine, row, folder, row.steps)
 
 
 def _save(engine: Engine, row: Row, folder: str, steps: int, **options: Any) -> None:
+    if row.kind == "dumps":
+        _save_by_hand(engine, Path(folder) / "checkpoint")
+        return
     engine.save_checkpoint(
         f"{folder}/checkpoint", tag=f"step{steps}", client_state=CLIENT_STATE, **options
     )
 
 
-def _keep(held: dict[str, Any] | None, folder: str, name: str) -> None:
+def _save_by_hand(engine: Engine, path: Path) -> None:
+    """Save as those do who use an Accelerator, and torch.save for the rest."""
+    whole = engine.zero_optimization_stage() == 3
+    weights = engine._consolidated_16bit_state_dict() if whole else engine.module.state_dict()
+    rank = distributed.get_rank()
+    if rank == 0:
+        path.mkdir()
+        torch.save(weights, path / "model.pt")
+    distributed.barrier()
+    torch.save(engine.optimizer.state_dict(), path / f"optimizer.{rank:02d}.pt")
+    distributed.barrier()
+
+
+def keep_continued(engine: Engine, row: Row, folder: str, losses: list[float]) -> None:
+    """Keep what the engine holds now, and each rank's losses. Collective."""
+    everyone: list[Any] = [None] * row.setup.world
+    distributed.all_gather_object(everyone, losses)
+    after = dump(engine, row.setup)
+    keep(after and {"losses": everyone, "dump": after}, folder, "continued")
+
+
+def keep(held: dict[str, Any] | None, folder: str, name: str) -> None:
+    """Keep a dump: it is on one rank."""
     if held is not None:
         torch.save(held, Path(folder) / f"{name}.pt")

@@ -2,24 +2,29 @@
 
     python -m tests.foreign.make_stock [name ...]
 
-Without names it makes those that lack, of the rows that want this release.
+Without names it makes those that lack, of the rows that want this release and what else is
+installed here. Other releases want environments of their own, with the same torch: install
+``deepspeed==0.16.9`` (0.17.6, 0.18.9, 0.19.8), and Accelerate and Transformers for their rows.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
-from tests.engine._pool import Pools
+from tests.engine._pool import Pools, environment
 from tests.foreign._data import DATA
 from tests.foreign._rows import ROWS, Row
+from tests.foreign._trainers import accelerate, fit
 from tests.foreign._writing import write, write_larger
 
 TIMEOUT_S = 300.0
@@ -29,26 +34,62 @@ COPIED = ("zero_to_fp32.py", "zero_to_torch.py")
 
 def versions() -> dict[str, str]:
     """Give the versions of what writes."""
-    return {name: metadata.version(name) for name in ("deepspeed", "torch", "lightning")}
+    packages = ("deepspeed", "torch", "lightning", "accelerate", "transformers")
+    return {name: metadata.version(name) for name in packages if util.find_spec(name)}
 
 
 def make(row: Row, pools: Pools, folder: Path) -> None:
     """Make one row's files in a folder."""
     if row.kind == "stale":
         pools.run(row.setup.world + 1, partial(write_larger, row, str(folder)), TIMEOUT_S)
-    pools.run(row.setup.world, partial(write, row, str(folder)), TIMEOUT_S)
+    pools.run(row.setup.world, partial(program(row), row, str(folder)), TIMEOUT_S)
     for script in COPIED:
-        (folder / "checkpoint" / script).unlink(missing_ok=True)
+        for copy in (folder / "checkpoint").rglob(script):
+            copy.unlink()
+    if row.kind.startswith("universal"):
+        convert(row, folder / "checkpoint")
     about = {
         "name": row.name,
         "shows": row.shows,
         "kind": row.kind,
+        "path": row.path,
         "steps": row.steps,
         "world": row.setup.world,
         "setup": asdict(row.setup),
         "versions": versions(),
     }
     (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def program(row: Row) -> Callable[[Row, str], None]:
+    """Give what the ranks do."""
+    if row.kind == "transformers":
+        from tests.foreign._transformers import train
+
+        return train
+    return {"lightning": fit, "accelerate": accelerate}.get(row.kind, write)
+
+
+def convert(row: Row, path: Path) -> None:
+    """Make a Universal Checkpoint with DeepSpeed's own tool."""
+    source = path / f"step{row.steps}"
+    folders = ["--input_folder", str(source), "--output_folder", f"{source}_universal"]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    module = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    done = subprocess.run(
+        [*module, *folders, *workers, "--inject_missing_state"],
+        env=environment(),
+        timeout=TIMEOUT_S,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        msg = f"ds_to_universal: {done.stderr[-3000:]}"
+        raise RuntimeError(msg)
+    if row.kind == "universal":
+        shutil.rmtree(source)
+        (path / "latest").unlink()
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -70,7 +111,9 @@ def wanted(names: list[str]) -> list[Row]:
     installed = ".".join(metadata.version("deepspeed").split(".")[:2])
     missing = [row for row in ROWS if not (DATA / f"{row.name}.tar.xz").exists()]
     rows = [row for row in ROWS if row.name in names] if names else missing
-    return [row for row in rows if row.release == installed]
+    needed = {"accelerate": "accelerate", "transformers": "transformers"}
+    lacking = [kind for kind, package in needed.items() if not util.find_spec(package)]
+    return [row for row in rows if row.release == installed and row.kind not in lacking]
 
 
 def main(names: list[str]) -> int:
@@ -87,7 +130,7 @@ def main(names: list[str]) -> int:
                 print(f"{row.name}: {size} bytes", flush=True)
             except Exception as error:  # noqa: BLE001 - the other rows are made all the same
                 failed += 1
-                print(f"{row.name} failed: {error}", flush=True)
+                print(f"{row.name} failed: {str(error)[-300:]}", flush=True)
             finally:
                 shutil.rmtree(folder)
     finally:

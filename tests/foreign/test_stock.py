@@ -21,7 +21,14 @@ pytestmark = pytest.mark.engine
 
 Unpack: TypeAlias = "Callable[[str], Fixture]"
 
-OTHER_KINDS = ("dumps", "universal", "lightning")
+OTHER_KINDS = ("dumps", "lightning", "single", "distributed")
+CLIENT_STATE: dict[str, dict[str, Any]] = {"accelerate2": {}, "transformers2": {}}
+"""What was saved with the engine; all others' writers gave it an epoch."""
+
+OTHER_STEPS = {"bf16-ds0.18", "accelerate2"}
+"""BF16_Optimizer of 0.18 computes other steps than 0.16's and 0.19's from the same state; and
+accelerate's scheduler is in a file of accelerate's own, and not part of the engine."""
+
 STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
 
 
@@ -45,7 +52,7 @@ def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
         "target": fixture.setup,
         "path": str(fixture.checkpoint),
         "groups": "elastic" not in name,
-        "own_buffers": fixture.setup.zero == "3",
+        **({} if name not in CLIENT_STATE else {"client_state": CLIENT_STATE[name]}),
     }
     return Case(**{**values, **changes})
 
@@ -63,7 +70,7 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
     fixture = unpacked(name)
     outcome = run(pools, case_of(fixture, name, steps_after=2))
     outcome.verdict.assert_same()
-    if "elastic" not in name:  # these lack hyperparameters
+    if "elastic" not in name and name not in OTHER_STEPS:  # elastic ones lack the groups
         assert not outcome.continued
         assert outcome.losses[0] == outcome.losses[1]
 

@@ -13,6 +13,7 @@ from lightning_elastic_zero import errors
 
 PUBLIC = {
     "ElasticDeepSpeedStrategy",
+    "describe_dumps",
     "load_checkpoint",
     "save_checkpoint",
     "ElasticZeroError",

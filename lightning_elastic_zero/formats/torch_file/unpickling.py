@@ -91,4 +91,7 @@ class _AnyClass(pickle.Unpickler):
         name = f"{module_name}.{global_name}"
         if name in self._stand_ins:
             return self._stand_ins[name]
+        if module_name == "torch" and global_name.endswith("Storage"):
+            # As in torch.load: the storage classes themselves are deprecated, and warn.
+            return torch.serialization.StorageType(global_name)  # type: ignore[no-untyped-call]
         return super().find_class(module_name, global_name)

@@ -1,0 +1,309 @@
+"""``describe_dumps``: makes a checkpoint of a folder with dumps, once and for all."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from lightning_elastic_zero.dumps.order import Order, Puzzle, find_order, listed
+from lightning_elastic_zero.dumps.streams import Stream
+from lightning_elastic_zero.dumps.weights import Comparison, ModelTable
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats.dumps import DumpsSource
+from lightning_elastic_zero.formats.dumps_table import (
+    TABLE_NAME,
+    DumpsTable,
+    Flat,
+    SizedFile,
+    weights_in,
+)
+from lightning_elastic_zero.formats.foreign import ForeignFiles
+from lightning_elastic_zero.formats.zero_shard import Outline, outline
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
+from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
+
+MOST_OPEN_FILES = 256
+"""Every parameter of ZeRO-3 lies in the dumps of all ranks."""
+
+_RANK = re.compile(r"\d+")
+
+
+def describe_dumps(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    dumps: str | Sequence[str] = "optimizer.*.pt",
+    model_file: str = "model.pt",
+    groups: Sequence[Sequence[str]] | None = None,
+    allow_pickle: bool = False,
+) -> Manifest:
+    """Make a checkpoint of dumps of ``optimizer.state_dict()`` that were saved by hand.
+
+    Call it once, in one process. It finds out which parameter lies where in the dumps' flat
+    buffers, compares every master weight, rounded, with the model file, and writes that down in
+    ``elastic_dumps.json`` beside them. From then on the folder is loaded as any checkpoint is.
+
+    Args:
+        folder: with one dump for each rank of the run, and the model's state dict.
+        model: a module of the architecture that was trained, with the same parameters frozen; its
+            weights are not looked at, so it may be on the meta device.
+        dumps: their names: a pattern, whose last number is the rank, or a list by rank.
+        model_file: name of the file with the weights of the same step.
+        groups: the parameters' names in each of the optimizer's parameter groups, in their order,
+            where they cannot be told by the weights.
+        allow_pickle: build objects of any class from the files; that can run code.
+
+    Returns:
+        What the checkpoint says of itself.
+
+    Raises:
+        CheckpointNotFoundError: there are no dumps.
+        CheckpointCorruptedError: a rank's dump is missing, or damaged.
+        CheckpointFormatError: files are not what they should be, or not of one run.
+        CheckpointMismatchError: the model file, or the model, is not that of the dumps: parameters
+            fit nowhere, or into more than one place.
+        UnsupportedError: the dumps are of no ZeRO optimizer, or without its masters.
+        SaveError: the description cannot be written.
+    """
+    path = check_local_path(folder)
+    names = _by_rank(path, dumps) if isinstance(dumps, str) else list(dumps)
+    files = ForeignFiles(
+        path, allow_pickle=allow_pickle, open_files=min(len(names) + 1, MOST_OPEN_FILES)
+    )
+    try:
+        table = _find_out(files, names, model_file, ModelTable(model), groups)
+    finally:
+        files.close()
+    source = DumpsSource(path, table, allow_pickle=allow_pickle)
+    try:
+        source.check_all()
+    finally:
+        source.files.close()
+    _write(path, table)
+    return source.manifest
+
+
+# -- which files -----------------------------------------------------------------------------------
+
+
+def _by_rank(folder: Path, pattern: str) -> list[str]:
+    """Give the files that a pattern names, by the last number in their names.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        CheckpointCorruptedError: a rank's is missing, or there are two of it.
+    """
+    ranks: dict[int, str] = {}
+    for path in sorted(folder.glob(pattern)):
+        numbers = _RANK.findall(path.name)
+        if not numbers or int(numbers[-1]) in ranks:
+            twice = f" and {ranks[int(numbers[-1])]}" if numbers else ""
+            msg = (
+                f"{folder}: {path.name}{twice} do not say which rank wrote them: pass the names "
+                "by rank, dumps=[...]"
+            )
+            raise CheckpointCorruptedError(msg)
+        ranks[int(numbers[-1])] = path.relative_to(folder).as_posix()
+    if not ranks:
+        msg = f"there are no files {pattern} in {folder}: pass their names, dumps=[...]"
+        raise CheckpointNotFoundError(msg)
+    if missing := sorted(set(range(max(ranks))) - ranks.keys()):
+        msg = (
+            f"{folder} is incomplete: the dumps of ranks {listed(map(str, missing))} are missing. "
+            "Copy the dumps of all ranks"
+        )
+        raise CheckpointCorruptedError(msg)
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _sized(folder: Path, name: str) -> SizedFile:
+    return SizedFile(name, (folder / name).stat().st_size)
+
+
+# -- what is in them -------------------------------------------------------------------------------
+
+
+def _find_out(
+    files: ForeignFiles,
+    names: Sequence[str],
+    model_file: str,
+    model: ModelTable,
+    groups: Sequence[Sequence[str]] | None,
+) -> DumpsTable:
+    """Find out which parameter lies where."""
+    where = str(files.folder)
+    weights = weights_in(files.tree(model_file), str(files.folder / model_file))
+    model.check_fits(weights, str(files.folder / model_file))
+    outlines = [outline(files.tree(name), str(files.folder / name)) for name in names]
+    _check_alike(where, names, outlines)
+    streams = _streams(outlines)
+    bases = _bases(groups, outlines, streams, model)
+    owned = {name for base in bases[:1] for names_ in base for name in names_} or set(model.trained)
+    puzzle = Puzzle(
+        streams=streams,
+        numels={name: row.numel for name, row in model.rows.items() if name in owned},
+        compare=(compare := Comparison(files, names, model_file, model.rows)),
+        alike=compare.alike,
+        where=where,
+    )
+    order = find_order(puzzle, bases, only=groups is not None)
+    return DumpsTable(
+        dumps=tuple(_sized(files.folder, name) for name in names),
+        model=_sized(files.folder, model_file),
+        flats=_flats(puzzle, order, outlines[0], model),
+        frozen=tuple(row for name, row in model.rows.items() if name not in owned),
+        module_buffers=tuple(name for name in model.buffers if name in weights),
+        absent_buffers=tuple(name for name in model.buffers if name not in weights),
+        library=_library(),
+        torch=str(torch.__version__),
+    )
+
+
+def _check_alike(where: str, names: Sequence[str], outlines: Sequence[Outline]) -> None:
+    """Refuse dumps that are not one of each rank of one run.
+
+    Raises:
+        CheckpointCorruptedError: ranks' dumps are missing.
+        CheckpointFormatError: they are of two runs.
+        UnsupportedError: they hold no masters.
+    """
+    first = outlines[0]
+    if first.world_size > len(names):
+        msg = (
+            f"{where} is incomplete: {names[0]} was dumped on {first.world_size} ranks, there are "
+            f"{len(names)} dumps. Copy the dumps of all ranks"
+        )
+        raise CheckpointCorruptedError(msg)
+    for name, other in zip(names, outlines, strict=True):
+        mine = (other.engine, other.stage, other.groups, other.world_size)
+        if mine != (first.engine, first.stage, first.groups, len(names)):
+            msg = (
+                f"{where}: {name} is of {other.engine}, stage {other.stage}, on "
+                f"{other.world_size} ranks with {len(other.flats)} flat buffers; {names[0]} of "
+                f"{first.engine}, stage {first.stage}, on {first.world_size} with "
+                f"{len(first.flats)}; there are {len(names)} dumps. Put the dumps of one run "
+                "together, without those of another"
+            )
+            raise CheckpointFormatError(msg)
+    if not any(flat.numel() for flat in first.flats):
+        msg = f"{where}: {names[0]} has no master weights in it: offload to NVMe is not supported"
+        raise UnsupportedError(msg)
+
+
+def _streams(outlines: Sequence[Outline]) -> list[Stream]:
+    """Give the streams of the parameter groups that have flat buffers."""
+    first = outlines[0]
+    found = []
+    for group in sorted(set(first.groups)):
+        flats = [index for index, g in enumerate(first.groups) if g == group]
+        sizes = tuple(first.flats[index].numel() for index in flats)
+        total, paddings = sum(sizes), tuple[int, ...]()
+        if first.stage != STAGE_WEIGHTS:
+            sizes = (_partition_numel(first, flats[0]),)
+            # Each rank, or the last one alone, says what of its partition is padding at the end.
+            total = sizes[0] * len(outlines) - sum(o.cuts[flats[0]] for o in outlines)
+            recorded = first.paddings[flats[0]] if first.paddings else ()
+            paddings = recorded if any(recorded) else ()
+        found.append(Stream(first.stage, len(outlines), flats[0], sizes, total, paddings))
+    return found
+
+
+def _partition_numel(first: Outline, index: int) -> int:
+    """Give the elements of a partition, padding included: BF16_Optimizer does not cut it off."""
+    padded = first.engine == "BF16_Optimizer"
+    return first.flats[index].numel() + (0 if padded else first.cuts[index])
+
+
+def _bases(
+    groups: Sequence[Sequence[str]] | None,
+    outlines: Sequence[Outline],
+    streams: Sequence[Stream],
+    model: ModelTable,
+) -> list[list[list[str]]]:
+    """Give the orders that the optimizer may have had its parameters in, the likeliest first.
+
+    Raises:
+        CheckpointMismatchError: ``groups`` cannot be the groups of these dumps.
+    """
+    if groups is not None:
+        return [_checked([list(names) for names in groups], streams, model)]
+    listed_names = [
+        list(dict.fromkeys(name for o in outlines for name in o.names[stream.first_buffer]))
+        for stream in streams
+        if all(len(o.names) == len(o.flats) for o in outlines)
+    ]
+    found = [listed_names] if _may_be(listed_names, streams, model) else []
+    return [*found, [model.trained]] if len(streams) == 1 else found
+
+
+def _may_be(names: Sequence[Sequence[str]], streams: Sequence[Stream], model: ModelTable) -> bool:
+    """Tell whether names can be those of all parameters: wrapped modules have others."""
+    if len(names) != len(streams) or any(n not in model.rows for part in names for n in part):
+        return False
+    return all(
+        sum(stream.counts(model.rows[name].numel) for name in part) == stream.capacity
+        for stream, part in zip(streams, names, strict=True)
+    )
+
+
+def _checked(
+    groups: list[list[str]], streams: Sequence[Stream], model: ModelTable
+) -> list[list[str]]:
+    """Give groups, without parameters that have no elements, by the first of their names.
+
+    Raises:
+        CheckpointMismatchError: they are not those of the dumps.
+    """
+    first = {n: row.name for row in model.rows.values() for n in (row.name, *row.aliases)}
+    if unknown := [n for names in groups for n in names if n not in first]:
+        msg = f"groups= names what the model does not have: {listed(unknown)}"
+        raise CheckpointMismatchError(msg)
+    found = [[first[n] for n in names if model.rows[first[n]].numel] for names in groups]
+    every = [n for names in found for n in names]
+    if twice := sorted({n for n in every if every.count(n) > 1}):
+        msg = f"groups= names parameters twice: {listed(twice)}"
+        raise CheckpointMismatchError(msg)
+    if len(groups) != len(streams):
+        msg = f"groups= has {len(groups)} parameter groups, the dumps have {len(streams)}"
+        raise CheckpointMismatchError(msg)
+    return found
+
+
+def _flats(puzzle: Puzzle, order: Order, first: Outline, model: ModelTable) -> tuple[Flat, ...]:
+    """Give the flat buffers with the parameters in them."""
+    found: dict[int, Flat] = {}
+    for stream, names in zip(puzzle.streams, order, strict=True):
+        split = stream.split((name, puzzle.numels[name]) for name in names)
+        for index, part in enumerate(split, stream.first_buffer):
+            found[index] = Flat(first.groups[index], tuple(model.rows[name] for name in part))
+    return tuple(found[index] for index in sorted(found))
+
+
+# -- writing it down -------------------------------------------------------------------------------
+
+
+def _write(folder: Path, table: DumpsTable) -> None:
+    """Write the description: it is there whole, or not at all."""
+    hidden = folder / f".{TABLE_NAME}.tmp"
+    hidden.unlink(missing_ok=True)
+    write_durably(hidden, table.to_json().encode())
+    hidden.replace(folder / TABLE_NAME)
+    sync_directory(folder)
+
+
+def _library() -> str:
+    try:
+        return metadata.version("lightning-elastic-zero")
+    except metadata.PackageNotFoundError:
+        return ""

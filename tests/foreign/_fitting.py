@@ -1,0 +1,197 @@
+"""What ranks do to go on, with a Trainer, from what Lightning's own strategy saved."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import distributed
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from tests.engine._model import BUFFERS
+from tests.engine._oracle import Dump, dump
+from tests.engine._programs import judge
+from tests.engine._setup import Setup
+from tests.foreign._data import Fixture
+from tests.foreign._restoring import wanted_of
+from tests.foreign._trainers import LitNet, Steps, Watch
+from tests.foreign._writing import MORE
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What came of it, on rank 0."""
+
+    differing: dict[str, int]
+    """Of what the writer held, right after the load."""
+    step: int
+    callback: dict[str, Any]
+    """What the callback was given back."""
+    mine: Any
+    """What the module was given back."""
+    losses: list[list[float]]
+    """Of each rank, after the load."""
+    rates: list[float]
+    """Learning rates of the first group, before each step."""
+    continued: Dump
+    """What the engine held at the end."""
+
+
+class Kept(Watch):
+    """Takes its state back; its name is the writer's callback's."""
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "Watch"
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = state_dict
+
+
+class Look(Callback):
+    """Says what the engine holds when training starts, and when it ends."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.of = setup
+        self.rates: list[float] = []
+        self.before: Dump | None = None
+        self.after: Dump | None = None
+        self.step = -1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+        self.before = dump(trainer.strategy.deepspeed_engine, self.of)  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.after = dump(trainer.strategy.deepspeed_engine, self.of)  # type: ignore[attr-defined]
+
+
+class Later(Steps):
+    """Batches from a step on."""
+
+    first = 0
+
+    @override
+    def __getitem__(self, step: int) -> Any:
+        return super().__getitem__(step + self.first)
+
+    @override
+    def __len__(self) -> int:
+        return self.steps
+
+
+class Resuming(LitNet):
+    """The writer's module, with another seed, which takes its own state back."""
+
+    mine: Any = None
+    first = 0
+    """The step whose batch comes first."""
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        # Lightning goes on in the middle of an epoch, but starts the data of a plain loader anew.
+        left = Later(self.setup_, 8)
+        left.first = self.first
+        return DataLoader(left, batch_size=None)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mine = checkpoint.get("mine")
+
+
+def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
+    """Fit on from a checkpoint, two more steps. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    warnings.simplefilter("ignore")
+    look, kept = Look(target), Kept()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=target.world,
+        strategy=ElasticDeepSpeedStrategy(config=target.config()),
+        precision="bf16-true" if target.precision == "bf16" else "32-true",
+        max_steps=fixture.setup_steps + MORE,
+        callbacks=[look, kept],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Resuming(target, seed=7, hidden=target.hidden)
+    module.first = fixture.setup_steps
+    trainer.fit(module, ckpt_path=path)
+    everyone: list[Any] = [None] * target.world
+    distributed.all_gather_object(everyone, module.losses)
+    if look.before is None or look.after is None:
+        return None
+    verdict = judge(wanted_of(fixture, target, look.before), look.before)
+    return Resumed(
+        differing=verdict.differing,
+        step=look.step,
+        callback=kept.given,
+        mine=module.mine,
+        losses=everyone,
+        rates=look.rates,
+        continued={k: v for k, v in look.after.items() if k.partition("/")[2] not in BUFFERS},
+    )
+
+
+class Weighing(Resuming):
+    """Looks at its weights when it is validated."""
+
+    weights: dict[str, torch.Tensor]
+
+    def validation_step(self, *_: Any) -> None:
+        """Compute nothing."""
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        # In the step itself the root module's parameters are in use.
+        import deepspeed
+
+        parameters = dict(self.named_parameters())
+        cut = [p for p in parameters.values() if hasattr(p, "ds_id")]
+        with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
+            self.weights = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Give one batch."""
+        return DataLoader(Steps(self.setup_, 1), batch_size=None)
+
+
+def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
+    """Validate with a checkpoint; give the weights that forward found. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=target.world,
+        strategy=ElasticDeepSpeedStrategy(config=target.config()),
+        precision="bf16-true" if target.precision == "bf16" else "32-true",
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        inference_mode=False,
+    )
+    module = Weighing(target, seed=7, hidden=target.hidden)
+    trainer.validate(module, ckpt_path=str(fixture.checkpoint), verbose=False)
+    return module.weights

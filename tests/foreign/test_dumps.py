@@ -1,0 +1,460 @@
+"""Dumps of ``optimizer.state_dict()`` that were made by hand come back bit for bit, or not at all.
+
+The dumps are real ones; what is compared is what the engines held in memory that were dumped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from lightning_elastic_zero import describe_dumps
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ElasticZeroError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.manifest import Manifest
+from tests.engine._pool import Pools
+from tests.engine._programs import Loading, refusal
+from tests.foreign._data import Fixture, names, unpack
+from tests.foreign._dumps import change, dumps_in, forget_names, from_stock, load, model_file
+from tests.foreign._restoring import Case, restore
+
+DUMPS = [name for name in names() if name.startswith("dumps")]
+OTHER = ("dumps", "universal", "lightning", "two-tags", "stale")
+STOCK = [n for n in names() if not n.startswith(OTHER) and "ds0.17" not in n and "ds0.18" not in n]
+TOLD_BY_NAMES_ALONE: set[str] = set()
+"""Where parameters are alike."""
+TABLE = "elastic_dumps.json"
+
+Copy: TypeAlias = "Callable[[str], Fixture]"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    """Give a fixture of this test's own."""
+
+    def give(name: str) -> Fixture:
+        folder = tmp_path / name
+        folder.mkdir()
+        return unpack(name, folder)
+
+    return give
+
+
+def describe(fixture: Fixture, **options: Any) -> Manifest:
+    """Describe a fixture's dumps, with a model of other weights."""
+    return describe_dumps(fixture.checkpoint, fixture.setup.model(3), **options)
+
+
+def case_of(fixture: Fixture, **changes: Any) -> Case:
+    """Say what dumps hold."""
+    target = replace(fixture.setup, **changes)
+    return Case(fixture, target, str(fixture.checkpoint), counters=False, client_state={})
+
+
+# -- what comes back -------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
+@pytest.mark.parametrize("name", DUMPS)
+def test_dumps_come_back_on_the_same_ranks(
+    name: str, forgotten: bool, pools: Pools, copy: Copy
+) -> None:
+    """Masters, moments, steps, hyperparameters and buffers are those that were dumped."""
+    fixture = copy(name)
+    if forgotten:
+        forget_names(fixture.checkpoint)
+    describe(fixture)
+    outcome = pools.run(fixture.setup.world, partial(restore, case_of(fixture)))[0]
+    assert outcome is not None
+    outcome.verdict.assert_same()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "world", "zero"),
+    [
+        ("dumps1", 1, "3"),
+        ("dumps1", 3, "2"),
+        ("dumps2", 3, "3"),
+        ("dumps2", 1, "1"),
+        ("dumps2-two", 1, "2"),
+        ("dumps2-two", 2, "3"),
+        ("dumps3", 1, "3"),
+        ("dumps3", 3, "1"),
+        ("dumps-bf16", 1, "B"),
+        ("dumps-bf16", 3, "3"),
+    ],
+)
+def test_dumps_come_back_on_other_ranks(
+    name: str, world: int, zero: str, pools: Pools, copy: Copy
+) -> None:
+    """So they are on fewer and on more ranks, at the same stage and at another one."""
+    fixture = copy(name)
+    describe(fixture)
+    case = case_of(fixture, world=world, zero=zero, sub_group=20)
+    outcome = pools.run(world, partial(restore, case))[0]
+    assert outcome is not None
+    outcome.verdict.assert_same()
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
+@pytest.mark.parametrize("name", STOCK)
+def test_the_order_is_the_one_that_deepspeed_itself_writes_down(
+    name: str, forgotten: bool, copy: Copy, tmp_path: Path
+) -> None:
+    """Stock checkpoints name their parameters: without those names the same order is found."""
+    fixture = copy(name)
+    folder = tmp_path / "by hand"
+    folder.mkdir()
+    from_stock(fixture, folder)
+    if forgotten:
+        forget_names(folder)
+    stock = open_checkpoint(fixture.checkpoint).manifest
+    model = fixture.setup.model(3)
+    if forgotten and name in TOLD_BY_NAMES_ALONE:
+        with pytest.raises(CheckpointMismatchError, match=r"more than one place.*groups="):
+            describe_dumps(folder, model)
+        groups = [group.names for group in stock.groups]
+        found = describe_dumps(folder, model, groups=groups)
+    else:
+        found = describe_dumps(folder, model)
+    assert found.buffers == stock.buffers
+    assert [g.hyperparameters for g in found.groups] == [g.hyperparameters for g in stock.groups]
+    assert found.stage == stock.stage
+    shapes = {p.name: (p.shape, p.group, p.aliases) for p in stock.parameters}
+    assert {p.name: (p.shape, p.group, p.aliases) for p in found.parameters} == shapes
+
+
+def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
+    """What dumps never hold is told, with what this model file does not hold."""
+    fixture = copy("dumps2")
+    weights = load(fixture.checkpoint / "model.pt")
+    torch.save(
+        {"state_dict": {k: v for k, v in weights.items() if k != "average"}, "epoch": 1},
+        fixture.checkpoint / "model.pt",
+    )
+    describe(fixture)
+    reader = open_checkpoint(fixture.checkpoint)
+    assert reader.found.lacks == (
+        "step counters",
+        "the trainer's state",
+        "RNG states",
+        "buffers of ranks other than 0",
+        "the buffers average",
+    )
+    assert not reader.found.progress
+    assert reader.manifest.module_buffers == (
+        "seen",
+        "bn.running_mean",
+        "bn.running_var",
+        "bn.num_batches_tracked",
+    )
+
+
+def test_the_model_may_have_no_memory_of_its_own(copy: Copy) -> None:
+    """Names and shapes are enough: the module may be on the meta device."""
+    fixture = copy("dumps3")
+    whole = describe(fixture)
+    with torch.device("meta"):
+        model = fixture.setup.model(3)
+    assert describe_dumps(fixture.checkpoint, model) == whole
+
+
+def test_names_of_files_are_free(copy: Copy) -> None:
+    """Dumps may have any names, in the order of the ranks."""
+    fixture = copy("dumps1")
+    folder = fixture.checkpoint
+    for path, name in zip(dumps_in(folder), ("first", "second"), strict=True):
+        path.rename(folder / name)
+    (folder / "model.pt").rename(folder / "weights.bin")
+    found = describe(fixture, dumps=["first", "second"], model_file="weights.bin")
+    assert open_checkpoint(folder).manifest == found
+    with pytest.raises(CheckpointMismatchError, match="embedding"):
+        describe(fixture, dumps=["second", "first"], model_file="weights.bin")
+
+
+# -- what is refused when a folder is described ---------------------------------------------------
+
+
+def other_step(fixture: Fixture) -> None:
+    """Have the model file of two steps later."""
+    later, _ = fixture.continued()
+    torch.save(model_file(later), fixture.checkpoint / "model.pt")
+
+
+def one_element(fixture: Fixture) -> None:
+    """Change the last bit of one weight."""
+    path = fixture.checkpoint / "model.pt"
+    weights = load(path)
+    weights["b.weight"].view(torch.int16)[17, 3] ^= 1
+    torch.save(weights, path)
+
+
+def missing_dump(fixture: Fixture) -> None:
+    """Lose the last rank's dump."""
+    dumps_in(fixture.checkpoint)[-1].unlink()
+
+
+def missing_first(fixture: Fixture) -> None:
+    """Lose the first rank's dump."""
+    dumps_in(fixture.checkpoint)[0].unlink()
+
+
+def one_too_many(fixture: Fixture) -> None:
+    """Keep a dump of a larger world."""
+    shutil.copy(dumps_in(fixture.checkpoint)[0], fixture.checkpoint / "optimizer.02.pt")
+
+
+def other_stage(fixture: Fixture) -> None:
+    """Have one rank's dump of another stage."""
+    change(dumps_in(fixture.checkpoint)[1], zero_stage=1)
+
+
+def other_run(fixture: Fixture) -> None:
+    """Have one rank's masters of another run."""
+    path = dumps_in(fixture.checkpoint)[1]
+    flats = load(path)["single_partition_of_fp32_groups"]
+    change(path, single_partition_of_fp32_groups=[flat + 1 for flat in flats])
+
+
+def other_moments(fixture: Fixture) -> None:
+    """Have one rank's moments of another step."""
+    path = dumps_in(fixture.checkpoint)[1]
+    state = load(path)["base_optimizer_state"]
+    state["state"][0]["step"] += 1
+    change(path, base_optimizer_state=state)
+
+
+def no_moments(fixture: Fixture) -> None:
+    """Have one rank's dump from before the first step."""
+    path = dumps_in(fixture.checkpoint)[1]
+    state = load(path)["base_optimizer_state"]
+    change(path, base_optimizer_state={**state, "state": {}})
+
+
+def no_masters(fixture: Fixture) -> None:
+    """Have the masters elsewhere, as NVMe offload does."""
+    for path in dumps_in(fixture.checkpoint):
+        empty = [torch.empty(0) for _ in load(path)["single_partition_of_fp32_groups"]]
+        change(path, single_partition_of_fp32_groups=empty)
+
+
+def no_zero(fixture: Fixture) -> None:
+    """Have an ordinary optimizer's states."""
+    for path in dumps_in(fixture.checkpoint):
+        torch.save({"state": {}, "param_groups": []}, path)
+
+
+def no_dumps(fixture: Fixture) -> None:
+    """Have none."""
+    for path in dumps_in(fixture.checkpoint):
+        path.unlink()
+
+
+def no_model_file(fixture: Fixture) -> None:
+    """Lose the model file."""
+    (fixture.checkpoint / "model.pt").unlink()
+
+
+def no_weights(fixture: Fixture) -> None:
+    """Have a model file of something else."""
+    torch.save({"epoch": 3}, fixture.checkpoint / "model.pt")
+
+
+def two_of_a_rank(fixture: Fixture) -> None:
+    """Have two dumps of one rank."""
+    shutil.copy(dumps_in(fixture.checkpoint)[0], fixture.checkpoint / "optimizer.0.pt")
+
+
+def cut_short(fixture: Fixture) -> None:
+    """Copy one dump not to its end."""
+    path = dumps_in(fixture.checkpoint)[1]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "text"),
+    [
+        (
+            other_step,
+            CheckpointMismatchError,
+            "7 fit nowhere: .* of embedding.weight, .*saved at the same step",
+        ),
+        (one_element, CheckpointMismatchError, "of 9 parameters, 1 fit nowhere: .* b.weight, in"),
+        (missing_dump, CheckpointCorruptedError, "dumped on 2 ranks, there are 1 dumps"),
+        (missing_first, CheckpointCorruptedError, "the dumps of ranks 0 are missing"),
+        (one_too_many, CheckpointFormatError, "there are 3 dumps.*without those of another"),
+        (other_stage, CheckpointFormatError, "optimizer.01.pt is of .* stage 1.*stage 2"),
+        (other_run, CheckpointMismatchError, "in the dumps of no other ranks than 1"),
+        (other_moments, CheckpointFormatError, "rank 1.s shard has .*saved at other steps"),
+        (no_moments, CheckpointFormatError, "rank 1.s shard keeps the states ..,"),
+        (no_masters, UnsupportedError, "no master weights in it: offload to NVMe"),
+        (no_zero, UnsupportedError, "not of ZeRO-1, 2 or 3"),
+        (no_dumps, CheckpointNotFoundError, r"no files optimizer.\*.pt"),
+        (no_model_file, CheckpointCorruptedError, "model.pt cannot be read"),
+        (no_weights, CheckpointFormatError, "model.pt holds no state dict"),
+        (two_of_a_rank, CheckpointCorruptedError, "do not say which rank wrote them"),
+        (cut_short, ElasticZeroError, "optimizer.01.pt"),
+    ],
+)
+@pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
+def test_a_bad_folder_is_not_described(
+    harm: Callable[[Fixture], None],
+    error: type[Exception],
+    text: str,
+    forgotten: bool,
+    copy: Copy,
+) -> None:
+    """Whatever does not belong together is refused by name, and nothing is written."""
+    fixture = copy("dumps2")
+    if forgotten:
+        forget_names(fixture.checkpoint)
+    harm(fixture)
+    with pytest.raises(error, match=f"(?s){text}"):
+        describe(fixture)
+    assert not list(fixture.checkpoint.glob(f"*{TABLE}*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden": 6}, "of other shapes: a.weight .saved .5, 33., here .6, 33.."),
+        ({"renamed": True}, "missing from the file: c.weight, c.bias"),
+        ({"empty": True}, "missing from the file: empty"),
+    ],
+)
+def test_another_architecture_is_refused(changes: dict[str, Any], text: str, copy: Copy) -> None:
+    """A model that is not the model file's is refused with all differences."""
+    fixture = copy("dumps2")
+    with pytest.raises(CheckpointMismatchError, match=text):
+        describe_dumps(fixture.checkpoint, replace(fixture.setup, **changes).model(3))
+
+
+def test_other_frozen_parameters_are_refused(copy: Copy) -> None:
+    """Where nothing names the trained parameters, their number of elements must be right."""
+    fixture = copy("dumps3")
+    model = fixture.setup.model(3)
+    model.frozen.requires_grad_(requires_grad=True)
+    with pytest.raises(CheckpointMismatchError, match="hold 1,022 master weights on each rank"):
+        describe_dumps(fixture.checkpoint, model)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([["a.weight", "nobody"]], "what the model does not have: nobody"),
+        ([["a.weight"], ["a.weight"]], "twice: a.weight"),
+        ([["a.weight"]], "has 1 parameter groups, the dumps have 2"),
+        ([["a.weight"], ["a.bias"]], "hold 2,036 master weights"),
+    ],
+)
+def test_wrong_groups_are_refused(groups: list[list[str]], text: str, copy: Copy) -> None:
+    """What is passed is held against the dumps as what is found."""
+    fixture = copy("dumps2-two")
+    with pytest.raises(CheckpointMismatchError, match=text):
+        describe(fixture, groups=groups)
+
+
+def test_groups_in_another_order_are_refused(copy: Copy) -> None:
+    """The groups must be those of the optimizer, in their order."""
+    fixture = copy("dumps2-two")
+    groups = [list(group.names) for group in describe(fixture).groups]
+    assert [list(g.names) for g in describe(fixture, groups=groups).groups] == groups
+    with pytest.raises(CheckpointMismatchError, match="do not fill the dumps"):
+        describe(fixture, groups=groups[::-1])
+
+
+# -- what is refused when it is loaded -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (missing_dump, "optimizer.01.pt cannot be read"),
+        (cut_short, r"optimizer.01.pt has \d+ bytes, described were \d+"),
+        (no_model_file, "model.pt cannot be read"),
+    ],
+)
+def test_a_changed_folder_is_not_opened(
+    harm: Callable[[Fixture], None], text: str, copy: Copy
+) -> None:
+    """Files that are missing, or have other sizes, are not those that were described."""
+    fixture = copy("dumps2")
+    describe(fixture)
+    harm(fixture)
+    with pytest.raises(CheckpointCorruptedError, match=text):
+        open_checkpoint(fixture.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"format_version": 2}, "has format version 2; this library reads up to 1"),
+        ({"format_version": 0}, "version 0"),
+        ({"format": "another"}, "the format 'another'"),
+        ({"flats": None}, "cannot be read"),
+        ({"dumps": [{"name": "../x", "size_bytes": 1}]}, r"a file named '\.\./x'"),
+    ],
+)
+def test_a_bad_description_is_refused(entries: dict[str, Any], text: str, copy: Copy) -> None:
+    """A description that is damaged, or newer than this reader, is told from a good one."""
+    fixture = copy("dumps2")
+    describe(fixture)
+    path = fixture.checkpoint / TABLE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    with pytest.raises(CheckpointFormatError, match=text):
+        open_checkpoint(fixture.checkpoint)
+
+
+def same_size_of_another_step(fixture: Fixture) -> None:
+    """Overwrite the model file with that of another step, which has the same size."""
+    path, (later, _) = fixture.checkpoint / "model.pt", fixture.continued()
+    torch.save({name: model_file(later)[name] for name in load(path)}, path)
+
+
+def swapped(fixture: Fixture) -> None:
+    """Have the description say another order of the same sizes."""
+    path = fixture.checkpoint / TABLE
+    text = path.read_text()
+    for one, other in (("bn.weight", "?"), ("bn.bias", "bn.weight"), ("?", "bn.bias")):
+        text = text.replace(f'"{one}"', f'"{other}"')
+    path.write_text(text)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["dumps2", "dumps3"])
+@pytest.mark.parametrize("harm", [same_size_of_another_step, swapped])
+def test_masters_are_compared_again_at_every_load(
+    name: str, harm: Callable[[Fixture], None], pools: Pools, copy: Copy
+) -> None:
+    """A model file of another step, or a false order, is refused before anything changes."""
+    fixture = copy(name)
+    weights = {
+        name: tensor.clone() for name, tensor in load(fixture.checkpoint / "model.pt").items()
+    }
+    torch.save(
+        {**weights, "head.weight": weights["embedding.weight"]}, fixture.checkpoint / "model.pt"
+    )
+    describe(fixture)
+    harm(fixture)
+    setup = replace(fixture.setup, world=1)
+    found = pools.run(1, partial(refusal, setup, Loading(str(fixture.checkpoint))))[0]
+    assert found.error == "CheckpointCorruptedError", found.message
+    assert "do not round to" in found.message
+    assert found.unchanged

@@ -1,0 +1,300 @@
+"""Mixtures, damage and what cannot be resumed are refused by name, before anything is loaded.
+
+Everything here runs in plain processes, without DeepSpeed: the checkpoints are real ones of other
+software, with one thing wrong each.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    ElasticZeroError,
+    UnsupportedError,
+)
+from tests.foreign._data import unpack
+from tests.foreign._reading import read_whole
+
+MODEL = "mp_rank_00_model_states.pt"
+SEED = 20261121
+
+
+class Custom:
+    """What a user may have put into the trainer's state."""
+
+    value = 3
+
+
+def tag_of(path: Path) -> Path:
+    """Give the folder that ``latest`` names."""
+    return path / (path / "latest").read_text().strip()
+
+
+def shard(rank: int) -> str:
+    """Give the name of a rank's optimizer shard."""
+    return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change what a file holds."""
+    tree = torch.load(path, weights_only=False)
+    change(tree)
+    torch.save(tree, path)
+
+
+class TestMixtures:
+    def test_missing_ranks_are_all_named(self, tmp_path: Path) -> None:
+        """Every file that a rank must have written is named when it is not there."""
+        path = unpack("zero3-ds0.19", tmp_path).checkpoint
+        tag = tag_of(path)
+        (tag / shard(1)).unlink()
+        (tag / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+        with pytest.raises(CheckpointCorruptedError, match=r"rank_1_.*model.*rank_1_.*optim"):
+            read_whole(path)
+
+    def test_no_shards_at_all(self, tmp_path: Path) -> None:
+        """Model files alone are an incomplete checkpoint."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        for rank in range(3):
+            (tag_of(path) / shard(rank)).unlink()
+        with pytest.raises(CheckpointCorruptedError, match="bf16_zero_pp_rank_0"):
+            read_whole(path)
+
+    def test_two_stages_in_one_folder(self, tmp_path: Path) -> None:
+        """A ZeRO-2 and a ZeRO-3 run in one folder are two runs."""
+        three = unpack("zero3-ds0.19", tmp_path / "3").checkpoint
+        two = unpack("zero2-ds0.19", tmp_path / "2").checkpoint
+        shutil.copy(tag_of(two) / MODEL, tag_of(three))
+        with pytest.raises(CheckpointFormatError, match="two runs"):
+            read_whole(three)
+
+    def test_a_rank_of_another_step(self, tmp_path: Path) -> None:
+        """A shard that was saved at another step of the same run is not mixed in."""
+        path = unpack("two-tags", tmp_path).checkpoint
+        shutil.copy(path / "step5" / shard(1), path / "step3" / shard(1))
+        with pytest.raises(CheckpointFormatError, match=r"rank 1.*other steps"):
+            read_whole(path)
+
+    def test_a_model_file_of_another_step(self, tmp_path: Path) -> None:
+        """Masters that do not round to the model file's weights are of another save."""
+        path = unpack("two-tags", tmp_path).checkpoint
+        shutil.copy(path / "step5" / MODEL, path / "step3" / MODEL)
+        with pytest.raises(CheckpointCorruptedError, match="do not round"):
+            read_whole(path)
+
+    def test_swapped_ranks(self, tmp_path: Path) -> None:
+        """Shards under each other's names hold other elements than the model file."""
+        path = unpack("universal-beside", tmp_path).checkpoint
+        one, other = (tag_of(path) / shard(rank) for rank in (0, 1))
+        one.rename(tmp_path / "one")
+        other.rename(one)
+        (tmp_path / "one").rename(other)
+        with pytest.raises(ElasticZeroError, match=r"do not round|not rank"):
+            read_whole(path)
+
+    def test_a_run_of_another_size(self, tmp_path: Path) -> None:
+        """A shard of another number of ranks is not taken for one of this run."""
+        path = unpack("zero2-ds0.19", tmp_path / "3").checkpoint
+        other = unpack("round-robin", tmp_path / "2").checkpoint
+        shutil.copy(tag_of(other) / shard(1), tag_of(path) / shard(1))
+        with pytest.raises(CheckpointFormatError, match="number of ranks"):
+            read_whole(path)
+
+    def test_a_model_file_of_another_zero_3_rank(self, tmp_path: Path) -> None:
+        """ZeRO-3's model files must be of one step."""
+        path = unpack("zero3-ds0.19", tmp_path).checkpoint
+        name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+        edit(tag_of(path) / name, lambda tree: tree.update(global_steps=2))
+        with pytest.raises(CheckpointFormatError, match=r"rank_1_.*step counters"):
+            read_whole(path)
+
+    def test_corrupt_conversion(self, tmp_path: Path) -> None:
+        """What ds_to_universal makes of round-robin gradients is corrupt, and not loaded."""
+        path = unpack("universal-corrupt", tmp_path).checkpoint
+        with pytest.raises(CheckpointCorruptedError, match="round_robin_gradients"):
+            read_whole(path)
+
+    def test_a_parameter_missing_from_a_conversion(self, tmp_path: Path) -> None:
+        """Every file that a parameter must have is named when it is not there."""
+        path = unpack("universal2", tmp_path).checkpoint
+        folder = path / "step3_universal" / "zero"
+        (folder / "a.bias" / "exp_avg.pt").unlink()
+        with pytest.raises(CheckpointCorruptedError, match=r"a\.bias/exp_avg\.pt"):
+            read_whole(path)
+        shutil.rmtree(folder / "one")
+        with pytest.raises(CheckpointCorruptedError, match=r"zero/one/fp32\.pt"):
+            read_whole(path)
+
+
+class TestTags:
+    def test_latest_names_what_is_gone(self, tmp_path: Path) -> None:
+        """A tag that is not there is not replaced by another one."""
+        path = unpack("two-tags", tmp_path).checkpoint
+        shutil.rmtree(path / "step3")
+        with pytest.raises(CheckpointFormatError, match=r"'step3'.*there are step5"):
+            read_whole(path)
+
+    def test_several_tags_and_no_latest(self, tmp_path: Path) -> None:
+        """Nobody guesses which tag is meant."""
+        path = unpack("two-tags", tmp_path).checkpoint
+        (path / "latest").unlink()
+        with pytest.raises(CheckpointFormatError, match=r"step3, step5.*pass the folder"):
+            read_whole(path)
+        assert read_whole(path / "step5")
+
+    def test_larger_worlds_shards_are_not_read(self, tmp_path: Path) -> None:
+        """What a larger world left in the folder plays no part: not even damaged."""
+        path = unpack("stale3", tmp_path).checkpoint
+        before = read_whole(path)
+        stale = [p for p in tag_of(path).iterdir() if "rank_2_" in p.name]
+        assert len(stale) == 2
+        for file in stale:
+            file.write_bytes(b"no torch file")
+        assert_same(before, read_whole(path))
+
+
+class TestDamage:
+    @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")  # a flipped class name
+    @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal3"])
+    def test_flipped_bits_are_never_loaded(self, name: str, tmp_path: Path) -> None:
+        """A flipped bit anywhere is refused, or lies where nothing is read from."""
+        path = unpack(name, tmp_path).checkpoint
+        whole = read_whole(path)
+        files = sorted(p for p in path.rglob("*.pt") if p.stat().st_size)
+        chance = random.Random(SEED)
+        refused = 0
+        for _ in range(40):
+            file = chance.choice(files)
+            data = bytearray(file.read_bytes())
+            at = chance.randrange(len(data))
+            data[at] ^= 1 << chance.randrange(8)
+            kept = file.read_bytes()
+            file.write_bytes(data)
+            try:
+                found = read_whole(path)
+            except ElasticZeroError:
+                refused += 1
+            else:
+                assert_same(whole, found)
+            file.write_bytes(kept)
+        assert refused > 0
+
+    def test_cut_files_are_named(self, tmp_path: Path) -> None:
+        """A file that was cut short is refused with its name."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        file = tag_of(path) / shard(2)
+        file.write_bytes(file.read_bytes()[:-1000])
+        with pytest.raises(ElasticZeroError, match="rank_2_"):
+            read_whole(path)
+
+    def test_an_empty_file_is_named(self, tmp_path: Path) -> None:
+        """So is one of no bytes, which is no zip."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        (tag_of(path) / shard(1)).write_bytes(b"")
+        with pytest.raises(ElasticZeroError, match="rank_1_"):
+            read_whole(path)
+
+    @pytest.mark.parametrize(
+        "entry", ["param_shapes", "dp_world_size", "buffer_names", "module", "ds_config"]
+    )
+    def test_missing_entries(self, entry: str, tmp_path: Path) -> None:
+        """A model file without an entry is refused, or nothing of it is needed."""
+        path = unpack("zero3-ds0.19", tmp_path).checkpoint
+        whole = read_whole(path)
+        for name in (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)):
+            edit(tag_of(path) / name, lambda tree: tree.pop(entry))
+        try:
+            found = read_whole(path)
+        except ElasticZeroError:
+            return
+        assert entry == "ds_config"
+        assert_same(whole, found)
+
+
+class TestTrust:
+    def test_other_classes_are_named(self, tmp_path: Path) -> None:
+        """A class in the client state is refused with its name, and built when allowed."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        edit(tag_of(path) / MODEL, lambda tree: tree.update(mine=Custom()))
+        with pytest.raises(UnsupportedError, match=r"test_refusals\.Custom.*allow_pickle=True"):
+            read_whole(path)
+        assert read_whole(path, allow_pickle=True)
+
+    def test_deepspeed_is_not_imported(self, tmp_path: Path) -> None:
+        """Reading needs no DeepSpeed: neither to be imported, nor to be there."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        program = (
+            "import sys; sys.modules['deepspeed'] = None; sys.modules['lightning'] = None\n"
+            "from pathlib import Path\n"
+            "from tests.foreign._reading import read_whole\n"
+            f"assert len(read_whole(Path({str(path)!r}))) > 20\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr.decode()
+
+    def test_files_from_before_zips(self, tmp_path: Path) -> None:
+        """``checkpoint_serialization: false`` writes no zips: those files are read whole."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        whole = read_whole(path)
+        for file in tag_of(path).glob("*.pt"):
+            tree = torch.load(file, weights_only=False)
+            torch.save(tree, file, _use_new_zipfile_serialization=False)
+        assert_same(whole, read_whole(path))
+
+
+class TestOtherRuns:
+    def test_tensor_parallelism(self, tmp_path: Path) -> None:
+        """Files of a second model-parallel rank are told by their names."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        shutil.copy(tag_of(path) / MODEL, tag_of(path) / "mp_rank_01_model_states.pt")
+        with pytest.raises(UnsupportedError, match="mp_rank_01"):
+            read_whole(path)
+
+    def test_without_zero(self, tmp_path: Path) -> None:
+        """A run without ZeRO has no parameters' shapes."""
+        path = unpack("zero2-ds0.19", tmp_path).checkpoint
+        edit(tag_of(path) / MODEL, lambda tree: tree.update(param_shapes=None))
+        with pytest.raises(CheckpointFormatError, match="without ZeRO"):
+            read_whole(path)
+
+    def test_nvme(self, tmp_path: Path) -> None:
+        """Masters that were offloaded to NVMe are not in the shards."""
+        path = unpack("zero3-ds0.19", tmp_path).checkpoint
+
+        def empty(tree: dict[str, Any]) -> None:
+            flats = tree["optimizer_state_dict"]["fp32_flat_groups"]
+            tree["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0) for _ in flats]
+
+        for rank in (0, 1):
+            edit(tag_of(path) / shard(rank), empty)
+        with pytest.raises(UnsupportedError, match="NVMe"):
+            read_whole(path)
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b"PK\x03\x04"])
+    def test_something_else(self, content: bytes, tmp_path: Path) -> None:
+        """A folder of something else is no checkpoint."""
+        (tmp_path / "some.pt").write_bytes(content)
+        with pytest.raises(CheckpointFormatError, match="no checkpoint"):
+            read_whole(tmp_path)
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Fail unless both hold the same bits."""
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        assert torch.equal(
+            tensor.view(-1).view(torch.uint8), other[key].view(-1).view(torch.uint8)
+        ), key
