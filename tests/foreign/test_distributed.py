@@ -24,7 +24,7 @@ from tests.engine._model import Net
 from tests.engine._pool import Pools
 from tests.engine._setup import Setup
 from tests.foreign import _torch_writers as writers
-from tests.foreign._loads import TARGETS, assert_restored, refused
+from tests.foreign._loads import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
 
 pytestmark = pytest.mark.engine
@@ -144,7 +144,7 @@ def test_saved_from_one_rank(
         (weights_at_the_top, {}, {}, ("holds no optimizer state",)),
         (by_position, {}, {"grouping": "swapped"}, ("groups of 3, 6 parameters",)),
         (by_position, {"everything": False}, {}, ("no state for never",)),
-        (by_position, {}, {"optimizer": "Momentum"}, ("this run has SGD",)),
+        (by_position, {}, {"optimizer": "Momentum"}, ("this run's SGD",)),
     ],
 )
 def test_what_cannot_be_matched_is_refused(
@@ -232,35 +232,30 @@ def _objects(folder: Path) -> None:
     torch.save({**state, "hparams": argparse.Namespace(lr=1)}, folder / "meta.pt")
 
 
-@pytest.mark.parametrize(
-    ("damage", "error", "said"),
-    [
-        (_lose, "CheckpointCorruptedError", "__1_0.distcp (missing)"),
-        (_cut, "CheckpointCorruptedError", "bytes)"),
-        (_flip, "CheckpointCorruptedError", ".distcp is damaged at bytes"),
-        (_forget, "CheckpointCorruptedError", "no .metadata"),
-        (_garble, "CheckpointCorruptedError", ".metadata is damaged"),
-        (_harm, "UnsupportedError", "mkdir"),
-        (_point_elsewhere, "CheckpointFormatError", "outside of its own directory"),
-        (_objects, "UnsupportedError", "argparse.Namespace"),
-    ],
-)
-def test_damage_is_found(
-    damage: Callable[[Path], None],
-    error: str,
-    said: str,
-    pools: Pools,
-    sharded: Callable[..., Run],
-    tmp_path: Path,
-) -> None:
+DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
+    (_lose, "CheckpointCorruptedError", "__1_0.distcp (missing)"),
+    (_cut, "CheckpointCorruptedError", "bytes)"),
+    (_flip, "CheckpointCorruptedError", ".distcp is damaged at bytes"),
+    (_forget, "CheckpointCorruptedError", "no .metadata"),
+    (_garble, "CheckpointCorruptedError", ".metadata is damaged"),
+    (_harm, "UnsupportedError", "mkdir"),
+    (_point_elsewhere, "CheckpointFormatError", "outside of its own directory"),
+    (_objects, "UnsupportedError", "argparse.Namespace"),
+]
+
+
+def test_damage_is_found(pools: Pools, sharded: Callable[..., Run], tmp_path: Path) -> None:
     """What is missing, damaged or harmful is refused by name before anything is changed."""
-    folder = tmp_path / "copy"
-    shutil.copytree(sharded("fsdp", 2).path, folder)
-    damage(folder)
-    found = refused(pools, TARGETS[1], str(folder))
-    assert found.error == error, found.message
-    assert said in found.message
-    assert str(folder) in found.message
+    folders = [tmp_path / str(index) for index in range(len(DAMAGED))]
+    for folder, (damage, *_) in zip(folders, DAMAGED, strict=True):
+        shutil.copytree(sharded("fsdp", 2).path, folder)
+        damage(folder)
+    refusals = refused_all(pools, TARGETS[1], [str(folder) for folder in folders])
+    for folder, found, (_, error, said) in zip(folders, refusals, DAMAGED, strict=True):
+        assert found.error == error, found.message
+        assert said in found.message
+        assert str(folder) in found.message
+    assert not Path("harm").exists()
 
 
 def test_what_is_allowed_comes_back(
