@@ -23,7 +23,12 @@ from lightning_elastic_zero.api import (
     load_with,
     save_with,
 )
-from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
+from lightning_elastic_zero.engine import (
+    check_config,
+    check_supported,
+    use_accelerator,
+    version_of,
+)
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.schedules import keep_configured_rates
@@ -31,6 +36,9 @@ from lightning_elastic_zero.schedules import keep_configured_rates
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.optim import Optimizer
+
+VERSION_KEY = "pytorch-lightning_version"
+"""The entry by which Lightning knows its own checkpoints, and demands of every one."""
 
 RESUME_END = "_CheckpointConnector.resume_end"
 """Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
@@ -238,11 +246,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Give what Lightning's loops, callbacks and schedulers restore themselves from."""
         state, manifest = loaded.client_state, loaded.manifest
         fitting = self._fitting()
+        of = f" on {manifest.world_size} devices with ZeRO-{manifest.stage}"
         rank_zero_info(
-            f"Loaded {loaded.figures.path} (saved on {manifest.world_size} devices with "
-            f"ZeRO-{manifest.stage}) on {self.world_size} devices: "
+            f"Loaded {loaded.figures.path} (saved{of if manifest.stage else ' without ZeRO'}) on "
+            f"{self.world_size} devices: "
             f"{loaded.figures.bytes / 1e6:.1f} MB in {loaded.figures.seconds:.2f} s"
         )
+        if VERSION_KEY not in state:
+            rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
+            state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
         if fitting and manifest.weights_only:
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
             return self._without_progress(state)

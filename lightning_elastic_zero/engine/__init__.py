@@ -16,6 +16,7 @@ from lightning_elastic_zero.engine.support import (
     optimizer_wrapper,
     recovery_script,
     use_accelerator,
+    version_of,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
 
@@ -27,6 +28,7 @@ __all__ = [
     "live_engine",
     "recovery_script",
     "use_accelerator",
+    "version_of",
 ]
 
 

@@ -19,6 +19,7 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.rigid import RigidSource
 from lightning_elastic_zero.formats.single_file import SingleFileSource
+from lightning_elastic_zero.formats.torch_folder import is_sharded
 from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
@@ -82,6 +83,9 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             kind = UniversalSource if is_universal(folder) else RigidSource
             with understanding(folder):
                 return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
+        if is_sharded(path):
+            with understanding(path):
+                return _sharded(path, allow_pickle=allow_pickle)
     else:
         with understanding(path):
             return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
@@ -91,3 +95,10 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
         "optimizer.state_dict() becomes one by describe_dumps"
     )
     raise CheckpointFormatError(msg)
+
+
+def _sharded(path: Path, *, allow_pickle: bool) -> CheckpointReader:
+    """Open a directory of ``torch.distributed.checkpoint``, which takes a second to import."""
+    from lightning_elastic_zero.formats.sharded import ShardedReader  # noqa: PLC0415 (see above)
+
+    return ShardedReader(path, allow_pickle=allow_pickle)

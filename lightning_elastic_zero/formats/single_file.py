@@ -15,23 +15,30 @@ import torch
 
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
-    CheckpointMismatchError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.names import OPTIMIZER
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
 from lightning_elastic_zero.formats.torch_optimizer import is_optimizer
-from lightning_elastic_zero.formats.whole import NO_STATE, Met, Whole, meet, unmet
+from lightning_elastic_zero.formats.whole import (
+    COMPARED_ELEMENTS,
+    NO_STATE,
+    Met,
+    Whole,
+    meet,
+    progress_of,
+    refuse_untied,
+    same_bits,
+    unmet,
+    writer_of,
+)
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
-from lightning_elastic_zero.manifest import Manifest, Progress, Writer
+from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import unpartitioned
 from lightning_elastic_zero.state import Scalar
 
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
-
-COMPARED_ELEMENTS = 1 << 20
-"""Elements of two copies of a tied weight that are compared at a time."""
 
 
 class SingleFileSource:
@@ -218,37 +225,7 @@ def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 
-def progress_of(state: Mapping[str, Any]) -> Progress:
-    """Give how far Lightning counted; samples and passes are DeepSpeed's own counts."""
-    step = state.get("global_step")
-    return Progress(global_steps=step if type(step) is int else 0)
-
-
-def writer_of(state: Mapping[str, Any]) -> Writer:
-    """Give who wrote a checkpoint."""
-    return Writer(lightning=str(state.get("pytorch-lightning_version") or ""))
-
-
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Give what two tensors have in common that are one."""
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype  # noqa: SLF001
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of the same type hold the same bits."""
-    flats = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(*flats)
-
-
-def refuse_untied(where: Path, first: str, other: str) -> NoReturn:
-    """Raise for a weight that is tied here and was not when it was saved.
-
-    Raises:
-        CheckpointMismatchError: always.
-    """
-    msg = (
-        f"{where}: {first} and {other} are one tied weight here, and have different values in the "
-        "checkpoint: untie them, or resume from a checkpoint of this model"
-    )
-    raise CheckpointMismatchError(msg)

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.rigid import PRECISIONS
-from lightning_elastic_zero.formats.torch_optimizer import HELP, MEMBERS, name_states
+from lightning_elastic_zero.formats.torch_optimizer import (
+    HELP,
+    MEMBERS,
+    is_optimizer,
+    name_states,
+)
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.state import dtype_name, plain
+
+COMPARED_ELEMENTS = 1 << 20
+"""Elements of two copies of a tied weight that are compared at a time."""
 
 NO_STATE = "optimizer state"
 """What ``Found.lacks`` says of weights alone."""
@@ -92,6 +101,8 @@ def _groups(
         why = f"it holds the states of {len(whole.optimizers)} optimizers, here is one; {HELP}"
         return (_without_state(live, {}), {}), why
     saved = whole.optimizers[0]
+    if not is_optimizer(saved):
+        return (_without_state(live, {}), {}), ""
     try:
         named = name_states(saved, live, order, canonical)
     except CheckpointMismatchError as error:
@@ -133,7 +144,7 @@ def _manifest(
         save_id=whole.save_id,
         stage=0,
         world_size=1,
-        precision=PRECISIONS.get(dtype, "fp32"),
+        precision=PRECISIONS.get(getattr(torch, dtype), "fp32"),
         master_dtype=dtype,
         parameters=parameters,
         groups=groups,
@@ -149,3 +160,33 @@ def _manifest(
         writer=whole.writer,
         weights_only=not whole.optimizers,
     )
+
+
+def progress_of(state: Mapping[str, Any]) -> Progress:
+    """Give how far Lightning counted; samples and passes are DeepSpeed's own counts."""
+    step = state.get("global_step")
+    return Progress(global_steps=step if type(step) is int else 0)
+
+
+def writer_of(state: Mapping[str, Any]) -> Writer:
+    """Give who wrote a checkpoint."""
+    return Writer(lightning=str(state.get("pytorch-lightning_version") or ""))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors of the same type hold the same bits."""
+    flats = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*flats)
+
+
+def refuse_untied(where: Path, first: str, other: str) -> NoReturn:
+    """Raise for a weight that is tied here and was not when it was saved.
+
+    Raises:
+        CheckpointMismatchError: always.
+    """
+    msg = (
+        f"{where}: {first} and {other} are one tied weight here, and have different values in the "
+        "checkpoint: untie them, or resume from a checkpoint of this model"
+    )
+    raise CheckpointMismatchError(msg)

@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.engine._oracle import differences, dump
 from tests.engine._pool import Pools
 from tests.engine._programs import Loading, Refusal, refusal
-from tests.engine._setup import Setup
+from tests.engine._setup import Setup, engine_of, train
 from tests.foreign._data import Fixture
 from tests.foreign._restoring import Case, restore
 from tests.foreign._torch_writers import Run
@@ -46,6 +47,31 @@ def assert_restored(
     assert outcome is not None
     outcome.verdict.assert_same()
     assert outcome.verdict.tensors >= 27
+
+
+def refused_all(pools: Pools, target: Setup, paths: list[str]) -> list[Refusal]:
+    """Give how the loads of several checkpoints are refused by one run, which stays what it was."""
+    of_ranks = pools.run(target.world, partial(refusals, target, paths))
+    assert all(found == of_ranks[0] for found in of_ranks), of_ranks
+    return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
+
+
+def refusals(target: Setup, paths: list[str]) -> list[tuple[str, str]]:
+    """Try to load each; give the errors' names and messages. Collective."""
+    with engine_of(target, 7, tilt=3.0) as engine:
+        train(engine, target, 100, 101)
+        before = dump(engine, target)
+        found = []
+        for path in paths:
+            try:
+                Loading(path)(engine)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                found.append((type(error).__name__, str(error)))
+            else:
+                found.append(("nothing", path))
+        after = dump(engine, target)
+    assert before is None or after is None or not differences(before, after)
+    return found
 
 
 def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:

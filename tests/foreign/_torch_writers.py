@@ -218,6 +218,9 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
     steps(model, optimizer, run, distributed.get_rank())
+    # Of buffers that differ between ranks, torch saves any one's.
+    for buffer in model.buffers():
+        distributed.broadcast(buffer, 0)
     keep(held(model, optimizer, run), run)
     return model, optimizer
 
@@ -290,8 +293,33 @@ def save_sharded(run: Run, layout: str) -> None:
     distributed.barrier()
 
 
-def save_dicts(run: Run, tree: dict[str, Any]) -> None:
+def save_columns(run: Run) -> None:
+    """Save matrices that are cut by columns, as tensor parallelism cuts them. Collective."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model, optimizer = train_alone(run)
+    mesh = init_device_mesh("cpu", (run.world,))
+
+    def cut(value: Any) -> Any:  # noqa: ANN401
+        matrix = isinstance(value, torch.Tensor) and value.ndim > 1
+        return distribute_tensor(value.detach(), mesh, [Shard(1)]) if matrix else value
+
+    names = {p: name for name, p in model.named_parameters()}
+    state = {
+        names[p]: {key: cut(value) for key, value in held_by.items()}  # type: ignore[index]
+        for p, held_by in optimizer.state.items()
+    }
+    groups = [{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
+    weights = {name: cut(tensor) for name, tensor in model.state_dict().items()}
+    tree = {"net": weights, "adam": {"state": state, "param_groups": groups}}
+    dcp.save(tree, checkpoint_id=run.path)  # type: ignore[attr-defined]
+
+
+def save_tree(run: Run, make_tree: Callable[[Net, torch.optim.Optimizer], dict[str, Any]]) -> None:
     """Save any tree as a directory, from one rank."""
     from torch.distributed import checkpoint as dcp
 
+    tree = make_tree(*train_alone(run))
     dcp.save(tree, checkpoint_id=run.path, no_dist=True)  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from tests.engine._programs import (
 )
 from tests.engine._setup import Setup, engine_of
 from tests.foreign import _torch_writers as writers
-from tests.foreign._loads import TARGETS, assert_restored, refused
+from tests.foreign._loads import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
 
 pytestmark = pytest.mark.engine
@@ -250,15 +250,18 @@ def changed(run: Run, path: Path, change: Callable[[Tree], None]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("case", CHANGED)
 def test_what_cannot_be_matched_is_refused(
-    case: str, pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
+    pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
 ) -> None:
     """Each rank refuses by name, and says what helps; nothing is changed."""
-    change, error, names = CHANGED[case]
-    found = refused(pools, TARGETS[1], changed(run_of("ddp"), tmp_path / "file", change))
-    assert found.error == error, found.message
-    assert all(name in found.message for name in names), found.message
+    run = run_of("ddp")
+    paths = [changed(run, tmp_path / name, change) for name, (change, *_) in CHANGED.items()]
+    for path, found, (_, error, names) in zip(
+        paths, refused_all(pools, TARGETS[1], paths), CHANGED.values(), strict=True
+    ):
+        assert path in found.message
+        assert found.error == error, found.message
+        assert all(name in found.message for name in names), found.message
 
 
 @pytest.mark.parametrize(
@@ -295,29 +298,26 @@ def _replace(data: bytearray) -> None:
     data[:] = b"no checkpoint"
 
 
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        (_flip, "CheckpointCorruptedError"),
-        (_truncate, "CheckpointFormatError"),
-        (_replace, "CheckpointFormatError"),
-    ],
-)
-def test_damage_is_found(
-    damage: Callable[[bytearray], None],
-    error: str,
-    pools: Pools,
-    run_of: Callable[[str], Run],
-    tmp_path: Path,
-) -> None:
+DAMAGED: list[tuple[Callable[[bytearray], None], str]] = [
+    (_flip, "CheckpointCorruptedError"),
+    (_truncate, "CheckpointFormatError"),
+    (_replace, "CheckpointFormatError"),
+]
+
+
+def test_damage_is_found(pools: Pools, run_of: Callable[[str], Run], tmp_path: Path) -> None:
     """A flipped bit, half a file and a file of something else are refused with the path."""
-    data = bytearray(Path(run_of("ddp").path).read_bytes())
-    damage(data)
-    path = tmp_path / "damaged"
-    path.write_bytes(data)
-    found = refused(pools, TARGETS[1], str(path))
-    assert found.error == error, found.message
-    assert str(path) in found.message
+    paths: list[str] = []
+    for damage, _ in DAMAGED:
+        data = bytearray(Path(run_of("ddp").path).read_bytes())
+        damage(data)
+        paths.append(str(tmp_path / f"{len(paths)}"))
+        Path(paths[-1]).write_bytes(data)
+    for path, found, (_, error) in zip(
+        paths, refused_all(pools, TARGETS[1], paths), DAMAGED, strict=True
+    ):
+        assert found.error == error, found.message
+        assert path in found.message
 
 
 def test_what_may_be_allowed(pools: Pools, run_of: Callable[[str], Run], tmp_path: Path) -> None:

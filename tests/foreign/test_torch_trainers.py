@@ -1,0 +1,94 @@
+"""``trainer.fit(ckpt_path=...)`` goes on from single files and directories of torch's."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine._model import Net
+from tests.engine._oracle import Dump, differences, same_bits
+from tests.engine._pool import Pools
+from tests.engine._setup import Setup
+from tests.foreign import _torch_writers as writers
+from tests.foreign._data import Fixture
+from tests.foreign._fitting import Resumed, resume, validate
+from tests.foreign._loads import as_fixture
+from tests.foreign._torch_fits import fit_ddp, start
+from tests.foreign._torch_writers import Run
+from tests.foreign._trainers import DECAY
+
+pytestmark = pytest.mark.engine
+
+TARGET = Setup(3, "3", bucket=5000, hidden=5)
+
+
+@pytest.fixture(scope="session")
+def fitted(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Fixture:
+    """Give what DDP on two devices has saved after three steps of an epoch."""
+    run = Run(str(tmp_path_factory.mktemp("ddp") / "file"), 2)
+    pools.run(2, partial(fit_ddp, run))
+    fixture = as_fixture(run)
+    fixture.checkpoint.symlink_to(run.path)
+    return fixture
+
+
+def test_fit_goes_on(fitted: Fixture, pools: Pools) -> None:
+    """State, step, callbacks, module and schedule are those of the DDP run."""
+    path = str(fitted.checkpoint)
+    resumed = pools.run(3, partial(resume, fitted, TARGET, path))[0]
+    assert isinstance(resumed, Resumed)
+    assert not resumed.differing
+    assert resumed.step == fitted.setup_steps
+    assert resumed.callback == {"rank": 0, "common": [1, 2.5, "three"]}
+    assert resumed.mine["tensor"].tolist() == [0, 1, 2]
+    assert resumed.rates == pytest.approx([1e-3 * DECAY**step for step in (3, 4)])
+
+
+def test_validate(fitted: Fixture, pools: Pools) -> None:
+    """An evaluation sees the weights that the DDP run had."""
+    truth = fitted.truth()
+    for weights in pools.run(3, partial(validate, fitted, TARGET)):
+        assert len(weights) > 8
+        for name, weight in weights.items():
+            wanted = truth.get(f"weight/{name}", truth.get(f"frozen/{name}"))
+            assert isinstance(wanted, torch.Tensor)
+            assert same_bits(wanted, weight), name
+
+
+def test_a_state_dict_starts_a_run(fitted: Fixture, pools: Pools, tmp_path: Path) -> None:
+    """Weights without anything of Lightning's start a new run when they are asked for."""
+    tree = torch.load(fitted.checkpoint, weights_only=True)
+    path = str(tmp_path / "weights.bin")
+    torch.save(tree["state_dict"], path)
+    options = {"load_optimizer_state": False}
+    step, before = pools.run(3, partial(start, path, TARGET, options))[0]
+    assert step == 0
+    assert before is not None
+    assert not differences(_masters(fitted.truth()), _masters(before))
+
+
+def test_a_directory_of_torchs_starts_a_run(pools: Pools, tmp_path: Path) -> None:
+    """What is not of Lightning gives weights and optimizer; the loops start anew."""
+    run = Run(str(tmp_path / "alone"))
+    pools.run(1, partial(writers.save_tree, run, state_dicts))
+    step, before = pools.run(3, partial(start, run.path, Setup(3, "2", bucket=5000), {}))[0]
+    assert step == 0
+    assert before is not None
+    held = torch.load(run.truth_path, weights_only=True)
+    assert not differences(_masters(held), _masters(before))
+    moments = {k: v for k, v in held.items() if k.startswith("exp_avg")}
+    assert len(moments) == 18
+    assert not differences(moments, {k: before[k] for k in moments})
+
+
+def state_dicts(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Give what a plain run saves."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _masters(held: Dump) -> Dump:
+    kinds = ("master/", "frozen/", "buffer/0/")
+    return {k: v for k, v in held.items() if k.startswith(kinds)}
