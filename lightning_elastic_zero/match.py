@@ -51,9 +51,10 @@ def check_fits(saved: Manifest, live: Manifest, wanted: Wanted, where: str) -> N
 def describe(manifest: Manifest) -> str:
     """Give one line about a checkpoint, or a live engine."""
     numel = sum(p.numel for p in manifest.parameters)
-    stage = f"ZeRO-{manifest.stage}" if manifest.stage else "no ZeRO (evaluation)"
+    devices = f"{manifest.world_size} device{'s' if manifest.world_size > 1 else ''}"
     parts = [
-        f"{stage} on {manifest.world_size} device{'s' if manifest.world_size > 1 else ''}",
+        # An evaluation, or a checkpoint of whole tensors: how many devices wrote it is not known.
+        f"ZeRO-{manifest.stage} on {devices}" if manifest.stage else "no ZeRO",
         manifest.precision,
         f"{len(manifest.parameters)} parameters with {numel:,} elements",
     ]
@@ -72,8 +73,9 @@ def _differences(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[st
     """Yield each kind of difference."""
     if wanted.optimizer_state and saved.weights_only:
         yield (
-            "it was saved with save_weights_only=True and holds no optimizer state: test or "
-            "predict with it, or pass load_optimizer_state=False to start a new run on its weights"
+            "it holds no optimizer state (it was saved with save_weights_only=True, or is a file "
+            "of weights): test or predict with it, or pass load_optimizer_state=False to start a "
+            "new run on its weights"
         )
     yield from _parameters(saved, live, wanted)
     yield from _buffers(saved, live, wanted)

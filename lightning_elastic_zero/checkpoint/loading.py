@@ -124,6 +124,9 @@ def _check(
         strict=options.strict,
     )
     check_fits(source.manifest, here, wanted, where)
+    if wanted.optimizer_state and source.found.unmatched:
+        msg = f"{where} does not fit this model: {source.found.unmatched}"
+        raise CheckpointMismatchError(msg)
     if wanted.optimizer_state and any(group.state for group in source.manifest.groups):
         live.check_optimizer(source.manifest)
     if ranks.rank == 0:

@@ -30,7 +30,7 @@ from lightning_elastic_zero.formats.dumps_table import (
     weights_in,
 )
 from lightning_elastic_zero.formats.foreign import ForeignFiles, ForeignReader, understanding
-from lightning_elastic_zero.formats.zero_shards import Outline, outline
+from lightning_elastic_zero.formats.zero_shard import Outline, outline
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
 

@@ -15,7 +15,7 @@ from lightning_elastic_zero.formats.foreign import (
     same_rounded,
 )
 from lightning_elastic_zero.formats.torch_file import Piece
-from lightning_elastic_zero.formats.zero_shards import outline
+from lightning_elastic_zero.formats.zero_shard import outline
 from lightning_elastic_zero.layout import Fragment
 
 HEAD_ELEMENTS = 64

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.manifest import Group, Manifest, Plain, StateKey
+from lightning_elastic_zero.manifest import Group, Plain, StateKey
 from lightning_elastic_zero.state import Scalar, state_key
-
-log = logging.getLogger(__name__)
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
 """One algorithm with one state: a run may change between them, as it does with CPU offload."""
@@ -91,57 +88,6 @@ def check_same_optimizer(saved: str, live: str) -> None:
         "pass load_optimizer_state=False to start with a fresh optimizer on the saved weights"
     )
     raise CheckpointMismatchError(msg)
-
-
-def check_same_states(inner: Any, source: Manifest) -> None:  # noqa: ANN401 (untyped library)
-    """Refuse state that this optimizer does not keep, where nobody says which optimizer saved it.
-
-    Other software's files do not name the optimizer's class. Two that keep states of the same names
-    are taken for one.
-
-    Raises:
-        CheckpointMismatchError: the names differ.
-    """
-    for index, group in enumerate(source.groups):
-        saved = {key.name for key in group.state}
-        kept = _kept_states(inner, index, group.hyperparameters) if saved else None
-        if kept is not None and kept != saved:
-            msg = (
-                f"the optimizer that saved parameter group {index} kept the states "
-                f"{sorted(saved)}, this run's {type(inner).__name__} keeps {sorted(kept)}: "
-                "configure the optimizer that was saved, or pass load_optimizer_state=False to "
-                "start with a fresh one on the saved weights"
-            )
-            raise CheckpointMismatchError(msg)
-
-
-def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:  # noqa: ANN401
-    """Give the names of the states that an optimizer keeps, found out by a step of a twin.
-
-    Args:
-        inner: the live optimizer.
-        index: of the parameter group.
-        saved: hyperparameters that were saved, some of which (amsgrad) decide what is kept.
-
-    Returns:
-        None where a twin cannot be made, so that nothing can be said.
-    """
-    if index >= len(inner.param_groups):
-        return None
-    group = inner.param_groups[index]
-    settings = {k: saved.get(k, v) for k, v in group.items() if k != "params"}
-    settings.update({k: group[k] for k in EXECUTION_KEYS & group.keys()})
-    flats = [*group["params"], *inner.state]
-    device = flats[0].device if flats else "cpu"
-    parameter = torch.nn.Parameter(torch.zeros(2, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        twin = type(inner)([{**settings, "params": [parameter]}])
-        twin.step()
-    except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)
-        log.debug("cannot tell which states %s keeps: %r", type(inner).__name__, error)
-        return None
-    return set(twin.state[parameter])
 
 
 def place_scalar(

@@ -20,7 +20,6 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
-    check_same_states,
     split_state,
     state_keys,
 )
@@ -35,8 +34,10 @@ from lightning_elastic_zero.engine.restore import (
     target_of,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper, version_of
+from lightning_elastic_zero.engine.unnamed_optimizer import check_unnamed_optimizer
 from lightning_elastic_zero.engine.wrappers import (
     LiveBuffer,
+    group_parameters,
     live_buffers,
     refresh_low_precision,
 )
@@ -155,12 +156,13 @@ class TrainingEngine:
     def _groups(self) -> tuple[Group, ...]:
         """Describe the optimizer's parameter groups; a group's buffers must hold like states."""
         keys = [(buffer.group, state_keys(*self._split(buffer))) for buffer in self._buffers]
+        members = group_parameters(self._optimizer, self._wrapper)
         first: dict[int, tuple[StateKey, ...]] = {}
         for group, table in keys:
             first.setdefault(group, table)
         groups = tuple(
             Group(
-                names=self._group_names(index),
+                names=tuple(self._names[p] for p in members[index]),
                 hyperparameters={
                     key: plain(value, f"{key!r} of parameter group {index}")
                     for key, value in group.items()
@@ -172,11 +174,6 @@ class TrainingEngine:
         )
         check_groups_alike(groups, keys)
         return groups
-
-    def _group_names(self, group: int) -> tuple[str, ...]:
-        """Names in the optimizer's own order, which ``round_robin_gradients`` does not change."""
-        members = {p for b in self._buffers if b.group == group for p in b.parameters}
-        return tuple(name for p, name in self._names.items() if p in members)
 
     def _split(self, buffer: LiveBuffer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         state = self._inner.state.get(buffer.master, {})
@@ -242,9 +239,10 @@ class TrainingEngine:
         Raises:
             CheckpointMismatchError: the saved state belongs to another class.
         """
-        check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
-        if not source.writer.optimizer:
-            check_same_states(self._inner, source)
+        if source.writer.optimizer:
+            check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
+        else:
+            check_unnamed_optimizer(source.groups, self._groups(), self._inner)
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill with what this rank wants of a checkpoint.

@@ -54,6 +54,20 @@ def live_buffers(optimizer: Any, wrapper: str) -> list[LiveBuffer]:  # noqa: ANN
     return list(readers[wrapper](optimizer))
 
 
+def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Parameter]]:  # noqa: ANN401
+    """Give the trained parameters of each group in the order in which the optimizer was given them.
+
+    ``round_robin_gradients`` (ZeRO-1/2) changes the order in the flat buffers, not this one: other
+    software's optimizer states are told apart by it.
+    """
+    if wrapper == "DeepSpeedZeroOptimizer":
+        return [list(parameters) for parameters in optimizer.bit16_groups]
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
+    for buffer in live_buffers(optimizer, wrapper):
+        groups[buffer.group] += buffer.parameters
+    return groups
+
+
 def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> None:  # noqa: ANN401
     """Write the masters into the low-precision weights of all ranks: collective.
 

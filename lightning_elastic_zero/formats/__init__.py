@@ -18,6 +18,7 @@ from lightning_elastic_zero.formats.reader import (
     ReadRequest,
 )
 from lightning_elastic_zero.formats.rigid import RigidSource
+from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 
@@ -81,6 +82,9 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             kind = UniversalSource if is_universal(folder) else RigidSource
             with understanding(folder):
                 return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
+    else:
+        with understanding(path):
+            return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
         "no checkpoint, or one that was never finished. A folder with dumps of "

@@ -12,6 +12,7 @@ from lightning_elastic_zero.formats.deepspeed_folder import DeepSpeedFolder
 from lightning_elastic_zero.formats.deepspeed_model import ModelFile
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held
 from lightning_elastic_zero.formats.reader import ModuleState
+from lightning_elastic_zero.formats.zero_shard import numel_of
 from lightning_elastic_zero.layout import Layout, Transfer
 from lightning_elastic_zero.manifest import Parameter, Plain
 from lightning_elastic_zero.partition import piece_numel, unpartitioned
@@ -32,7 +33,7 @@ class ModelFiles:
         self.partitioned = not folder.model
         """Whether the weights are partitioned (ZeRO-3)."""
         self.first = ModelFile(files, self.name(0))
-        shapes = [(name, _numel(shape)) for name, shape in self.first.frozen.items()]
+        shapes = [(name, numel_of(shape)) for name, shape in self.first.frozen.items()]
         self._frozen_numel = dict(shapes)
         ranks = self.first.world_size if self.partitioned else 1
         self.frozen_layout: Layout = unpartitioned(shapes, ranks)
@@ -146,10 +147,3 @@ OTHERS_BUFFERS = "buffers of ranks other than 0"
 
 def _model_name(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -51,6 +51,9 @@ class Found:
     """False: it holds no hyperparameters of the parameter groups; those configured now stay."""
     progress: bool = True
     """False: it holds no step counters of DeepSpeed's."""
+    unmatched: str = ""
+    """Why its optimizer state does not belong to the live model's parameters, and what helps; told
+    where the state is wanted. Empty where it does, or before the two have met."""
 
 
 class CheckpointReader(Protocol):

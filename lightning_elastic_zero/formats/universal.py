@@ -28,7 +28,7 @@ from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
 from lightning_elastic_zero.formats.rigid import PRECISIONS
 from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
-from lightning_elastic_zero.formats.zero_shards import group_of_flats
+from lightning_elastic_zero.formats.zero_shard import group_of_flats, numel_of
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
@@ -64,7 +64,7 @@ class UniversalSource:
         )
         self._flat_of = {name: i for i, shapes in enumerate(self._shapes) for name in shapes}
         buffers = [
-            FlatBuffer(self._group_of[i], tuple(shapes), tuple(map(_numel, shapes.values())))
+            FlatBuffer(self._group_of[i], tuple(shapes), tuple(map(numel_of, shapes.values())))
             for i, shapes in enumerate(self._shapes)
         ]
         self._layout = PerParameterPartition(buffers, 1)
@@ -180,7 +180,7 @@ class UniversalSource:
         file = self._file(name, key)
         tree = self.files.tree(file)
         tensor = tree["param"] if isinstance(tree, Mapping) else tree
-        numel = _numel(self._shapes[self._flat_of[name]][name])
+        numel = numel_of(self._shapes[self._flat_of[name]][name])
         if not isinstance(tensor, torch.Tensor) or tensor.numel() != numel:
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
             msg = (
@@ -248,10 +248,3 @@ class UniversalSource:
 
 def _is_vector(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= int(size)
-    return numel

@@ -20,7 +20,6 @@ about places is taken from the sizes and paddings that were recorded, and checke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,20 +29,29 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.names import FP32_STAGE_1_2, FP32_STAGE_3, STATES
+from lightning_elastic_zero.formats.names import STATES
 from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.formats.zero_shard import (
+    BASE,
+    BF16,
+    Shard,
+    engine_of,
+    flats_of,
+    group_of_flats,
+    hyperparameters_of,
+    is_vector,
+    numel_of,
+    param_groups_of,
+    ranks_of,
+    stage_of,
+)
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, layout_of, piece_numel
 from lightning_elastic_zero.state import Scalar, plain, state_key
 
-Shard = Mapping[str, Any]
-"""What one rank's ``optimizer.state_dict()`` gave."""
-
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Per flat buffer: each parameter's shape, in flat order."""
-
-BASE = "optimizer_state_dict"
 
 
 class ZeroShards:
@@ -75,11 +83,11 @@ class ZeroShards:
         self._where = where
         self.world_size = world_size
         first = shard(0)
-        self.stage = _stage(first, where)
-        self.engine = _engine(first, self.stage)
+        self.stage = stage_of(first, where)
+        self.engine = engine_of(first, self.stage)
         self.elastic = isinstance(first.get(STATES), list)
         self._shapes = shapes
-        flats = _flats(first)
+        flats = flats_of(first)
         if len(flats) != len(shapes):
             msg = (
                 f"{where}: rank 0's shard has {len(flats)} flat buffers, the model file names the "
@@ -87,7 +95,7 @@ class ZeroShards:
             )
             raise CheckpointFormatError(msg)
         self.master_dtype = flats[0].dtype if flats else torch.float32
-        self.group_of = group_of_flats(_param_groups(first), self.stage, len(flats))
+        self.group_of = group_of_flats(param_groups_of(first), self.stage, len(flats))
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
         self._layout = layout_of(self.stage, self.buffers, world_size)
         self.groups = self._groups(first)
@@ -100,9 +108,9 @@ class ZeroShards:
 
     def _buffer(self, first: Shard, index: int) -> FlatBuffer:
         names = tuple(self._shapes[index])
-        numels = tuple(_numel(shape) for shape in self._shapes[index].values())
+        numels = tuple(numel_of(shape) for shape in self._shapes[index].values())
         group = self.group_of[index]
-        flat = _flats(first)[index].numel()
+        flat = flats_of(first)[index].numel()
         if sum(numels) and not flat:
             msg = (
                 f"{self._where}: rank 0's shard has no master weights in it: they were offloaded "
@@ -126,7 +134,7 @@ class ZeroShards:
 
     def _groups(self, first: Shard) -> tuple[Group, ...]:
         """Give the parameter groups: members, hyperparameters, and the table of states."""
-        hyperparameters = self._load(0, _hyperparameters(first))
+        hyperparameters = self._load(0, hyperparameters_of(first))
         count = max(self.group_of, default=-1) + 1
         return tuple(
             Group(
@@ -216,7 +224,7 @@ class ZeroShards:
         shard = self._shard(transfer.source_rank)
         start = transfer.source_offset
         if key == WEIGHT:
-            tensor = _flats(shard)[transfer.source_buffer]
+            tensor = flats_of(shard)[transfer.source_buffer]
         elif self.elastic and self.stage == STAGE_WEIGHTS:
             tensor = self._of_name(shard, transfer.source_buffer, transfer.name)[key]
             numel = self._numel_of(transfer)
@@ -251,11 +259,11 @@ class ZeroShards:
         """
         shard, first = self._shard(rank), self._shard(0)
         for what, mine, theirs in (
-            ("ZeRO stage", _stage(shard, self._where), self.stage),
-            ("wrapper", _engine(shard, self.stage), self.engine),
+            ("ZeRO stage", stage_of(shard, self._where), self.stage),
+            ("wrapper", engine_of(shard, self.stage), self.engine),
             ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
-            ("number of ranks", _ranks(shard), _ranks(first)),
-            ("number of flat buffers", len(_flats(shard)), len(self.buffers)),
+            ("number of ranks", ranks_of(shard), ranks_of(first)),
+            ("number of flat buffers", len(flats_of(shard)), len(self.buffers)),
             ("parameter groups", self._repr(rank), self._repr(0)),
         ):
             if mine != theirs:
@@ -265,7 +273,7 @@ class ZeroShards:
                     "or resume from another checkpoint"
                 )
                 raise CheckpointFormatError(msg)
-        for index, flat in enumerate(_flats(shard)):
+        for index, flat in enumerate(flats_of(shard)):
             self._demand_numel(rank, index, flat.numel(), self._possible(rank, index))
             state = self._state(shard, index) if self.buffers[index].names else {}
             wanted = {key.name for key in self.groups[self.group_of[index]].state}
@@ -295,12 +303,12 @@ class ZeroShards:
     def _counters(self, rank: int, index: int) -> dict[str, Scalar]:
         shard = self._shard(rank)
         state = self._state(shard, index) if self.buffers[index].names else {}
-        scalars = {k: v for k, v in sorted(state.items()) if not _is_vector(v)}
+        scalars = {k: v for k, v in sorted(state.items()) if not is_vector(v)}
         found: dict[str, Scalar] = self._load(rank, scalars)
         return found
 
     def _repr(self, rank: int) -> str:
-        return repr(self._load(rank, _hyperparameters(self._shard(rank))))
+        return repr(self._load(rank, hyperparameters_of(self._shard(rank))))
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
         """Give the sizes that a rank's flat buffer may have: with and without its padding."""
@@ -316,132 +324,10 @@ class ZeroShards:
             self._refuse_numel(rank, index, numel)
 
     def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
+        whole = sum(map(numel_of, self._shapes[index].values()))
         msg = (
             f"{self._where}: flat buffer {index} of rank {rank}'s shard has {numel} elements, "
-            f"which is not rank {rank}'s part of {sum(map(_numel, self._shapes[index].values()))} "
-            f"on {self.world_size} ranks: the files are of two runs, or one is damaged"
+            f"which is not rank {rank}'s part of {whole} on {self.world_size} ranks: the files "
+            "are of two runs, or one is damaged"
         )
         raise CheckpointFormatError(msg)
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What a shard says by itself, before anybody has named its parameters."""
-
-    stage: int
-    engine: str
-    world_size: int
-    flats: Sequence[torch.Tensor]
-    """The masters' flat buffers."""
-    groups: tuple[int, ...]
-    """Each flat buffer's parameter group."""
-    cuts: tuple[int, ...]
-    """ZeRO-1/2: elements of padding at the end of each of this rank's partitions; the masters may
-    lie there without them."""
-    paddings: tuple[tuple[int, ...], ...]
-    """ZeRO-1/2: recorded padding after each parameter of each flat buffer; empty where none is."""
-    names: tuple[tuple[str, ...], ...]
-    """ZeRO-1/2: the parameters of each group that reach into this rank's partition, as DeepSpeed
-    lists them with their places. The places are wrong where ``round_robin_gradients`` was on."""
-
-
-def outline(shard: Shard, where: str) -> Outline:
-    """Give what a shard says by itself.
-
-    Raises:
-        CheckpointFormatError: it does not say which sub-group is of which parameter group.
-        UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
-    """
-    stage, flats = _stage(shard, where), _flats(shard)
-    cuts = shard.get("group_paddings") or (0,) * len(flats)
-    return Outline(
-        stage=stage,
-        engine=_engine(shard, stage),
-        world_size=_ranks(shard),
-        flats=flats,
-        groups=group_of_flats(_param_groups(shard), stage, len(flats)),
-        cuts=tuple(map(int, cuts)),
-        paddings=tuple(map(tuple, shard.get("param_alignment_paddings") or ())),
-        names=tuple(map(tuple, shard.get("param_slice_mappings") or ())),
-    )
-
-
-BF16 = "BF16_Optimizer"
-"""DeepSpeed's wrapper for bf16 with fp32 gradients; its files do not say a stage."""
-
-
-def _stage(shard: Shard, where: str) -> int:
-    if FP32_STAGE_3 in shard:
-        return STAGE_WEIGHTS
-    if FP32_STAGE_1_2 in shard:
-        return int(shard.get("zero_stage", 1))
-    msg = f"{where}: an optimizer shard without ZeRO's master weights: it is not of ZeRO-1, 2 or 3"
-    raise UnsupportedError(msg)
-
-
-def _engine(shard: Shard, stage: int) -> str:
-    if stage == STAGE_WEIGHTS:
-        return "DeepSpeedZeroOptimizer_Stage3"
-    return "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
-
-
-def _flats(shard: Shard) -> Sequence[torch.Tensor]:
-    found: Sequence[torch.Tensor] = (
-        shard[FP32_STAGE_3] if FP32_STAGE_3 in shard else shard[FP32_STAGE_1_2]
-    )
-    return found
-
-
-def _param_groups(shard: Shard) -> Sequence[Mapping[str, Any]]:
-    """Give the torch parameter groups of a shard; none where it does not hold them."""
-    for key in (BASE, STATES):
-        if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
-            found: Sequence[Mapping[str, Any]] = states["param_groups"]
-            return found
-    return ()
-
-
-def _hyperparameters(shard: Shard) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k != "params"} for g in _param_groups(shard)]
-
-
-def _ranks(shard: Shard) -> int:
-    """Give the number of ranks that a shard says it was written on."""
-    count = shard["partition_count"]
-    return int(max(count) if isinstance(count, (list, tuple)) else count)
-
-
-def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) -> tuple[int, ...]:
-    """Give each flat buffer's parameter group.
-
-    Args:
-        groups: torch's parameter groups; in ZeRO-3 their ``params`` are the sub-groups in order.
-        stage: the ZeRO stage; below 3 each group has one flat buffer.
-        count: how many flat buffers there are.
-
-    Raises:
-        CheckpointFormatError: several groups share the sub-groups, and nothing says which.
-    """
-    if stage != STAGE_WEIGHTS:
-        return tuple(range(count))
-    placed = tuple(index for index, group in enumerate(groups) for _ in group["params"])
-    if len(placed) == count:
-        return placed
-    if len(groups) <= 1:
-        return (0,) * count
-    msg = (
-        f"the shard has {len(groups)} parameter groups and {count} sub-groups, and does not say "
-        "which sub-group belongs to which group"
-    )
-    raise CheckpointFormatError(msg)
-
-
-def _is_vector(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= int(size)
-    return numel

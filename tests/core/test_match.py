@@ -14,8 +14,9 @@ from tests.core.strategies import manifests
 
 EVERYTHING = Wanted(optimizer_state=True)
 NO_STATE = (
-    "it was saved with save_weights_only=True and holds no optimizer state: test or predict with "
-    "it, or pass load_optimizer_state=False to start a new run on its weights"
+    "it holds no optimizer state (it was saved with save_weights_only=True, or is a file of "
+    "weights): test or predict with it, or pass load_optimizer_state=False to start a new run on "
+    "its weights"
 )
 WEIGHTS = Wanted(optimizer_state=False, hyperparameters=False)
 
@@ -280,7 +281,7 @@ class TestDescribe:
             ),
             (
                 model(frozen=("a",), stage=0, world_size=1, writer=Writer()),
-                "no ZeRO (evaluation) on 1 device, fp32, 1 parameters with 4 elements",
+                "no ZeRO, fp32, 1 parameters with 4 elements",
             ),
         ],
     )

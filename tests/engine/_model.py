@@ -105,7 +105,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
-    """Give the members of each parameter group."""
+    """Give the members of each parameter group; those of "every" have the frozen ones too."""
     parameters = list(trained(model).values())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
@@ -115,6 +115,9 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
         "one": [parameters],
         "two": [matrices, vectors],
         "swapped": [vectors, matrices],
+        "reversed": [matrices[::-1], vectors[::-1]],
+        "every": [list(model.parameters())],
+        "every two": [list(model.parameters())[:4], list(model.parameters())[4:]],
         "three": [matrices, vectors[:3], vectors[3:]],
         "biases": [others, biases],
     }[grouping]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import distributed
 from torch.utils.data import DataLoader
@@ -150,3 +151,47 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
         rates=look.rates,
         continued={k: v for k, v in look.after.items() if k.partition("/")[2] not in BUFFERS},
     )
+
+
+class Weighing(Resuming):
+    """Looks at its weights when it is validated."""
+
+    weights: dict[str, torch.Tensor]
+
+    def validation_step(self, *_: Any) -> None:
+        """Compute nothing."""
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        # In the step itself the root module's parameters are in use.
+        import deepspeed
+
+        parameters = dict(self.named_parameters())
+        cut = [p for p in parameters.values() if hasattr(p, "ds_id")]
+        with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
+            self.weights = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Give one batch."""
+        return DataLoader(Steps(self.setup_, 1), batch_size=None)
+
+
+def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
+    """Validate with a checkpoint; give the weights that forward found. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=target.world,
+        strategy=ElasticDeepSpeedStrategy(config=target.config()),
+        precision="bf16-true" if target.precision == "bf16" else "32-true",
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        inference_mode=False,
+    )
+    module = Weighing(target, seed=7, hidden=target.hidden)
+    trainer.validate(module, ckpt_path=str(fixture.checkpoint), verbose=False)
+    return module.weights

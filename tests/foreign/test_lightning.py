@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engine._oracle import Dump, differences
+from tests.engine._oracle import Dump, differences, same_bits
 from tests.engine._pool import Pools
 from tests.foreign._data import names, unpack
-from tests.foreign._fitting import Resumed, resume
+from tests.foreign._fitting import Resumed, resume, validate
 from tests.foreign._trainers import DECAY
 
 pytestmark = pytest.mark.engine
@@ -43,3 +44,16 @@ def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> No
 
 def _steps(held: Dump) -> Dump:
     return {k: v for k, v in held.items() if not k.startswith("buffer/")}
+
+
+@pytest.mark.parametrize(("name", "world"), [("lightning2", 3), ("lightning3", 1)])
+def test_validate(name: str, world: int, pools: Pools, tmp_path: Path) -> None:
+    """An evaluation on another number of devices sees the weights that the writer had."""
+    fixture = unpack(name, tmp_path)
+    target = replace(fixture.setup, world=world)
+    for weights in pools.run(world, partial(validate, fixture, target)):
+        truth = fixture.truth()
+        for name_, weight in weights.items():
+            held = truth.get(f"weight/{name_}", truth.get(f"frozen/{name_}"))
+            assert isinstance(held, torch.Tensor)
+            assert same_bits(held, weight), name_

@@ -1,0 +1,254 @@
+"""Reads single files of ``torch.save``: Lightning's (DDP, FSDP full, consolidated), or weights.
+
+The file's tree is ``{"state_dict": {name: tensor}, "optimizer_states": [...], ...}``, or names and
+tensors alone. All tensors are whole; they are read by ranges, so that no rank reads the others'
+parts. Who reads what of them is worked out with the live model (``whole``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_elastic_zero.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
+from lightning_elastic_zero.formats.names import OPTIMIZER
+from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
+from lightning_elastic_zero.formats.torch_optimizer import is_optimizer
+from lightning_elastic_zero.formats.whole import NO_STATE, Met, Whole, meet, unmet
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.manifest import Manifest, Progress, Writer
+from lightning_elastic_zero.partition import unpartitioned
+from lightning_elastic_zero.state import Scalar
+
+WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
+
+COMPARED_ELEMENTS = 1 << 20
+"""Elements of two copies of a tied weight that are compared at a time."""
+
+
+class SingleFileSource:
+    """A file of ``torch.save`` that holds a whole model (``Source``)."""
+
+    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
+        """Understand a file from its index.
+
+        Raises:
+            CheckpointFormatError: it is not of ``torch.save``, is damaged, or holds no model.
+            UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
+                ranges can be read.
+        """
+        self.files = ForeignFiles(path.parent, allow_pickle=allow_pickle)
+        self._path = path
+        tree = self.files.tree(path.name)
+        weights, self._rest = _parts(tree, path)
+        self._weights = _checked(weights, path)
+        self._scalars: dict[str, Mapping[str, Scalar]] | None = None
+        self._whole = Whole(
+            weights=self._weights,
+            optimizers=self._optimizers(tree),
+            save_id=identity_of(path.parent, [path.name]),
+            progress=progress_of(self._rest),
+            writer=writer_of(self._rest),
+        )
+        self._take(unmet(self._whole))
+
+    def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Give the optimizers' state dicts; hyperparameters have their values, states have not."""
+        found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
+        return [
+            {
+                "state": saved["state"],
+                "param_groups": self.files.load(self._path.name, list(saved["param_groups"])),
+            }
+            for saved in found or ()
+            if is_optimizer(saved)
+        ]
+
+    def _take(self, met: Met) -> None:
+        self._met = met
+        self.manifest: Manifest = met.manifest
+        lacks = ["RNG states", *([NO_STATE] if met.manifest.weights_only else [])]
+        self.found = Found(
+            kind="single file of torch.save",
+            lacks=tuple(lacks),
+            hyperparameters=any(g.hyperparameters for g in met.manifest.groups),
+            progress="global_step" in self._rest,
+            unmatched=met.unmatched,
+        )
+        self._frozen = unpartitioned(((p.name, p.numel) for p in met.manifest.frozen), 1)
+
+    def names(self) -> Sequence[str]:
+        """Give the one file."""
+        return [self._path.name]
+
+    def layout(self) -> Layout:
+        """Which parameters are in it whole: one holder has all."""
+        return self.manifest.layout()
+
+    def frozen_layout(self) -> Layout:
+        """Which weights that no optimizer owns are in it whole."""
+        return self._frozen
+
+    def check_all(self) -> None:
+        """Do nothing more: there is one file, and it has been understood."""
+
+    def meet(self, live: Manifest) -> None:
+        """Find out what is a weight, a buffer, an alias, and whose each optimizer state is.
+
+        Raises:
+            CheckpointMismatchError: a weight that is tied here has two values in the file.
+            UnsupportedError: a hyperparameter is no plain data.
+        """
+        met = meet(self._whole, live)
+        for first, other in met.ties:
+            if not self._same(self._weights[first], self._weights[other]):
+                refuse_untied(self._path, first, other)
+        self._take(met)
+
+    def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Tell whether two tensors hold the same, a bounded part at a time."""
+        if place(one) == place(other):
+            return True
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        file = self.files.get(self._path.name)
+        flats = one.view(-1), other.view(-1)
+        for start in range(0, one.numel(), COMPARED_ELEMENTS):
+            parts = [file.load(flat[start : start + COMPARED_ELEMENTS]) for flat in flats]
+            if not same_bits(*parts):
+                return False
+        return True
+
+    def held(self, key: str, transfer: Transfer) -> Held:
+        """Say where a run of a weight or of a state lies."""
+        if key == WEIGHT:
+            tensor = self._weights[self._met.weight_of[transfer.name]]
+        else:
+            tensor = self._met.states[transfer.name][key]
+        return Held(self._path.name, tensor.detach().view(-1), transfer.start)
+
+    def rounded(self, transfer: Transfer) -> Held | None:
+        """Say that there are no other weights beside these."""
+        del transfer
+        return None
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Give the scalar optimizer states of a parameter."""
+        if self._scalars is None:
+            # All at once: each by itself would read a chunk of the file for a few bytes.
+            kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
+            self._scalars = self.files.load(
+                self._path.name,
+                {
+                    name: {k: v for k, v in state.items() if kinds.get(k) == "scalar"}
+                    for name, state in self._met.states.items()
+                },
+            )
+        return self._scalars.get(at.name, {})
+
+    def module_state(self, rank: int, world_size: int) -> ModuleState:
+        """Give buffers, and all that is neither weights nor optimizer state."""
+        del rank, world_size
+        held = {name: self._weights[name] for name in self.manifest.module_buffers}
+        return ModuleState(
+            buffers=self.files.load(self._path.name, held),
+            client_state=self.files.load(self._path.name, self._rest),
+            loss_scaler={},
+            lr_scheduler=None,
+        )
+
+
+def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Part a tree into the weights, and all that is neither weights nor optimizer state.
+
+    Raises:
+        CheckpointFormatError: it holds no weights.
+    """
+    if not isinstance(tree, Mapping):
+        _refuse(path, f"holds a {type(tree).__name__}, not a dict with a `{WEIGHTS}`")
+    weights = tree.get(WEIGHTS)
+    if isinstance(weights, Mapping):
+        if not weights:
+            _refuse(path, f"has an empty `{WEIGHTS}`: its weights were saved elsewhere, or not")
+        return weights, {k: v for k, v in tree.items() if k not in (WEIGHTS, OPTIMIZERS)}
+    if OPTIMIZER in tree or "param_shapes" in tree:
+        _refuse(path, "is one file of DeepSpeed's: pass the checkpoint's directory")
+    if tree and all(isinstance(tensor, torch.Tensor) for tensor in tree.values()):
+        return tree, {}
+    entries = ", ".join(sorted(map(repr, tree))[:10])
+    return _refuse(path, f"has no `{WEIGHTS}` with the model's weights; its entries are {entries}")
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    msg = (
+        f"{path} {what}. A single file has to be Lightning's, or a dict of names and tensors: "
+        "resume from another checkpoint"
+    )
+    raise CheckpointFormatError(msg)
+
+
+def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
+    """Give the weights, if each is a tensor of which ranges can be read.
+
+    Raises:
+        UnsupportedError: one is not.
+    """
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            what = f"a {type(tensor).__name__}"
+        elif tensor.layout != torch.strided or not tensor.is_contiguous():
+            what = f"a tensor of layout {tensor.layout} that is not contiguous"
+        elif not isinstance(name, str):
+            what = "a tensor that is named by no string"
+        else:
+            continue
+        msg = (
+            f"{path}: {name!r} is {what}, and only contiguous tensors are read: save the model "
+            "again without it, or call .contiguous() on it before"
+        )
+        raise UnsupportedError(msg)
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def progress_of(state: Mapping[str, Any]) -> Progress:
+    """Give how far Lightning counted; samples and passes are DeepSpeed's own counts."""
+    step = state.get("global_step")
+    return Progress(global_steps=step if type(step) is int else 0)
+
+
+def writer_of(state: Mapping[str, Any]) -> Writer:
+    """Give who wrote a checkpoint."""
+    return Writer(lightning=str(state.get("pytorch-lightning_version") or ""))
+
+
+def place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Give what two tensors have in common that are one."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype  # noqa: SLF001
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors of the same type hold the same bits."""
+    flats = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*flats)
+
+
+def refuse_untied(where: Path, first: str, other: str) -> NoReturn:
+    """Raise for a weight that is tied here and was not when it was saved.
+
+    Raises:
+        CheckpointMismatchError: always.
+    """
+    msg = (
+        f"{where}: {first} and {other} are one tied weight here, and have different values in the "
+        "checkpoint: untie them, or resume from a checkpoint of this model"
+    )
+    raise CheckpointMismatchError(msg)

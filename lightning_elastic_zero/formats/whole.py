@@ -1,0 +1,151 @@
+"""What checkpoints without partitions share: whole tensors by name, and a torch optimizer's state.
+
+One holder has everything, each parameter in a flat buffer of its own. Whether a tensor is a weight
+or a buffer, which names mean one tied weight, and which group a parameter belongs to is known to
+the live model only: the manifest is built when it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.rigid import PRECISIONS
+from lightning_elastic_zero.formats.torch_optimizer import HELP, MEMBERS, name_states
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.state import dtype_name, plain
+
+NO_STATE = "optimizer state"
+"""What ``Found.lacks`` says of weights alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What was found in a checkpoint."""
+
+    weights: Mapping[str, torch.Tensor]
+    """Parameters and buffers by name, in the model's order; they need no values."""
+    optimizers: Sequence[Mapping[str, Any]]
+    """State dicts of torch optimizers; their tensors need no values, but for hyperparameters."""
+    save_id: str
+    progress: Progress
+    writer: Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What was found, in the words of the live model."""
+
+    manifest: Manifest
+    weight_of: Mapping[str, str] = field(default_factory=dict)
+    """The checkpoint's name of each parameter."""
+    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the optimizer keeps for each parameter that it owns."""
+    ties: tuple[tuple[str, str], ...] = ()
+    """Two names of the checkpoint that mean one tied weight: their values must be the same."""
+    unmatched: str = ""
+    """Why the optimizer's state cannot be told apart by parameter; empty where it can."""
+
+
+def unmet(whole: Whole) -> Met:
+    """Describe what was found before it is known what it is to be loaded into."""
+    names = {name: name for name in whole.weights}
+    return Met(_manifest(whole, names, (), ()), names)
+
+
+def meet(whole: Whole, live: Manifest) -> Met:
+    """Match what was found with a live model; what does not fit is left for ``check_fits``.
+
+    Raises:
+        UnsupportedError: a hyperparameter is no plain data.
+    """
+    weight_of: dict[str, str] = {}
+    ties = []
+    canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
+    for name in whole.weights:
+        first = weight_of.setdefault(canonical.get(name, name), name)
+        if first != name:
+            ties.append((first, name))
+    buffers = tuple(n for n in live.module_buffers if weight_of.get(n) == n)
+    for name in buffers:
+        del weight_of[name]
+    # Where a tied weight has lost its first name, its place among the others is lost too.
+    order = [name for name in weight_of if name in whole.weights]
+    named, unmatched = _groups(whole, live, canonical, order)
+    groups, states = named
+    manifest = _manifest(whole, weight_of, buffers, groups)
+    return Met(manifest, weight_of, states, tuple(ties), unmatched)
+
+
+def _groups(
+    whole: Whole, live: Manifest, canonical: Mapping[str, str], order: Sequence[str]
+) -> tuple[tuple[tuple[Group, ...], Mapping[str, Mapping[str, Any]]], str]:
+    """Give the groups and the states of their members, or why there are no states."""
+    if not live.groups or not whole.optimizers:
+        return (_without_state(live, {}), {}), ""
+    if len(whole.optimizers) > 1:
+        why = f"it holds the states of {len(whole.optimizers)} optimizers, here is one; {HELP}"
+        return (_without_state(live, {}), {}), why
+    saved = whole.optimizers[0]
+    try:
+        named = name_states(saved, live, order, canonical)
+    except CheckpointMismatchError as error:
+        return (_without_state(live, saved), {}), str(error)
+    return (named.groups, named.states), ""
+
+
+def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
+    """Give the live groups, with what was saved of as many groups but their members."""
+    groups = [
+        {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in MEMBERS}
+        for i, group in enumerate(saved.get("param_groups", ()))
+    ]
+    names = [group.names for group in live.groups]
+    if not groups:
+        return tuple(Group(members, {}, ()) for members in names)
+    names += [()] * len(groups)
+    return tuple(Group(names[i], fields, ()) for i, fields in enumerate(groups))
+
+
+def _manifest(
+    whole: Whole, weight_of: Mapping[str, str], buffers: tuple[str, ...], groups: tuple[Group, ...]
+) -> Manifest:
+    group_of = {name: index for index, group in enumerate(groups) for name in group.names}
+    parameters = tuple(
+        Parameter(
+            name,
+            tuple(whole.weights[saved].shape),
+            dtype_name(whole.weights[saved].dtype),
+            group_of.get(name),
+        )
+        for name, saved in weight_of.items()
+    )
+    held = {p.name for p in parameters}
+    groups = tuple(replace(g, names=tuple(n for n in g.names if n in held)) for g in groups)
+    dtype = next((p.dtype for p in parameters if p.group is not None), None)
+    dtype = dtype or next((p.dtype for p in parameters), "float32")
+    return Manifest(
+        save_id=whole.save_id,
+        stage=0,
+        world_size=1,
+        precision=PRECISIONS.get(dtype, "fp32"),
+        master_dtype=dtype,
+        parameters=parameters,
+        groups=groups,
+        # One holder, and a buffer for each parameter: their scalar states may differ.
+        buffers=tuple(
+            FlatBuffer(p.group, (p.name,), (p.numel,), partition_numel=p.numel)
+            for p in parameters
+            if p.group is not None
+        ),
+        module_buffers=buffers,
+        files=(),
+        progress=whole.progress,
+        writer=whole.writer,
+        weights_only=not whole.optimizers,
+    )

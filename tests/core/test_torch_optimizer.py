@@ -1,0 +1,170 @@
+"""What the positions in a torch optimizer's state dict mean: told apart, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.torch_optimizer import NamedState, is_optimizer, name_states
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter
+
+SHAPES = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (3,), "f": (4,)}
+FROZEN = ("f",)
+
+
+def live(groups: Sequence[Sequence[str]], order: Sequence[str] = tuple(SHAPES)) -> Manifest:
+    """Describe a live run; what is in no group is frozen."""
+    of = {name: index for index, names in enumerate(groups) for name in names}
+    return Manifest(
+        save_id="",
+        stage=2,
+        world_size=2,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(Parameter(n, SHAPES[n], "float32", of.get(n)) for n in order),
+        groups=tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups),
+        buffers=(),
+        module_buffers=(),
+        files=(),
+    )
+
+
+def saved(
+    groups: Sequence[Sequence[int | str]], names: dict[Any, str], *, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Give a state dict.
+
+    Args:
+        groups: the ids.
+        names: what each id means; state is made for those that are not frozen.
+        without: names that have no state.
+    """
+    states = {
+        key: {"exp_avg": torch.empty(SHAPES[name], device="meta"), "step": torch.tensor(3.0)}
+        for key, name in names.items()
+        if name not in (*FROZEN, *without)
+    }
+    return {"state": states, "param_groups": [{"params": list(g), "lr": 0.5} for g in groups]}
+
+
+def meaning(tree: dict[str, Any], manifest: Manifest, order: Sequence[str] = "") -> NamedState:
+    """Match."""
+    names = order or [p.name for p in manifest.parameters]
+    return name_states(tree, manifest, names, {n: n for n in SHAPES})
+
+
+def test_positions_in_the_optimizers_order() -> None:
+    """An optimizer of torch's counts what the optimizer was given, group after group."""
+    tree = saved([[0, 1], [2, 3]], {0: "c", 1: "a", 2: "d", 3: "b"})
+    found = meaning(tree, live([["c", "a"], ["d", "b"]]))
+    assert [g.names for g in found.groups] == [("c", "a"), ("d", "b")]
+    assert found.states["c"] is tree["state"][0]
+    assert [(k.name, k.kind) for k in found.groups[0].state] == [
+        ("exp_avg", "elementwise"),
+        ("step", "scalar"),
+    ]
+    assert found.groups[1].hyperparameters == {"lr": 0.5}
+
+
+def test_positions_in_the_models_order() -> None:
+    """Lightning's FSDP counts the model's parameters, frozen ones too."""
+    tree = saved([[0, 2], [1, 3]], {0: "a", 1: "b", 2: "c", 3: "d"})
+    found = meaning(tree, live([["c", "a"], ["d", "b"]]))
+    assert [g.names for g in found.groups] == [("a", "c"), ("b", "d")]
+    assert found.states["c"] is tree["state"][2]
+
+
+def test_frozen_parameters_in_the_one_group() -> None:
+    """``Adam(model.parameters())`` counts frozen parameters, which have no state."""
+    order = ("f", "a", "b", "c", "d")
+    tree = saved([[0, 1, 2, 3, 4]], dict(enumerate(order)))
+    found = meaning(tree, live([["a", "b", "c", "d"]], order))
+    assert found.groups[0].names == ("a", "b", "c", "d")
+    assert found.states["a"] is tree["state"][1]
+
+
+def test_names() -> None:
+    """Names are taken at their word, also where they stand beside positions."""
+    by_name = saved([["a", "c"], ["b", "d", "f"]], {n: n for n in SHAPES})
+    manifest = live([["c", "a"], ["d", "b"]])
+    found = meaning(by_name, manifest)
+    assert [g.names for g in found.groups] == [("a", "c"), ("b", "d")]
+    beside = saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"})
+    for group, names in zip(beside["param_groups"], (["a", "c"], ["b", "d"]), strict=True):
+        group["param_names"] = names
+    found = meaning(beside, manifest)
+    assert found.states["c"] is beside["state"][1]
+    assert found.groups[0].hyperparameters == {"lr": 0.5}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Manifest, str]] = {
+    "two meanings": (
+        saved([[0, 1, 2, 3]], {0: "a", 1: "b", 2: "c", 3: "d"}),
+        live([["c", "b", "a", "d"]]),
+        "both fit, and they differ in",
+    ),
+    "other counts": (
+        saved([[0, 1, 2], [3]], {0: "a", 1: "b", 2: "c", 3: "d"}),
+        live([["a", "c"], ["b", "d"]]),
+        "groups of 3, 1 parameters .0 of them without state.; here are groups of 2, 2 trained",
+    ),
+    "other shapes": (
+        saved([[0, 1], [2, 3]], {0: "a", 1: "b", 2: "c", 3: "d"}),
+        live([["a", "c"], ["b", "d"]]),
+        "no way to count gives each state a parameter of its shape",
+    ),
+    "frozen among two groups": (
+        saved([[0, 1, 2], [3, 4]], {0: "f", 1: "c", 2: "a", 3: "b", 4: "d"}),
+        live([["c", "a"], ["b", "d"]]),
+        "groups of 3, 2 parameters .1 of them without state.; here are groups of 2, 2 trained",
+    ),
+    "never trained": (
+        saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"}, without=("c",)),
+        live([["a", "c"], ["b", "d"]]),
+        "no state for c, which had never been trained",
+    ),
+    "a name's other shape": (
+        {
+            "state": {"a": {"factor": torch.empty(2, device="meta")}},
+            "param_groups": [{"params": ["a"]}],
+        },
+        live([["a"]]),
+        "a has 'factor' of shape .2,., the parameter has .2, 3.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str) -> None:
+    """The numbers or names that do not fit are told, and what helps."""
+    tree, manifest, message = REFUSED[case]
+    with pytest.raises(CheckpointMismatchError, match=message) as raised:
+        meaning(tree, manifest)
+    assert "load_optimizer_state=False" in str(raised.value)
+
+
+def test_another_order_of_the_model_is_no_position() -> None:
+    """Where the saved model had its parameters in another order, the optimizer may have had too."""
+    manifest = live([["a", "c"], ["b", "d"]])
+    tree = saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"})
+    assert meaning(tree, manifest, "abcdf").states
+    with pytest.raises(CheckpointMismatchError, match="kept by position"):
+        meaning(tree, manifest, "cbadf")
+
+
+def test_no_state_leaves_only_the_groups() -> None:
+    """SGD has no state: its groups are matched all the same."""
+    tree = saved([[0, 1], [2, 3]], {})
+    found = meaning(tree, live([["a", "c"], ["b", "d"]]))
+    assert [g.names for g in found.groups] == [("a", "c"), ("b", "d")]
+    assert not found.groups[0].state
+
+
+@pytest.mark.parametrize("tree", [{}, {"state": {}}, {"state": {}, "param_groups": [1]}, None, []])
+def test_other_trees_are_no_optimizer(tree: object) -> None:
+    """What lacks states or groups is no optimizer's state dict."""
+    assert not is_optimizer(tree)

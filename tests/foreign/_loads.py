@@ -1,0 +1,58 @@
+"""Loading what torch and Lightning wrote into ZeRO engines, and what must come of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.engine._pool import Pools
+from tests.engine._programs import Loading, Refusal, refusal
+from tests.engine._setup import Setup
+from tests.foreign._data import Fixture
+from tests.foreign._restoring import Case, restore
+from tests.foreign._torch_writers import Run
+
+TARGETS = (
+    Setup(1, "2", bucket=5000),
+    Setup(2, "3", bucket=5000, sub_group=700),
+    Setup(3, "1", bucket=5000, round_robin=True),
+)
+"""One, two and three devices, all stages; three divides nothing."""
+
+
+def as_fixture(run: Run) -> Fixture:
+    """Give what a writer held as a fixture; its buffers are those of one rank."""
+    folder = Path(f"{run.path}.d")
+    folder.mkdir(exist_ok=True)
+    truth = folder / "truth.pt"
+    if not truth.exists():
+        truth.symlink_to(run.truth_path)
+    return Fixture(folder, Setup(1), {"steps": run.steps})
+
+
+def assert_restored(
+    pools: Pools, run: Run, target: Setup, client_state: dict[str, Any], **changes: Any
+) -> None:
+    """Fail unless a load gives bit for bit what the writer held."""
+    case = Case(
+        fixture=as_fixture(run),
+        target=target,
+        path=run.path,
+        client_state=client_state,
+        **changes,
+    )
+    outcome = pools.run(target.world, partial(restore, case))[0]
+    assert outcome is not None
+    outcome.verdict.assert_same()
+    assert outcome.verdict.tensors >= 27
+
+
+def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
+    """Give how a load is refused: alike on all ranks, in seconds, with nothing changed."""
+    found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
+    first = found[0]
+    assert all((r.error, r.message) == (first.error, first.message) for r in found), found
+    assert all(r.unchanged for r in found), found
+    assert all(r.seconds < 10 for r in found)
+    return first

@@ -1,0 +1,297 @@
+"""Writers of other people's checkpoints: Lightning with DDP or alone, and FSDP2 over gloo.
+
+Each says what it holds in memory when it saves, in the oracle's words. Nothing here may import
+``lightning_elastic_zero``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from tests.engine._model import BUFFERS, Net, batch, group_members, trained
+from tests.engine._oracle import Dump
+from tests.engine._setup import Engine, make_optimizer
+
+STEPS = 3
+
+Change = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a writer trains."""
+
+    path: str
+    """Where its checkpoint goes; what it held goes beside it."""
+    world: int = 1
+    grouping: str = "two"
+    optimizer: str = "AdamW"
+    dtype: str = "float32"
+    everything: bool = True
+    """Each parameter gets a gradient; False: ``never`` gets none, and so no optimizer state."""
+    steps: int = STEPS
+
+    @property
+    def truth_path(self) -> str:
+        """Where what it held lies."""
+        return f"{self.path}.truth"
+
+
+def loss_of(model: nn.Module, run: Run, step: int, rank: int) -> torch.Tensor:
+    """Give a step's loss on a rank's part of the batch."""
+    x, y = batch(step, rank, run.world)
+    loss: torch.Tensor = (model(x).float() - y).pow(2).mean()
+    never = model.get_parameter("never")
+    return loss + 0 * never.float().sum() if run.everything else loss
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor whole, as a copy; FSDP2's are gathered. Collective."""
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return torch.as_tensor(gathered.detach().clone())
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
+    """Say what a run holds, as ZeRO engines are to hold it: low precision is widened. Collective.
+
+    Args:
+        model: with tied and frozen weights, and buffers.
+        optimizer: its optimizer.
+        run: what it has trained.
+    """
+    found: Dump = {}
+    names = {p: name for name, p in trained(model).items()}
+    for name, parameter in model.named_parameters():
+        kind = "weight" if parameter.requires_grad else "frozen"
+        found[f"{kind}/{name}"] = whole(parameter)
+        if parameter.requires_grad:
+            found[f"master/{name}"] = whole(parameter).float()
+    for owner, state in optimizer.state.items():
+        named = names[owner]  # type: ignore[index]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                found[f"{key}/{named}"] = whole(value).float()
+            else:
+                scalar = whole(value) if isinstance(value, torch.Tensor) else value
+                found[f"scalar/{key}/{named}"] = repr(scalar)
+    for index, group in enumerate(optimizer.param_groups):
+        found.update({f"group/{index}/{k}": repr(v) for k, v in group.items() if k != "params"})
+    counters = {"global_steps": run.steps, "global_samples": 0, "skipped_steps": 0}
+    found.update({f"counter/{key}": repr(value) for key, value in counters.items()})
+    buffers = dict(model.named_buffers())
+    found.update({f"buffer/0/{name}": whole(buffers[name]) for name in BUFFERS})
+    return found
+
+
+def keep(found: Dump, run: Run) -> None:
+    """Write what a run holds, on rank 0."""
+    if distributed.get_rank() == 0:
+        torch.save(found, run.truth_path)
+    distributed.barrier()
+
+
+def make(run: Run) -> Net:
+    """Make the model; buffers stay in fp32."""
+    model = Net(0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, run.dtype))
+    return model
+
+
+# -- Lightning ----------------------------------------------------------------------------------
+
+
+def fit_lightning(run: Run, *, weights_only: bool = False) -> None:
+    """Fit with a real Trainer: DDP, or one device; save. Collective."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader
+
+    class Lit(Net, pl.LightningModule):
+        """The model, as Lightning wants it."""
+
+        def training_step(self, step: int, _: int) -> torch.Tensor:
+            """Give the loss."""
+            return loss_of(self, run, step, distributed.get_rank())
+
+        def train_dataloader(self) -> Any:  # noqa: ANN401
+            """Give the numbers of the steps."""
+            return DataLoader(range(run.steps), batch_size=None)  # type: ignore[arg-type]
+
+        def configure_optimizers(self) -> Engine:
+            """Give the optimizer."""
+            return make_optimizer(run.optimizer, group_members(self, run.grouping), 1.0)
+
+        def on_train_end(self) -> None:
+            """Say what is held."""
+            optimizer = self.optimizers()
+            assert isinstance(optimizer, pl.core.optimizer.LightningOptimizer)
+            keep(held(self, optimizer.optimizer, run), run)
+
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=run.world,
+        strategy="ddp" if run.world > 1 else "auto",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Lit(0))
+    trainer.save_checkpoint(run.path, weights_only=weights_only)
+
+
+# -- plain torch --------------------------------------------------------------------------------
+
+
+def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
+    """Train without anybody's help on one rank, and say what is held."""
+    model = make(run)
+    optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
+    steps(model, optimizer, run, 0)
+    keep(held(model, optimizer, run), run)
+    return model, optimizer
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, rank: int) -> None:
+    """Train."""
+    for step in range(run.steps):
+        loss_of(model, run, step, rank).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def lightning_rest(run: Run) -> dict[str, Any]:
+    """Give what Lightning keeps beside weights and optimizer."""
+    return {
+        "epoch": 1,
+        "global_step": run.steps,
+        "pytorch-lightning_version": "2.6.6",
+        "loops": {"fit_loop": {"state_dict": {}}},
+        "callbacks": {},
+        "lr_schedulers": [],
+    }
+
+
+def save_alone(
+    run: Run, change: Callable[[dict[str, Any], nn.Module], object] | None = None
+) -> None:
+    """Save in the layout of Lightning's files; ``change`` sees the file and the model before."""
+    model, optimizer = train_alone(run)
+    tree = {
+        **lightning_rest(run),
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+    }
+    if change is not None:
+        change(tree, model)
+    torch.save(tree, run.path)
+
+
+def save_legacy(run: Run) -> None:
+    """Save a file that is no zip."""
+    model, optimizer = train_alone(run)
+    states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**lightning_rest(run), **states}, run.path, _use_new_zipfile_serialization=False)
+
+
+# -- FSDP2 --------------------------------------------------------------------------------------
+
+
+def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
+    """Train with fully sharded parameters, and say what is held. Collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make(run)
+    mesh = init_device_mesh("cpu", (run.world,))
+    fully_shard(model.a, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
+    steps(model, optimizer, run, distributed.get_rank())
+    keep(held(model, optimizer, run), run)
+    return model, optimizer
+
+
+def state_dicts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Give torch's own state dicts of a sharded run. Collective."""
+    from torch.distributed.checkpoint import state_dict as library
+
+    chosen = library.StateDictOptions(cpu_offload=True, **options)
+    return (
+        dict(library.get_model_state_dict(model, options=chosen)),
+        dict(library.get_optimizer_state_dict(model, optimizer, options=chosen)),
+    )
+
+
+def save_fsdp_full(run: Run, *, by_name: bool = False) -> None:
+    """Save one file as Lightning's FSDP and ModelParallel strategies do. Collective.
+
+    Args:
+        run: what is trained.
+        by_name: leave the optimizer's state as torch gives it, keyed by name.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+    model, optimizer = train_fsdp(run)
+    weights, state = state_dicts(model, optimizer, full_state_dict=True)
+    if distributed.get_rank() == 0:
+        if not by_name:
+            key = OptimStateKeyType.PARAM_ID
+            state = FullyShardedDataParallel.rekey_optim_state_dict(state, key, model)
+        tree = {"state_dict": weights, "optimizer_states": [state]}
+        torch.save({**lightning_rest(run), **tree}, run.path)
+    distributed.barrier()
+
+
+LAYOUTS = {
+    "fsdp": ("model", "optimizer_0"),
+    "model parallel": ("state_dict", "optimizer_0"),
+    "plain": ("model", "optim"),
+    "flattened": ("model", "optim"),
+    "app": ("app", "app"),
+}
+"""Names of the model's and the optimizer's subtree."""
+
+
+def save_sharded(run: Run, layout: str) -> None:
+    """Save a directory: Lightning's layouts, torch's own, and that of torch's tutorial. Collective.
+
+    Args:
+        run: what is trained.
+        layout: one of ``LAYOUTS``.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    model, optimizer = train_fsdp(run)
+    flattened = layout == "flattened"
+    weights, state = state_dicts(model, optimizer, flatten_optimizer_state_dict=flattened)
+    of_model, of_optimizer = LAYOUTS[layout]
+    tree: dict[str, Any] = {of_model: weights, of_optimizer: state}
+    if layout == "app":
+        tree = {"app": {"model": weights, "optim": state}}
+    lightning = layout in ("fsdp", "model parallel")
+    if not lightning:
+        tree["epoch"] = 1
+    dcp.save(tree, checkpoint_id=run.path)  # type: ignore[attr-defined]
+    if lightning and distributed.get_rank() == 0:
+        torch.save(lightning_rest(run), Path(run.path) / "meta.pt")
+    distributed.barrier()
+
+
+def save_dicts(run: Run, tree: dict[str, Any]) -> None:
+    """Save any tree as a directory, from one rank."""
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save(tree, checkpoint_id=run.path, no_dist=True)  # type: ignore[attr-defined]

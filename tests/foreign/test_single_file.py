@@ -1,0 +1,369 @@
+"""Single files of Lightning and torch come back bit for bit on any number of devices.
+
+What is compared is what the writers held in memory: real Trainers (DDP, one device), FSDP2 over
+gloo, and plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fractions
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine._model import group_members
+from tests.engine._oracle import Dump, differences, expected_in
+from tests.engine._pool import Pools
+from tests.engine._programs import (
+    Saved,
+    evaluated_weights,
+    found_after_load,
+    judge,
+    train_and_save,
+)
+from tests.engine._setup import Setup, engine_of
+from tests.foreign import _torch_writers as writers
+from tests.foreign._loads import TARGETS, assert_restored, refused
+from tests.foreign._torch_writers import Run
+
+pytestmark = pytest.mark.engine
+
+WRITERS: dict[str, tuple[int, Callable[[Run], None], dict[str, Any]]] = {
+    "ddp": (2, writers.fit_lightning, {}),
+    "one device": (1, writers.fit_lightning, {}),
+    "fsdp on 2": (2, writers.save_fsdp_full, {}),
+    "fsdp on 3, by name": (3, partial(writers.save_fsdp_full, by_name=True), {}),
+    "legacy": (1, writers.save_legacy, {}),
+    "bf16": (1, writers.save_alone, {"dtype": "bfloat16"}),
+    "own order": (1, writers.save_alone, {"grouping": "reversed"}),
+    "frozen too": (1, writers.save_alone, {"grouping": "every"}),
+    "frozen in two": (1, writers.save_alone, {"grouping": "every two"}),
+    "plain SGD": (1, writers.save_alone, {"optimizer": "SGD"}),
+    "momentum": (1, writers.save_alone, {"optimizer": "Momentum"}),
+    "never": (1, writers.fit_lightning, {"everything": False}),
+    "weights": (1, partial(writers.fit_lightning, weights_only=True), {}),
+}
+
+
+@pytest.fixture(scope="session")
+def run_of(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Give what a writer has saved, made once per session."""
+    folder = tmp_path_factory.mktemp("single")
+    made: dict[str, Run] = {}
+
+    def give(name: str) -> Run:
+        if name not in made:
+            world, write, options = WRITERS[name]
+            made[name] = Run(str(folder / f"{len(made)}.any"), world, **options)
+            pools.run(world, partial(write, made[name]))
+        return made[name]
+
+    return give
+
+
+def rest_of(path: str) -> dict[str, Any]:
+    """Give what is to come back as client state, found without the library."""
+    tree = torch.load(path, weights_only=True)
+    return {k: v for k, v in tree.items() if k not in ("state_dict", "optimizer_states")}
+
+
+CASES = [
+    *((name, target) for name in ("ddp", "fsdp on 2") for target in TARGETS),
+    ("one device", TARGETS[1]),
+    ("fsdp on 3, by name", TARGETS[0]),
+    ("legacy", TARGETS[2]),
+    ("bf16", Setup(2, "B", "bf16", bucket=5000)),
+    ("ddp", Setup(2, "3", "bf16", bucket=5000)),
+    ("own order", replace(TARGETS[1], grouping="reversed")),
+    ("own order", replace(TARGETS[2], grouping="reversed")),
+    ("frozen too", replace(TARGETS[0], grouping="one")),
+    ("plain SGD", replace(TARGETS[1], optimizer="SGD")),
+    ("momentum", replace(TARGETS[2], optimizer="Momentum")),
+]
+
+
+@pytest.mark.parametrize(("name", "target"), CASES, ids=str)
+def test_all_comes_back(
+    name: str, target: Setup, pools: Pools, run_of: Callable[[str], Run]
+) -> None:
+    """Weights, moments, steps, hyperparameters, buffers and the trainer's state: all of it."""
+    run = run_of(name)
+    assert_restored(pools, run, target, rest_of(run.path))
+
+
+def test_without_the_file_the_same_test_fails(pools: Pools, run_of: Callable[[str], Run]) -> None:
+    """A run that loaded nothing is found out: the oracle looks."""
+    target = TARGETS[1]
+    wanted = torch.load(run_of("ddp").truth_path, weights_only=True)
+    pair = pools.run(2, partial(found_after_load, target, Saved(target, run_of("ddp").path), {}))[0]
+    assert pair is not None
+    before, after = pair
+    assert len(differences(expected_in(wanted, Setup(1), target), before)) > 40
+    assert not judge(expected_in(wanted, Setup(1), target), after).differing
+
+
+# -- weights alone -----------------------------------------------------------------------------
+
+
+def assert_weights(pools: Pools, target: Setup, path: str, truth: Dump) -> None:
+    """Fail unless weights and buffers are the writer's, and the optimizer is fresh."""
+    options = {"load_optimizer_state": False}
+    pair = pools.run(target.world, partial(found_after_load, target, Saved(target, path), options))
+    assert pair[0] is not None
+    after = pair[0][1]
+    wanted = expected_in({k: v for k, v in truth.items() if _is_weight(k)}, Setup(1), target)
+    assert not differences(wanted, {k: v for k, v in after.items() if _is_weight(k)})
+    assert not any(key.startswith(("exp_avg", "scalar")) for key in after)
+
+
+def _is_weight(key: str) -> bool:
+    return key.startswith(("master/", "weight/", "frozen/", "buffer/"))
+
+
+@pytest.mark.parametrize("name", ["weights", "never"])
+def test_weights_alone(name: str, pools: Pools, run_of: Callable[[str], Run]) -> None:
+    """Files without (usable) optimizer state say so, and give their weights when asked for them."""
+    run, target = run_of(name), TARGETS[1]
+    found = refused(pools, target, run.path)
+    assert found.error == "CheckpointMismatchError"
+    said = "holds no optimizer state" if name == "weights" else "has no state for never"
+    assert said in found.message
+    assert "load_optimizer_state=False" in found.message
+    truth = torch.load(run.truth_path, weights_only=True)
+    assert_weights(pools, target, run.path, truth)
+
+
+def test_evaluation(pools: Pools, run_of: Callable[[str], Run]) -> None:
+    """An engine without an optimizer gets weights and buffers."""
+    run = run_of("ddp")
+    truth = torch.load(run.truth_path, weights_only=True)
+    for setup in (Setup(2, "3"), Setup(1, "0")):
+        saved = Saved(setup, run.path)
+        found = pools.run(setup.world, partial(evaluated_weights, setup, saved))[0]
+        assert len(found) > 15
+        for key, value in found.items():
+            kind, _, name = key.partition("/")
+            held = truth[f"buffer/0/{name}"] if kind == "buffer" else None
+            if held is None:
+                held = truth.get(f"weight/{name}", truth.get(f"frozen/{name}"))
+            assert held.tolist() == value, key
+
+
+def test_consolidated(pools: Pools, tmp_path: Path) -> None:
+    """A checkpoint of ours that Lightning's converter made one file of gives its weights."""
+    saved = Saved(Setup(2, "3", bucket=5000), str(tmp_path / "a.ckpt"))
+    pools.run(2, partial(train_and_save, saved))
+    path = str(tmp_path / "consolidated")
+    pools.run(1, partial(consolidate, saved.path, path))
+    truth = saved.dump()
+    for target in (TARGETS[0], TARGETS[2]):
+        assert_weights(pools, target, path, truth)
+    assert "load_optimizer_state=False" in refused(pools, TARGETS[0], path).message
+
+
+def consolidate(directory: str, path: str) -> None:
+    """Run Lightning's converter."""
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(directory, path)
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+Tree = dict[str, Any]
+
+
+def _untie(tree: Tree) -> None:
+    tree["state_dict"]["head.weight"] = tree["state_dict"]["head.weight"] + 1
+
+
+def _one_name(tree: Tree) -> None:
+    del tree["state_dict"]["embedding.weight"]
+
+
+def _extra(tree: Tree) -> None:
+    tree["state_dict"]["surplus"] = torch.ones(2)
+
+
+def _lacking(tree: Tree) -> None:
+    del tree["state_dict"]["average"], tree["state_dict"]["a.weight"]
+
+
+def _transposed(tree: Tree) -> None:
+    tree["state_dict"]["a.weight"] = torch.ones(33, 65).t()
+
+
+def _no_tensor(tree: Tree) -> None:
+    tree["state_dict"]["a._extra_state"] = "text"
+
+
+def _no_weights(tree: Tree) -> None:
+    tree["weights"] = tree.pop("state_dict")
+
+
+def _two_optimizers(tree: Tree) -> None:
+    tree["optimizer_states"] *= 2
+
+
+def _objects(tree: Tree) -> None:
+    tree["hyper_parameters"] = {"args": argparse.Namespace(lr=1.0), "tilt": TILT}
+
+
+TILT = fractions.Fraction(1, 3)
+
+CHANGED: dict[str, tuple[Callable[[Tree], None], str, tuple[str, ...]]] = {
+    "untied": (_untie, "CheckpointMismatchError", ("embedding.weight and head.weight", "untie")),
+    "surplus": (_extra, "CheckpointMismatchError", ("not in the model: surplus",)),
+    "lacking": (
+        _lacking,
+        "CheckpointMismatchError",
+        ("missing from the checkpoint: a.weight", "buffers missing from the checkpoint: average"),
+    ),
+    "transposed": (_transposed, "UnsupportedError", ("'a.weight'", "contiguous")),
+    "no tensor": (_no_tensor, "UnsupportedError", ("'a._extra_state' is a str",)),
+    "no weights": (_no_weights, "CheckpointFormatError", ("no `state_dict`", "'weights'")),
+    "two optimizers": (
+        _two_optimizers,
+        "CheckpointMismatchError",
+        ("the states of 2 optimizers", "load_optimizer_state=False"),
+    ),
+    "objects": (
+        _objects,
+        "UnsupportedError",
+        ("argparse.Namespace", "allow_pickle=True", "add_safe_globals"),
+    ),
+}
+
+
+def changed(run: Run, path: Path, change: Callable[[Tree], None]) -> str:
+    """Write a file that differs from a writer's."""
+    tree = torch.load(run.path, weights_only=True)
+    change(tree)
+    torch.save(tree, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_what_cannot_be_matched_is_refused(
+    case: str, pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """Each rank refuses by name, and says what helps; nothing is changed."""
+    change, error, names = CHANGED[case]
+    found = refused(pools, TARGETS[1], changed(run_of("ddp"), tmp_path / "file", change))
+    assert found.error == error, found.message
+    assert all(name in found.message for name in names), found.message
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("ddp", {"grouping": "swapped"}, "groups of 3, 6 parameters (0 of them"),
+        ("ddp", {"grouping": "three"}, "saved with 2 parameter groups, here are 3"),
+        ("ddp", {"hidden": 64}, "a.weight (saved (65, 33), here (64, 33))"),
+        ("ddp", {"optimizer": "Momentum"}, "this run has SGD"),
+        ("momentum", {}, "this run has AdamW"),
+        ("ddp", {"renamed": True}, "missing from the checkpoint: c.weight"),
+        ("fsdp on 3, by name", {"grouping": "swapped"}, "in parameter group 0 here, in 1 when"),
+        ("frozen in two", {}, "of them without state"),
+    ],
+)
+def test_another_run_is_refused(
+    name: str, change: dict[str, Any], said: str, pools: Pools, run_of: Callable[[str], Run]
+) -> None:
+    """Positions, shapes, groups and states that are not this run's are told."""
+    found = refused(pools, replace(TARGETS[1], **change), run_of(name).path)
+    assert found.error == "CheckpointMismatchError", found.message
+    assert said in found.message
+
+
+def _flip(data: bytearray) -> None:
+    data[len(data) // 2] ^= 4
+
+
+def _truncate(data: bytearray) -> None:
+    del data[len(data) // 2 :]
+
+
+def _replace(data: bytearray) -> None:
+    data[:] = b"no checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (_flip, "CheckpointCorruptedError"),
+        (_truncate, "CheckpointFormatError"),
+        (_replace, "CheckpointFormatError"),
+    ],
+)
+def test_damage_is_found(
+    damage: Callable[[bytearray], None],
+    error: str,
+    pools: Pools,
+    run_of: Callable[[str], Run],
+    tmp_path: Path,
+) -> None:
+    """A flipped bit, half a file and a file of something else are refused with the path."""
+    data = bytearray(Path(run_of("ddp").path).read_bytes())
+    damage(data)
+    path = tmp_path / "damaged"
+    path.write_bytes(data)
+    found = refused(pools, TARGETS[1], str(path))
+    assert found.error == error, found.message
+    assert str(path) in found.message
+
+
+def test_what_may_be_allowed(pools: Pools, run_of: Callable[[str], Run], tmp_path: Path) -> None:
+    """Objects are allowed, one name of a tied weight is enough, surplus may be left out."""
+    run = run_of("ddp")
+    objects = changed(run, tmp_path / "objects", _objects)
+    tree = torch.load(objects, weights_only=False)
+    wanted = {k: v for k, v in tree.items() if k not in ("state_dict", "optimizer_states")}
+    for path, rest, options in (
+        (objects, wanted, {"allow_pickle": True}),
+        (changed(run, tmp_path / "one", _one_name), rest_of(run.path), {}),
+        (changed(run, tmp_path / "more", _extra), rest_of(run.path), {"strict": False}),
+    ):
+        other = replace(run, path=path)
+        Path(other.truth_path).symlink_to(run.truth_path)
+        assert_restored(pools, other, TARGETS[1], rest, options=options)
+
+
+def test_names_and_tensors_alone(
+    pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """A bare state dict gives its weights."""
+    run = run_of("ddp")
+    tree = torch.load(run.path, weights_only=True)
+    torch.save(dict(tree["state_dict"]), tmp_path / "bare.bin")
+    truth = torch.load(run.truth_path, weights_only=True)
+    assert_weights(pools, TARGETS[2], str(tmp_path / "bare.bin"), truth)
+
+
+# -- order -----------------------------------------------------------------------------------------
+
+
+def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
+    """Give the names of each group as the engine tells them, and as they were given."""
+    from lightning_elastic_zero.engine import live_engine
+
+    model = setup.model(0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    given = [[names[id(p)] for p in ps] for ps in group_members(model, setup.grouping)]
+    with engine_of(setup, 0, model=model) as engine:
+        told = [list(group.names) for group in live_engine(engine).describe().groups]
+    return told, given
+
+
+@pytest.mark.parametrize("setup", [*TARGETS, Setup(2, "B", "bf16", bucket=5000)], ids=str)
+def test_groups_are_told_in_the_optimizers_order(setup: Setup, pools: Pools) -> None:
+    """Neither the module's order nor round robin changes the order of a group."""
+    told, given = pools.run(setup.world, partial(groups_of, replace(setup, grouping="reversed")))[0]
+    assert told == given
