@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from lightning_elastic_zero.formats.dumps_table import (
     SizedFile,
     weights_in,
 )
-from lightning_elastic_zero.formats.foreign import ForeignFiles
+from lightning_elastic_zero.formats.foreign import ForeignFiles, ForeignReader, understanding
 from lightning_elastic_zero.formats.zero_shard import Outline, outline
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
@@ -57,7 +58,7 @@ def describe_dumps(
     Args:
         folder: with one dump for each rank of the run, and the model's state dict.
         model: a module of the architecture that was trained, with the same parameters frozen; its
-            weights are not looked at, so it may be on the meta device.
+            weights are not looked at, so it may have been made under ``torch.device("meta")``.
         dumps: their names: a pattern, whose last number is the rank, or a list by rank.
         model_file: name of the file with the weights of the same step.
         groups: the parameters' names in each of the optimizer's parameter groups, in their order,
@@ -78,18 +79,21 @@ def describe_dumps(
     """
     path = check_local_path(folder)
     names = _by_rank(path, dumps) if isinstance(dumps, str) else list(dumps)
+    if not names:
+        msg = f"dumps= names no files in {path}: pass one for each rank of the run"
+        raise CheckpointNotFoundError(msg)
     files = ForeignFiles(
         path, allow_pickle=allow_pickle, open_files=min(len(names) + 1, MOST_OPEN_FILES)
     )
     try:
-        table = _find_out(files, names, model_file, ModelTable(model), groups)
+        with understanding(path):
+            table = _find_out(files, names, model_file, ModelTable(model), groups)
     finally:
         files.close()
-    source = DumpsSource(path, table, allow_pickle=allow_pickle)
-    try:
-        source.check_all()
-    finally:
-        source.files.close()
+    with understanding(path):
+        source = DumpsSource(path, table, allow_pickle=allow_pickle)
+    with closing(ForeignReader(source)) as reader:
+        reader.check_all()
     _write(path, table)
     return source.manifest
 

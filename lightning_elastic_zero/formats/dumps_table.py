@@ -40,12 +40,12 @@ class SizedFile:
         """Refuse a name that leads out of the folder.
 
         Raises:
-            ValueError: it does.
+            CheckpointFormatError: it does.
         """
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or self.size_bytes < 0:
-            msg = f"a file named {self.name!r} of {self.size_bytes} bytes"
-            raise ValueError(msg)
+            msg = f"a folder of dumps cannot hold a file named {self.name!r}"
+            raise CheckpointFormatError(msg)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,8 @@ class Dumped:
 @st.composite
 def dumped(draw: st.DrawFn, *, distinct: bool = False, in_model_order: bool = False) -> Dumped:
     """Any groups, in any order, of any sizes; unless distinct, many hold the same values."""
-    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    most = 9 if distinct else 3
+    sizes = draw(st.lists(st.integers(1, most), min_size=1, max_size=6))
     numbers = itertools.count()
     values = {
         f"p{i}": tuple(next(numbers) if distinct else draw(st.integers(0, 1)) for _ in range(size))
