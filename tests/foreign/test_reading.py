@@ -1,0 +1,32 @@
+"""Read whole in one plain process, a checkpoint holds what its writer's engine held in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine._oracle import same_bits
+from tests.foreign._data import names, unpack
+from tests.foreign._reading import read_whole
+
+DIRECTORIES = [n for n in names() if not n.startswith(("dumps", "universal-corrupt"))]
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
+    """Masters, states, frozen weights and rank 0's buffers: nothing lacks, and no bit differs."""
+    fixture = unpack(name, tmp_path)
+    truth = fixture.truth()
+    found = read_whole(fixture.checkpoint)
+    kinds = {key.partition("/")[0] for key in found} - {"buffer", "frozen"}
+    wanted = [k for k in truth if k.partition("/")[0] in {*kinds, "frozen"}]
+    assert kinds >= {"master"}
+    assert set(wanted) <= set(found)
+    for key, tensor in found.items():
+        kind, _, rest = key.partition("/")
+        held = truth.get(f"buffer/0/{rest}" if kind == "buffer" else key)
+        if held is None:
+            assert not tensor.numel(), f"{key} was not held"
+        else:
+            assert same_bits(held.flatten().to(tensor.dtype), tensor.flatten()), key
