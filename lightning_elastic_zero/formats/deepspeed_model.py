@@ -9,6 +9,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.foreign import ForeignFiles
+from lightning_elastic_zero.formats.names import OURS
 from lightning_elastic_zero.manifest import Progress
 
 ENGINE_KEYS = frozenset(
@@ -55,6 +56,13 @@ class ModelFile:
         self._files = files
         tree = files.tree(name)
         where = files.folder / name
+        if isinstance(tree, Mapping) and OURS in tree:
+            msg = (
+                f"{where} was written by this library, but its manifest.json is missing: the "
+                "checkpoint was never finished, or copied without it. Resume from another one, or "
+                "copy the whole directory again"
+            )
+            raise CheckpointFormatError(msg)
         if not isinstance(tree, Mapping) or not tree.get("param_shapes"):
             msg = (
                 f"{where} names no parameters of a ZeRO optimizer (`param_shapes`): it was saved "
