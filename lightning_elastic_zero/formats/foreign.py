@@ -238,7 +238,7 @@ class ForeignReader:
         bytes_read = 0
         for request in requests:
             held = self._source.rounded(request.transfer) if request.key == WEIGHT else None
-            if held is None:
+            if held is None or not _comparable(request.target.dtype, held.tensor.dtype):
                 continue
             for part in _parts(request.transfer):
                 shift = part.start - request.transfer.start
@@ -291,6 +291,14 @@ def _parts(transfer: Transfer) -> Iterable[Transfer]:
             target_buffer=transfer.target_buffer,
             target_offset=transfer.target_offset + shift,
         )
+
+
+def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
+    """Tell whether masters that were read into a type can be compared with weights of another.
+
+    fp16 and bf16 cannot: masters that were rounded to one do not round to the other as they were.
+    """
+    return target == low or target.itemsize != low.itemsize
 
 
 def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:

@@ -13,7 +13,9 @@ from lightning_elastic_zero.manifest import Parameter
 from lightning_elastic_zero.storage import no_progress
 
 
-def read_whole(path: Path, *, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
+def read_whole(
+    path: Path, *, allow_pickle: bool = False, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Give masters, frozen weights, states and buffers; every check of a load is made.
 
     Returns:
@@ -22,10 +24,10 @@ def read_whole(path: Path, *, allow_pickle: bool = False) -> dict[str, torch.Ten
     with closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source:
         source.check_all()
         source.verify(0, 1, no_progress)
-        return _all_of(source)
+        return _all_of(source, dtype)
 
 
-def _all_of(source: CheckpointReader) -> dict[str, torch.Tensor]:
+def _all_of(source: CheckpointReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     manifest = source.manifest
     found: dict[str, torch.Tensor] = {}
     requests: list[ReadRequest] = []
@@ -33,11 +35,11 @@ def _all_of(source: CheckpointReader) -> dict[str, torch.Tensor]:
         group = manifest.groups[parameter.group or 0]
         keys = [WEIGHT, *(k.name for k in group.state if k.kind == "elementwise")]
         for key in keys:
-            target = torch.full((parameter.numel,), float("nan"))
+            target = torch.full((parameter.numel,), float("nan"), dtype=dtype)
             found[f"{key or 'master'}/{parameter.name}"] = target
             requests += _requests(parameter, key, target, source.layout())
     for parameter in manifest.frozen:
-        target = torch.full((parameter.numel,), float("nan"))
+        target = torch.full((parameter.numel,), float("nan"), dtype=dtype)
         found[f"frozen/{parameter.name}"] = target
         requests += _requests(parameter, WEIGHT, target, source.frozen_layout())
     source.check(requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine._oracle import same_bits
 from tests.foreign._data import names, unpack
@@ -30,3 +31,11 @@ def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
             assert not tensor.numel(), f"{key} was not held"
         else:
             assert same_bits(held.flatten().to(tensor.dtype), tensor.flatten()), key
+
+
+def test_another_low_precision(tmp_path: Path) -> None:
+    """Masters beside bf16 weights are read into fp16 too, as an evaluation in fp16 does."""
+    path = unpack("zero2-ds0.19", tmp_path).checkpoint
+    wide, narrow = read_whole(path), read_whole(path, dtype=torch.float16)
+    for key in (k for k in wide if k.startswith("master/")):
+        assert same_bits(wide[key].half(), narrow[key]), key
