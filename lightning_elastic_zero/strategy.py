@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -23,6 +24,7 @@ from lightning_elastic_zero.api import (
     load_with,
     save_with,
 )
+from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
@@ -48,7 +50,7 @@ IN_EXCEPTION = RankTimes(absent_s=30.0)
 """How long a rank that saves in an exception waits for the others to come."""
 
 
-class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
+class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     """DeepSpeed ZeRO-1, 2 and 3 whose checkpoints resume on any number of devices.
 
     Takes everything that Lightning's ``DeepSpeedStrategy`` takes. The trainer's loop,
@@ -65,10 +67,10 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         allow_pickle: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Take the parent's arguments, and a few of this library's.
+        """Take the parents' arguments, and those for saving and loading.
 
         Args:
-            *args: as ``DeepSpeedStrategy``.
+            *args: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
             load_optimizer_state: False: ``fit(ckpt_path=...)`` goes on from the saved weights with
                 a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
             load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
@@ -80,7 +82,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             allow_pickle: build Python objects of any class from the trainer's state
                 (hyperparameters and callbacks that are no plain data). That can run code: only for
                 checkpoints that you trust.
-            **kwargs: as ``DeepSpeedStrategy``.
+            **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
         self._load_options = LoadOptions(
@@ -182,6 +184,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             exclude_frozen=self.exclude_frozen_parameters,
             module_weights=self._save_module_weights,
         )
+        if not options.weights_only:
+            options = self._with_progress(options, client_state)
         if self._interrupted():
             # A rank that failed alone saves alone: the others will not come. Do not wait long.
             with closing(current_ranks(IN_EXCEPTION, "elastic-zero in an exception")) as ranks:
@@ -197,6 +201,20 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         options: SaveOptions,
     ) -> None:
         self.last_save = save_with(self.deepspeed_engine, filepath, ranks, client_state, options)
+
+    def _with_progress(self, options: SaveOptions, client_state: dict[str, Any]) -> SaveOptions:
+        """Add where the run stands, in samples, and what of this moment only the trainer has."""
+        module, loops = self.lightning_module, client_state.get("loops", {}).get("fit_loop")
+        if module is None or loops is None:
+            return options
+        trainer = module.trainer
+        record = self._continuation.record(trainer, loops, self.world_size)
+        client_state[STATE_KEY] = self._continuation.state(trainer, record, self.root_device)
+        return replace(
+            options,
+            sampler=record.to_plain(),
+            module_buffers=self._continuation.buffers(trainer),
+        )
 
     def _interrupted(self) -> bool:
         """Tell whether the trainer is handling an exception (``save_on_exception``)."""
@@ -258,6 +276,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         if fitting and manifest.weights_only:
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
             return self._without_progress(state)
+        if fitting and (module := self.lightning_module) is not None:
+            where = loaded.figures.path
+            self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
         if fitting and not self._load_options.hyperparameters:
             state["lr_schedulers"] = keep_configured_rates(state.get("lr_schedulers", []))
         return state
@@ -269,10 +290,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         progress = {"loops", "callbacks", type(data).__qualname__}
         kept = {key: value for key, value in state.items() if key not in progress}
         return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
-
-    def _fitting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

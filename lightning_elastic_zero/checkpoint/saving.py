@@ -104,6 +104,9 @@ class _Draft:
         def draft() -> _Draft:
             if not made:
                 manifest = live.describe()
+                if options.sampler:
+                    progress = replace(manifest.progress, sampler=options.sampler)
+                    manifest = replace(manifest, progress=progress)
                 if options.weights_only:
                     groups = tuple(replace(group, state=()) for group in manifest.groups)
                     manifest = replace(manifest, weights_only=True, groups=groups)
@@ -114,6 +117,10 @@ class _Draft:
                     exclude_frozen=options.exclude_frozen,
                     keep_module_weights=options.module_weights,
                 )
+                if options.module_buffers is not None:
+                    kept = options.module_buffers
+                    buffers = {n: kept.get(n, b) for n, b in state.module_buffers.items()}
+                    state = replace(state, module_buffers=buffers)
                 split = split_objects(client_state)
                 made.append(cls(manifest, state, split.plain, split.objects))
             return made[0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lightning_elastic_zero.manifest import Manifest
+import torch
+
+from lightning_elastic_zero.manifest import Manifest, Plain
 from lightning_elastic_zero.ranks import Ranks
 from lightning_elastic_zero.state import Incoming, RankState, Receiving
 
@@ -56,6 +58,10 @@ class SaveOptions:
     """Leave out weights that the optimizer does not own; a load keeps the model's own."""
     module_weights: bool = False
     """Write the low-precision weights too, for tools that insist on them."""
+    sampler: Mapping[str, Plain] = field(default_factory=dict)
+    """How far the run is in its data, for the manifest's ``progress.sampler``."""
+    module_buffers: Mapping[str, torch.Tensor] | None = None
+    """Module buffers to save in the place of the live ones: those of the last optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "retention": {"manifest", "storage", "errors"},
     "schedules": set(),
     "callbacks": set(),
+    "continuation": {"progress", "manifest", "errors"},
     "strategy": {
+        "continuation",
         "api",
         "engine",
         "checkpoint",
@@ -67,7 +69,7 @@ STANDARD_LIBRARY_ONLY = {"errors", "layout", "partition", "manifest"}
 
 ONLY_IN: dict[str, set[str]] = {
     "deepspeed": {"engine"},
-    "lightning": {"strategy", "callbacks"},
+    "lightning": {"strategy", "continuation", "callbacks"},
     "pytorch_lightning": set(),
     "torch.distributed": {"ranks", "engine"},
     # Reads the files that it wrote by itself, in one process and without a process group.

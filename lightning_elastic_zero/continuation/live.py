@@ -1,0 +1,130 @@
+"""Lightning's live loops, set to go on at a position.
+
+The counters were written when the checkpoint was loaded. What is set here is what only live loops
+have; every private name of Lightning's that this library writes to is in this file, as of 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer import call
+
+from lightning_elastic_zero.progress import Position
+
+
+class LiveLoops:
+    """The loops of a fit that is about to take its first batch after a resume."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._fit = trainer.fit_loop
+        self._epoch = trainer.fit_loop.epoch_loop
+
+    def go_on_at(self, position: Position) -> None:
+        """Let the loops begin there.
+
+        Three things that Lightning would do otherwise: enter a finished epoch again for one more
+        batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
+        interrupted, and leave out the next update of ``ReduceLROnPlateau``.
+        """
+        fit, epoch = self._fit, self._epoch
+        # Also where the loops were told to begin at a step of an epoch that starts over.
+        if position.steps == 0 and not position.is_over:
+            epoch.restarting = False
+        elif position.is_over and epoch.batch_progress.current.ready != fit.max_batches:
+            self._fill_up()
+        fit._restarting = False  # noqa: SLF001
+        if self._trainer.lightning_module.automatic_optimization:
+            epoch._batches_that_stepped = self._trainer.global_step - self._ends_batch()  # noqa: SLF001
+
+    def _fill_up(self) -> None:
+        """Show an epoch as full whose length is not what it was."""
+        if self._fit.max_batches == float("inf"):
+            return
+        progress, full = self._epoch.batch_progress, int(self._fit.max_batches)
+        more = full - progress.current.ready
+        for counts in (progress.current, progress.total):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counts, name, getattr(counts, name) + more)
+
+    def _ends_batch(self) -> bool:
+        """Tell whether the loop, restarted, first ends the last batch, with or without validation.
+
+        Then it counts that batch for the loggers itself.
+        """
+        epoch, fetcher = self._epoch, self._fit._data_fetcher  # noqa: SLF001
+        return bool(
+            epoch.restarting and fetcher is not None and epoch._should_check_val_fx(fetcher)  # noqa: SLF001
+        )
+
+    def restore_metrics(self, state: Mapping[str, Any], position: Position) -> None:
+        """Put back what callbacks and plateau schedulers look at, and make the updates left out."""
+        metrics = state.get("metrics", {})
+        self._trainer.callback_metrics.update(
+            {name: value.to(self._trainer.strategy.root_device) for name, value in metrics.items()}
+        )
+        if state.get("plateau_step_pending") and not self._ends_batch():
+            self._step_plateaus("step", self._epoch.batch_idx + 1)
+        if state.get("plateau_epoch_pending"):
+            self._step_plateaus("epoch", position.epoch)
+
+    def _step_plateaus(self, interval: str, done: int) -> None:
+        """Update the ``ReduceLROnPlateau`` schedulers that were about to be, when it was saved."""
+        trainer = self._trainer
+        for config in trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau or config.interval != interval:
+                continue
+            metric = trainer.callback_metrics.get(config.monitor or "")
+            if done % config.frequency == 0 and metric is not None:
+                call._call_lightning_module_hook(  # noqa: SLF001
+                    trainer, "lr_scheduler_step", config.scheduler, metric
+                )
+
+    def restart_data(self, position: Position) -> None:
+        """Make the iterator anew: its samplers begin elsewhere now, and are of another epoch."""
+        fit = self._fit
+        if fit._combined_loader is None:  # noqa: SLF001
+            return
+        if position.steps and (states := fit._combined_loader_states_to_load):  # noqa: SLF001
+            # Not yet loaded where the loaders were made before the checkpoint was.
+            fit._combined_loader._load_state_dicts(states)  # noqa: SLF001
+            fit._combined_loader_states_to_load = []  # noqa: SLF001
+        for loader in fit._combined_loader.flattened:  # noqa: SLF001
+            for sampler in (
+                getattr(loader, "sampler", None),
+                getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+            ):
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(position.epoch)
+        if fit._data_fetcher is not None:  # noqa: SLF001
+            iter(fit._data_fetcher)  # noqa: SLF001
+
+
+def validation_interval(trainer: pl.Trainer) -> None:
+    """Let a fraction of an epoch, after which to validate, end with an optimizer step.
+
+    It is then the same step on every number of devices.
+    """
+    interval, accumulate = trainer.val_check_interval, trainer.accumulate_grad_batches
+    batches = trainer.num_training_batches
+    if not isinstance(interval, float) or batches == float("inf"):
+        return
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return
+    trainer.val_check_batch = max(1, int(batches // accumulate * interval)) * accumulate
+
+
+def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
+    """Give the optimizer steps that the whole run is to take, where that is known."""
+    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
+    by_epochs = (
+        None
+        if batches == float("inf") or epochs is None or epochs < 0
+        else int(batches) // accumulate * epochs
+    )
+    if most < 0:
+        return by_epochs
+    return most if by_epochs is None else min(most, by_epochs)

@@ -1,0 +1,148 @@
+"""Training loaders that take up an epoch at any sample."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_elastic_zero.continuation.batches import Batches
+from lightning_elastic_zero.progress import (
+    BatchPlan,
+    ElasticBatchSampler,
+    ElasticSampler,
+    seed_of,
+)
+
+
+@runtime_checkable
+class ResumesAtSample(Protocol):
+    """What a sampler, batch sampler, data set or loader of yours offers to be taken up exactly."""
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Let the next iteration of that epoch begin after so many samples of it.
+
+        Args:
+            epoch: index of the epoch; later ones begin at their beginning.
+            samples: consumed in it by all ranks together, a multiple of the global batch.
+        """
+        ...
+
+
+def elastic_loader(loader: object, batches: Batches, rank: int, seed: int) -> object:
+    """Put an ``ElasticSampler`` in the place of Lightning's (or torch's) distributed one.
+
+    Args:
+        loader: as Lightning prepared it for training; of any kind.
+        batches: how a step is made of micro-batches.
+        rank: this rank.
+        seed: of the run, for what the loader's workers draw.
+
+    Returns:
+        A copy with the sampler, or the loader as it was where its order is not ours to say.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = with_own_generator(loader, seed, rank)
+    sampler = own.sampler
+    if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
+        return own
+    if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
+        return own
+    plan = batches.plan_for(own.batch_size or 1)
+    elastic = ElasticSampler(
+        own.dataset,
+        plan,
+        rank,
+        shuffle=sampler.shuffle,
+        seed=sampler.seed,
+        drop_last=own.drop_last or sampler.drop_last,
+        sampler=_wrapped(sampler),
+        seed_workers=own.num_workers > 0,
+    )
+    return _with_sampler(own, elastic, plan)
+
+
+def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader's samples come in the order of a sampler that can be replaced."""
+    if isinstance(loader.dataset, IterableDataset) or resumer_of(loader) is not None:
+        return False
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return False
+    sampler = loader.sampler
+    if type(sampler) is DistributedSamplerWrapper:
+        return hasattr(_wrapped(sampler), "__len__")
+    return type(sampler) in (DistributedSampler, ElasticSampler)
+
+
+def _wrapped(sampler: Any) -> Sampler[Any] | None:  # noqa: ANN401 (a sampler)
+    """Give the user's own sampler, where Lightning has wrapped it to share it out."""
+    if type(sampler) is ElasticSampler:
+        return sampler.sampler
+    if type(sampler) is DistributedSamplerWrapper:
+        own: Sampler[Any] = sampler.dataset._sampler  # type: ignore[attr-defined]  # noqa: SLF001
+        return own
+    return None
+
+
+def _with_sampler(
+    loader: DataLoader[Any], elastic: ElasticSampler, plan: BatchPlan
+) -> DataLoader[Any]:
+    """Put a sampler into a loader that is nobody else's.
+
+    torch forbids to assign these once a loader is made, so that they do not contradict each other.
+    They do not here; and to make the loader anew would need what its class was made with.
+    """
+    new: dict[str, Any] = {"sampler": elastic, "drop_last": False}
+    if loader.batch_sampler is not None:
+        even = plan.is_even
+        size = plan.largest_micro_batch
+        new["batch_sampler"] = (
+            BatchSampler(elastic, size, drop_last=False) if even else ElasticBatchSampler(elastic)
+        )
+        new["batch_size"] = size
+    for name, value in new.items():
+        object.__setattr__(loader, name, value)
+    # By these two Lightning knows a loader that can be resumed in the middle of an epoch.
+    loader.state_dict = elastic.state_dict
+    loader.load_state_dict = elastic.load_state_dict
+    return loader
+
+
+L = TypeVar("L")
+
+
+def with_own_generator(loader: L, *seeds: int) -> L:
+    """Give a copy of a loader that draws its workers' seeds from a generator of its own.
+
+    Else each start of an iteration draws from torch's global stream, and a resumed run, which
+    starts iterations at other places, would draw other numbers from then on.
+    """
+    if not isinstance(loader, DataLoader) or loader.generator is not None:
+        return loader
+    own = copy.copy(loader)
+    own._iterator = None  # noqa: SLF001 - of persistent workers, which belong to the original
+    own.generator = torch.Generator().manual_seed(seed_of(*seeds))
+    return own
+
+
+def elastic_of(loader: object) -> ElasticSampler | None:
+    """Give the ``ElasticSampler`` of a loader, if it has one."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def resumer_of(loader: object) -> ResumesAtSample | None:
+    """Give the part of a loader that can be told where to go on, if it has one."""
+    for part in (
+        loader,
+        getattr(loader, "batch_sampler", None),
+        getattr(loader, "sampler", None),
+        getattr(loader, "dataset", None),
+    ):
+        if isinstance(part, ResumesAtSample):
+            return part
+    return None

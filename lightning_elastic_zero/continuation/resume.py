@@ -1,0 +1,392 @@
+"""How a run is taken up: what a save records of it, and what a resumed one does first.
+
+Lightning restores its loops from numbers, when the loaders may not exist yet. So this happens at
+two moments: ``take_up`` rewrites the numbers for this number of devices as they are loaded, and
+``start`` puts samplers, iterators and random numbers in place when training is about to begin.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_elastic_zero.continuation import reports
+from lightning_elastic_zero.continuation.batches import Batches
+from lightning_elastic_zero.continuation.live import (
+    LiveLoops,
+    planned_steps,
+    validation_interval,
+)
+from lightning_elastic_zero.continuation.loaders import (
+    elastic_loader,
+    elastic_of,
+    resumer_of,
+    with_own_generator,
+)
+from lightning_elastic_zero.continuation.moments import Moment
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.progress import (
+    LOADER_STATES,
+    Position,
+    Record,
+    accumulation_of,
+    derive_random_state,
+    loops_at,
+    position_of,
+    random_state,
+    set_random_state,
+)
+
+STATE_KEY = "lightning_elastic_zero"
+"""Entry of the checkpoint dictionary with what the manifest has no place for."""
+
+LostData: TypeAlias = Literal["refuse", "restart_epoch"]
+"""What to do where the data cannot be taken up where it was left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What was loaded, and waits for training to begin."""
+
+    where: str
+    record: Record
+    position: Position
+    """In steps of this run's global batch."""
+    is_ours: bool
+    """Written by this library, so that the data must be that of then."""
+    state: Mapping[str, Any]
+    """What ``state`` gave when it was saved."""
+    loader_states: list[Any]
+    """Of loaders that keep their own state; applied on the same number of ranks only."""
+
+
+class Continuation:
+    """The part of the strategy that makes a resumed run take the steps of an uninterrupted one."""
+
+    def __init__(self, lost_data: LostData) -> None:
+        self._lost_data = lost_data
+        self._batches: Batches | None = None
+        self._pending: _Pending | None = None
+        self._moment: Moment | None = None
+        self._validated_at = -1
+        self._limit: tuple[int | float, int] | None = None
+
+    # -- setting up --------------------------------------------------------------------------
+
+    def use(self, batches: Batches) -> None:
+        """Take how steps are made of samples, once that is settled."""
+        self._batches = batches
+        self._pending = self._moment = None
+
+    @property
+    def batches(self) -> Batches | None:
+        """How steps are made of samples."""
+        return self._batches
+
+    def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
+        """Make a loader one that can be taken up; Lightning prepared it before."""
+        if self._batches is None:
+            return loader
+        if not trainer.training:
+            return with_own_generator(loader, _seed(), rank)
+        loader = elastic_loader(loader, self._batches, rank, _seed())
+        self._keep_whole_steps(loader, trainer, self._batches.accumulate)
+        return loader
+
+    def _keep_whole_steps(self, loader: object, trainer: pl.Trainer, accumulate: int) -> None:
+        """Let ``limit_train_batches`` end an epoch between two optimizer steps.
+
+        Lightning begins a new window with each epoch and DeepSpeed does not: gradients of a window
+        that an epoch cuts off would flow into the next one's.
+        """
+        given = trainer.limit_train_batches
+        if self._limit is not None and given == self._limit[1]:
+            given = self._limit[0]
+        elastic = elastic_of(loader)
+        if given == 0 or (given == 1.0 and isinstance(given, float)):
+            return
+        if isinstance(given, float):
+            if elastic is None:
+                return
+            limit = max(1, int(elastic.steps * given)) * accumulate
+        else:
+            limit = max(1, given // accumulate) * accumulate
+            if limit != given:
+                rank_zero_warn(
+                    f"limit_train_batches={given} is no multiple of the accumulation "
+                    f"({accumulate}): an epoch has {limit} batches, so that it ends with a step"
+                )
+        self._limit = (given, limit)
+        trainer.limit_train_batches = limit
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def record(self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int) -> Record:
+        """Say where the run stands."""
+        batches = self._batches
+        accumulate = trainer.accumulate_grad_batches
+        position = position_of(
+            loops,
+            accumulate,
+            batches=trainer.num_training_batches,
+            validating=trainer.state.fn == TrainerFn.FITTING and trainer.validating,
+        )
+        if self._validated_at == _batches_done(trainer):
+            position = replace(position, is_validated=True)
+        elastic = [elastic_of(loader) for loader in _loaders(trainer)]
+        known = [sampler for sampler in elastic if sampler is not None]
+        size = known[0].plan.global_batch_size if known else None
+        if size is None and batches is not None:
+            size = batches.global_batch_size
+        total = trainer.num_training_batches
+        return Record(
+            position,
+            global_step=trainer.global_step,
+            global_batch_size=size,
+            accumulate=accumulate,
+            world_size=world_size,
+            steps_per_epoch=int(total) // accumulate if total != float("inf") else None,
+            planned_steps=planned_steps(trainer, accumulate),
+            loaders=tuple(s.describe() if s is not None else {} for s in elastic),
+            settings={name: getattr(trainer, name) for name in reports.COUNTS_BATCHES},
+        )
+
+    def state(self, trainer: pl.Trainer, record: Record, device: torch.device) -> dict[str, Any]:
+        """Give what else of this moment belongs to the checkpoint, this rank's own."""
+        moment = self._moment_of(trainer)
+        # To ask for metrics may be to talk to the other ranks: not where they may be gone.
+        alone = trainer.state.status == TrainerStatus.INTERRUPTED
+        metrics = {} if alone else trainer.callback_metrics
+        return {
+            "random": dict(moment.random) if moment else random_state(device),
+            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
+            "plateau_epoch_pending": record.position.steps == 0
+            and _is_ending(trainer.fit_loop.epoch_progress),
+            "plateau_step_pending": _is_ending(trainer.fit_loop.epoch_loop.batch_progress),
+        }
+
+    def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
+        """Give the buffers of the last optimizer step, if they are not the live ones."""
+        moment = self._moment_of(trainer)
+        return moment.buffers if moment else None
+
+    def _moment_of(self, trainer: pl.Trainer) -> Moment | None:
+        """Give what was kept at the last step, inside a window of micro-batches."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+        done = progress["current"]["processed"]
+        return self._moment if done % trainer.accumulate_grad_batches else None
+
+    # -- training ----------------------------------------------------------------------------
+
+    def weight(self, trainer: pl.Trainer, rank: int) -> float:
+        """Give what the running micro-batch's loss counts with, beside 1 / accumulation."""
+        plan = self._batches.plan if self._batches is not None else None
+        if plan is None or plan.is_even:
+            return 1.0
+        return plan.weight_of(rank, trainer.fit_loop.batch_idx % plan.accumulate)
+
+    def stepped(self, module: nn.Module, trainer: pl.Trainer, device: torch.device) -> None:
+        """Keep what belongs to this moment, right after an optimizer step."""
+        if trainer.accumulate_grad_batches > 1:
+            self._moment = Moment.of(module, device)
+
+    def validated(self, trainer: pl.Trainer) -> None:
+        """Note that the validation that was due here is over."""
+        self._validated_at = _batches_done(trainer)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def take_up(
+        self,
+        state: dict[str, Any],
+        manifest: Manifest,
+        trainer: pl.Trainer,
+        where: str,
+        world_size: int,
+    ) -> None:
+        """Rewrite a loaded checkpoint's loop counters for this number of devices, in place."""
+        own = state.pop(STATE_KEY, {})
+        loops = state.get("loops", {}).get("fit_loop")
+        if loops is None or "epoch_progress" not in loops:
+            return
+        sampler = manifest.progress.sampler
+        record = (
+            Record.from_plain(sampler, f"{where}/manifest.json")
+            if sampler
+            else _guessed_record(loops, manifest, int(state.get("global_step", 0)))
+        )
+        batches = self._batches
+        position = record.at_batch_size(batches.global_batch_size if batches else None)
+        states = loops.get("state_dict", {}).get(LOADER_STATES, [])
+        self._pending = _Pending(where, record, position, bool(sampler), own, list(states))
+        now = trainer.accumulate_grad_batches
+        rewritten = loops_at(loops, position, was=record.accumulate, now=now)
+        if states and record.world_size == world_size:
+            rewritten["state_dict"][LOADER_STATES] = states
+        state["loops"]["fit_loop"] = rewritten
+        state["epoch"] = position.epoch
+
+    def start(self, trainer: pl.Trainer, rank: int, world_size: int, device: torch.device) -> None:
+        """Put everything in place before the first batch; called in ``on_train_start``.
+
+        Raises:
+            CheckpointMismatchError: the data cannot be taken up where it was left, and the user
+                did not allow the epoch to be restarted.
+        """
+        validation_interval(trainer)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._go_on(pending, trainer, rank, world_size, device)
+        if trainer.accumulate_grad_batches > 1:
+            self._moment = Moment.of(trainer.lightning_module, device)
+
+    def _go_on(
+        self,
+        pending: _Pending,
+        trainer: pl.Trainer,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
+        self._report(pending, now)
+        live = LiveLoops(trainer)
+        position = self._place_data(pending, trainer, world_size)
+        live.go_on_at(position)
+        live.restore_metrics(pending.state, position)
+        live.restart_data(position)
+        if "random" not in pending.state:
+            return
+        if pending.record.world_size == world_size:
+            set_random_state(pending.state["random"], device)
+        else:
+            derive_random_state(_seed(), trainer.global_step, rank)
+            rank_zero_info(
+                f"Random numbers: saved on {pending.record.world_size} devices, so each of these "
+                f"{world_size} starts a stream of its own (seed {_seed()}, step "
+                f"{trainer.global_step}, rank)"
+            )
+
+    def _report(self, pending: _Pending, now: Record) -> None:
+        """Say what changed since the save."""
+        was = pending.record
+        given = self._batches is not None and self._batches.plan is not None
+        if text := reports.changed_batch(was, now, is_given=given):
+            rank_zero_warn(text)
+        if pending.is_ours and (text := reports.changed_plan(was, now)):
+            rank_zero_warn(text)
+        for text in reports.changed_settings(was, now):
+            rank_zero_warn(text)
+        if not pending.is_ours and was.accumulate > 1:
+            rank_zero_warn(
+                f"{pending.where} was saved by a run that may have divided gradients by its "
+                f"accumulation ({was.accumulate}) twice, as Lightning's DeepSpeedStrategy does; "
+                "here a gradient is the mean over the global batch. Adam's moments take a few "
+                "steps to follow, and gradient_clip_val may need to be larger"
+            )
+
+    def _place_data(self, pending: _Pending, trainer: pl.Trainer, world_size: int) -> Position:
+        """Let every loader begin at the position, or the epoch anew where that is allowed."""
+        position, loaders = pending.position, _loaders(trainer)
+        lost = self._lost(pending, loaders, world_size) if position.steps else ""
+        if lost and self._lost_data == "refuse":
+            raise CheckpointMismatchError(_refusal(pending, lost))
+        for index, loader in enumerate(loaders):
+            elastic, resumer = elastic_of(loader), resumer_of(loader)
+            if elastic is not None:
+                if pending.is_ours and index < len(pending.record.loaders):
+                    seed = pending.record.loaders[index].get("seed", elastic.seed)
+                    elastic.seed = seed if type(seed) is int else elastic.seed
+                at = 0 if lost else position.steps % max(elastic.steps, 1)
+                elastic.start_at(position.epoch, elastic.steps if position.is_over else at)
+            elif resumer is not None:
+                samples = pending.record.samples or 0
+                resumer.resume_at(position.epoch, 0 if lost else samples)
+        if not lost:
+            return position
+        rank_zero_warn(
+            f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
+            f"taken before: {lost}"
+        )
+        return Position(position.epoch, 0)
+
+    def _lost(self, pending: _Pending, loaders: list[Any], world_size: int) -> str:
+        """Say why the data cannot be taken up inside an epoch; empty where it can."""
+        if pending.position.is_over:
+            return ""
+        for loader in loaders:
+            if elastic_of(loader) is not None or resumer_of(loader) is not None:
+                continue
+            if pending.loader_states and pending.record.world_size == world_size:
+                continue
+            kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
+            if not pending.is_ours:
+                rank_zero_warn(f"The {kind} begins with its first batch: it cannot be taken up")
+                continue
+            if pending.loader_states:
+                saved = pending.record.world_size
+                return f"the {kind} has one state per rank of {saved}; there are {world_size} now"
+            return f"the {kind} cannot be told where to begin"
+        if not pending.is_ours:
+            return ""
+        here = [s.describe() if (s := elastic_of(loader)) is not None else {} for loader in loaders]
+        known = [
+            {key: value for key, value in was.items() if key != "seed"}
+            for was in pending.record.loaders
+        ]
+        changed = reports.changed_data(known, here)
+        return f"the data is not that of the save ({changed})" if changed else ""
+
+
+def _refusal(pending: _Pending, lost: str) -> str:
+    position = pending.record.position
+    return (
+        f"{pending.where} was saved in epoch {position.epoch}, after {position.steps} optimizer "
+        f"steps of it, and {lost}. Resume from a checkpoint at the end of an epoch; or give the "
+        "data set, sampler or loader a method resume_at(epoch, samples); or pass "
+        'ElasticDeepSpeedStrategy(lost_data="restart_epoch"), and the epoch starts over'
+    )
+
+
+def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: int) -> Record:
+    """Make a record from the counters of a checkpoint of another writer's."""
+    progress = manifest.progress
+    accumulate = accumulation_of(loops)
+    position = position_of(loops, accumulate, batches=float("inf"), validating=True)
+    return Record(
+        position,
+        global_step=global_step,
+        global_batch_size=progress.global_batch_size,
+        accumulate=accumulate,
+        world_size=manifest.world_size,
+    )
+
+
+def _loaders(trainer: pl.Trainer) -> list[Any]:
+    """Give the training loaders, flat."""
+    combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - there is no public way
+    return list(combined.flattened) if combined is not None else []
+
+
+def _batches_done(trainer: pl.Trainer) -> int:
+    done: int = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["total"]["processed"]
+    return done
+
+
+def _is_ending(progress: Any) -> bool:  # noqa: ANN401 (a progress of Lightning's)
+    """Tell whether a batch or epoch is done, and the hooks at its end are not."""
+    return bool(progress.current.completed < progress.current.processed)
+
+
+def _seed() -> int:
+    """Give the run's seed: what ``seed_everything`` left."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0)

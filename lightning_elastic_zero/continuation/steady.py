@@ -1,0 +1,178 @@
+"""Lightning's DeepSpeed strategy, with the same optimizer steps on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_elastic_zero.continuation.batches import (
+    batch_size_of,
+    scale_frequency,
+    settle_batches,
+)
+from lightning_elastic_zero.continuation.resume import Continuation, LostData
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch.optim import Optimizer
+
+
+class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
+    """The training half of ``ElasticDeepSpeedStrategy``: batches, gradients, data.
+
+    A step's gradient is the mean over the global batch, whatever the accumulation, and its samples
+    are the same on any number of devices.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        global_batch_size: int | None = None,
+        allow_uneven_batches: bool = False,
+        lost_data: LostData = "refuse",
+        **kwargs: Any,
+    ) -> None:
+        """Take the parent's arguments, and what a step is made of.
+
+        Args:
+            *args: as ``DeepSpeedStrategy``.
+            global_batch_size: samples per optimizer step over all devices. The accumulation
+                follows from it, from the loader's ``batch_size`` (the most that fits into memory)
+                and from the number of devices; the integers ``limit_train_batches`` and
+                ``val_check_interval`` then count global batches. None: as the Trainer has it.
+            allow_uneven_batches: where ``global_batch_size`` cannot be cut into equal
+                micro-batches, let them differ by a sample, each weighted by its size (the loss
+                must be a mean over samples). False: refuse, and name the device counts that fit.
+            lost_data: what to do where training data cannot be taken up in the middle of an epoch:
+                ``"refuse"``, or ``"restart_epoch"``: that epoch's samples come once more.
+            **kwargs: as ``DeepSpeedStrategy``.
+        """
+        super().__init__(*args, **kwargs)
+        self._global_batch_size = global_batch_size
+        self._allow_uneven_batches = allow_uneven_batches
+        self._continuation = Continuation(lost_data)
+        self._formatted_for: TrainerFn | None = None
+
+    def _fitting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._init_config_if_needed()
+        if self._fitting() and self._formatted_for != TrainerFn.FITTING:
+            # The config was made for an evaluation, which knows no batches of training.
+            config = self._config()
+            del config["gradient_accumulation_steps"]
+            del config["train_micro_batch_size_per_gpu"]
+            self._format_batch_size_and_grad_accum_config()
+        super().setup(trainer)
+        scale_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
+
+    def _config(self) -> dict[str, Any]:
+        """Give DeepSpeed's config, which Lightning has loaded by now."""
+        config: dict[str, Any] = self.config  # type: ignore[assignment]
+        return config
+
+    @override
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        """Settle what a step is made of, before the engine is built with it."""
+        module = self.lightning_module
+        if module is not None:
+            self._formatted_for = module.trainer.state.fn
+        if module is not None and self._fitting():
+            batches = settle_batches(
+                module.trainer,
+                self.world_size,
+                self._batch_size_of_loader(),
+                self._global_batch_size,
+                allow_uneven=self._allow_uneven_batches,
+            )
+            self._continuation.use(batches)
+            if batches.plan is not None:
+                size = batches.plan.largest_micro_batch
+                self._config()["train_micro_batch_size_per_gpu"] = size
+        super()._format_batch_size_and_grad_accum_config()
+
+    def _batch_size_of_loader(self) -> int | None:
+        """Give the training loader's batch size: what the user told, or what the loader says."""
+        told = self._config().get("train_micro_batch_size_per_gpu")
+        if type(told) is int:
+            return told
+        module = self.lightning_module
+        source = module.trainer.fit_loop._data_source if module is not None else None  # noqa: SLF001
+        if source is None or not source.is_defined():
+            return None
+        return batch_size_of(source.dataloader())
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        batches = self._continuation.batches
+        return (batches.most_samples if batches is not None else None) or 1
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let training take up an epoch at any sample."""
+        module = self.lightning_module
+        if module is None or not self._fitting():
+            return dataloader
+        return self._continuation.process_loader(dataloader, module.trainer, self.global_rank)
+
+    @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Let gradients be the mean over the global batch.
+
+        Lightning has divided the loss by the accumulation already; DeepSpeed would do it again.
+        """
+        module = self.lightning_module
+        if module is not None and module.automatic_optimization:
+            kwargs.setdefault("scale_wrt_gas", False)
+            weight = self._continuation.weight(module.trainer, self.global_rank)
+            if weight != 1.0:
+                closure_loss = closure_loss * weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step where Lightning's window of micro-batches ends, and only there.
+
+        Lightning begins a window with each epoch; DeepSpeed, which counts by itself, would drift.
+        """
+        module = self.lightning_module
+        if module is None or module.trainer.accumulate_grad_batches == 1:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        trainer = module.trainer
+        steps = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if steps:
+            self._continuation.stepped(module, trainer, self.root_device)
+        return result
+
+    @override
+    def on_train_start(self) -> None:
+        """Put data, counters and random numbers in place, where a run is taken up."""
+        module = self.lightning_module
+        if module is not None:
+            of_this = (self.global_rank, self.world_size, self.root_device)
+            self._continuation.start(module.trainer, *of_this)
+        super().on_train_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        if (module := self.lightning_module) is not None:
+            self._continuation.validated(module.trainer)
+        super().on_validation_end()

@@ -1,0 +1,304 @@
+"""Fits that write down which samples each optimizer step consumed, and save wherever they are told.
+
+What a step consumed is seen where it happens, in ``training_step``; the ranks put their parts
+together at the end. Nothing in here knows how the library counts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+WIDTH = 5
+SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One fit."""
+
+    save: tuple[str, ...] = ()
+    """Moments at which to save: ``batch 7`` (after the epoch's 7th micro-batch of epoch 0), ..."""
+    root: str = ""
+    ckpt_path: str | None = None
+    stage: int = 2
+    length: int = 53
+    global_batch: int | None = 12
+    batch_size: int = 2
+    epochs: int | None = 2
+    max_steps: int = -1
+    validate: bool = False
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+    kind: str = "plain"
+    """Of the data: see ``loaders_of``."""
+    schedule: str = "none"
+    dropout: float = 0.0
+    noise: float = 0.0
+    """Drawn for each sample as it is fetched: in the process that fetches it."""
+    seed: int = 3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw."""
+
+    steps: dict[int, list[int]]
+    """Sample ids of each optimizer step, of all ranks, sorted; steps count from 0."""
+    losses: dict[int, float]
+    """Mean loss of each optimizer step over the global batch."""
+    events: list[str]
+    rates: dict[int, float]
+    weights: list[float]
+    epoch: int
+    global_step: int
+    axis: list[int]
+    """Steps at which the logger was given a loss."""
+    messages: list[str]
+    drawn: list[float]
+    """Random numbers of this process at the end."""
+
+
+class Ids(Dataset[Any]):
+    """Samples that tell their index."""
+
+    def __init__(self, length: int, noise: float) -> None:
+        self.length, self.noise = length, noise
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(WIDTH, generator=generator)
+        return x + self.noise * torch.randn(WIDTH), index
+
+
+class Backwards(Sampler[int]):
+    """A sampler of a user's own."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.length).tolist()[::-1])
+
+
+class Net(pl.LightningModule):
+    """A small net that notes what it is given."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.of = run
+        self.ids: list[tuple[int, list[int], float]] = []
+        self.rates: dict[int, float] = {}
+        self.axis: list[int] = []
+
+    @override
+    def configure_model(self) -> None:
+        if hasattr(self, "first"):
+            return
+        torch.manual_seed(1)
+        self.first = nn.Linear(WIDTH, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 1)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """Give the loss of each sample, shape ``(batch,)``."""
+        hidden = torch.tanh(self.first(x))
+        hidden = nn.functional.dropout(hidden, self.of.dropout, training=self.training)
+        target = x.sum(1)
+        return torch.as_tensor((self.last(hidden).squeeze(1) - target).square())
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        parts = batch.values() if isinstance(batch, dict) else [batch]
+        total, ids = torch.zeros(()), []
+        for x, index in parts:
+            total = total + self.loss(x).mean()
+            ids += index.tolist()
+        if self.training:
+            self.norm(self.first(x.detach()).detach())
+        step = self.trainer.global_step
+        self.ids.append((step, ids, float(total.detach()) * len(ids)))
+        self.rates[step] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        self.log("loss", total)
+        return total
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch[0]).mean(), sync_dist=True)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        made = schedule_of(self, optimizer)
+        return optimizer if made is None else {"optimizer": optimizer, "lr_scheduler": made}
+
+
+def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: PLR0911
+    """Give the scheduler that a run asks for."""
+    rates = torch.optim.lr_scheduler
+    made: Any
+    match net.of.schedule:
+        case "step":
+            return {"scheduler": rates.StepLR(optimizer, 3, gamma=0.5), "interval": "step"}
+        case "frequency":
+            made = rates.ExponentialLR(optimizer, 0.9)
+            return {"scheduler": made, "interval": "step", "frequency": 3}
+        case "epoch":
+            return {"scheduler": rates.ExponentialLR(optimizer, 0.7), "interval": "epoch"}
+        case "onecycle":
+            total = int(net.trainer.estimated_stepping_batches)
+            made = rates.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
+            return {"scheduler": made, "interval": "step"}
+        case "warmup":
+            warm = rates.LinearLR(optimizer, 0.1, total_iters=4)
+            cosine = rates.CosineAnnealingLR(optimizer, T_max=6)
+            made = rates.SequentialLR(optimizer, [warm, cosine], milestones=[4])
+            return {"scheduler": made, "interval": "step"}
+        case "lambda":
+            return {"scheduler": rates.LambdaLR(optimizer, _factor), "interval": "step"}
+        case "plateau":
+            made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+            return {"scheduler": made, "interval": "epoch", "monitor": "val"}
+    return None
+
+
+def _factor(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+class Watch(Callback):
+    """Saves at the moments that it was told, and notes what happens."""
+
+    def __init__(self, run: Run) -> None:
+        self.of = run
+        self.events: list[str] = []
+
+    def _save(self, trainer: pl.Trainer, moment: str) -> None:
+        if moment in self.of.save:
+            trainer.save_checkpoint(Path(self.of.root) / f"{moment.replace(' ', '-')}.ckpt")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+        per_step = trainer.accumulate_grad_batches
+        epoch = trainer.current_epoch
+        if done % per_step == 0:
+            self._save(trainer, f"step {epoch}.{done // per_step}")
+        elif done % per_step == 1:
+            self._save(trainer, f"inside {epoch}.{done // per_step}")
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.events.append(f"validate at {trainer.global_step}")
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, f"validating {trainer.global_step}")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, f"validated {trainer.global_step}")
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.events.append(f"epoch {trainer.current_epoch} starts at {trainer.global_step}")
+        self._save(trainer, f"starting {trainer.current_epoch}")
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.events.append(f"epoch {trainer.current_epoch} ends at {trainer.global_step}")
+        self._save(trainer, f"epoch {trainer.current_epoch}")
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, "end")
+
+
+def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightning takes
+    """Give the training loaders."""
+    data = Ids(run.length, run.noise)
+    made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
+    match run.kind:
+        case "plain":
+            return made(data, shuffle=True)
+        case "positional":
+            return DataLoader(data, run.batch_size, True, **run.loader)
+        case "sampler":
+            return made(data, sampler=Backwards(run.length))
+        case "two":
+            return {"a": made(data, shuffle=True), "b": made(Ids(29, 0.0), shuffle=True)}
+    raise ValueError(run.kind)
+
+
+def fit(run: Run) -> Seen:
+    """Fit, and give what this rank saw, with the samples of all ranks."""
+    warnings.simplefilter("ignore")
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
+    net, watch = Net(run), Watch(run)
+    options = dict(SMALL_BUCKETS, **run.strategy)
+    if run.global_batch is not None:
+        options["global_batch_size"] = run.global_batch
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=ElasticDeepSpeedStrategy(stage=run.stage, **options),
+        max_epochs=run.epochs,
+        max_steps=run.max_steps,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"num_sanity_val_steps": 0, **run.trainer},
+    )
+    val = DataLoader(Ids(8, 0.0), batch_size=2) if run.validate else None
+    trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
+    if "after" in run.save:
+        trainer.save_checkpoint(Path(run.root) / "after.ckpt")
+    return _together(trainer, net, watch)
+
+
+def _together(trainer: pl.Trainer, net: Net, watch: Watch) -> Seen:
+    """Put the ranks' parts together."""
+    everyone: list[Any] = [None] * comm.get_world_size()
+    distributed.all_gather_object(everyone, net.ids)
+    steps: dict[int, list[int]] = {}
+    losses: dict[int, float] = {}
+    for of_rank in everyone:
+        for step, ids, loss in of_rank:
+            steps.setdefault(step, []).extend(ids)
+            losses[step] = losses.get(step, 0.0) + loss
+    return Seen(
+        steps={step: sorted(ids) for step, ids in steps.items()},
+        losses={step: loss / len(steps[step]) for step, loss in losses.items()},
+        events=watch.events,
+        rates=net.rates,
+        weights=[],
+        epoch=trainer.current_epoch,
+        global_step=trainer.global_step,
+        axis=net.axis,
+        messages=[],
+        drawn=torch.rand(2).tolist(),
+    )
