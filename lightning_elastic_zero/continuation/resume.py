@@ -77,6 +77,7 @@ class Continuation:
         self._batches: Batches | None = None
         self._pending: _Pending | None = None
         self._moment: Moment | None = None
+        self._set_aside: dict[str, Any] | None = None
         self._validated_at = -1
         self._limit: tuple[int | float, int] | None = None
 
@@ -167,7 +168,7 @@ class Continuation:
         alone = trainer.state.status == TrainerStatus.INTERRUPTED
         metrics = {} if alone else trainer.callback_metrics
         return {
-            "random": dict(moment.random) if moment else random_state(device),
+            "random": dict(moment.random) if moment else self._set_aside or random_state(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": record.position.steps == 0
             and _is_ending(trainer.fit_loop.epoch_progress),
@@ -181,9 +182,10 @@ class Continuation:
 
     def _moment_of(self, trainer: pl.Trainer) -> Moment | None:
         """Give what was kept at the last step, inside a window of micro-batches."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
-        done = progress["current"]["processed"]
-        return self._moment if done % trainer.accumulate_grad_batches else None
+        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+        begun, done = current["ready"], current["processed"]
+        inside = begun != done or done % trainer.accumulate_grad_batches
+        return self._moment if inside else None
 
     # -- training ----------------------------------------------------------------------------
 
@@ -199,9 +201,19 @@ class Continuation:
         if trainer.accumulate_grad_batches > 1:
             self._moment = Moment.of(module, device)
 
-    def validated(self, trainer: pl.Trainer) -> None:
+    def validating(self, device: torch.device) -> None:
+        """Set the streams of random numbers aside: what a validation draws is not training's.
+
+        A run that is taken up inside or after a validation may do it again, or not.
+        """
+        self._set_aside = random_state(device)
+
+    def validated(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Note that the validation that was due here is over."""
         self._validated_at = _batches_done(trainer)
+        if self._set_aside is not None:
+            set_random_state(self._set_aside, device)
+            self._set_aside = None
 
     # -- loading -----------------------------------------------------------------------------
 
