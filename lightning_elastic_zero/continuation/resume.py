@@ -8,7 +8,7 @@ two moments: ``take_up`` rewrites the numbers for this number of devices as they
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -111,21 +111,19 @@ class Continuation:
         """
         given = trainer.limit_train_batches
         if self._limit is not None and given == self._limit[1]:
-            given = self._limit[0]
-        elastic = elastic_of(loader)
-        if given == 0 or (given == 1.0 and isinstance(given, float)):
+            given = self._limit[0]  # as the user has it
+        length = len(loader) if isinstance(loader, Sized) and _has_length(loader) else None
+        if given == 0 or length is None:
             return
-        if isinstance(given, float):
-            if elastic is None:
-                return
-            limit = max(1, int(elastic.steps * given)) * accumulate
-        else:
-            limit = max(1, given // accumulate) * accumulate
-            if limit != given:
-                rank_zero_warn(
-                    f"limit_train_batches={given} is no multiple of the accumulation "
-                    f"({accumulate}): an epoch has {limit} batches, so that it ends with a step"
-                )
+        batches = min(length, given) if isinstance(given, int) else int(length * given)
+        limit = max(1, batches // accumulate) * accumulate
+        if limit >= length or (isinstance(given, int) and limit == given):
+            return
+        if isinstance(given, int) or given == 1.0:
+            rank_zero_warn(
+                f"{batches} batches per epoch are no multiple of the accumulation ({accumulate}): "
+                f"an epoch has {limit}, so that it ends with an optimizer step"
+            )
         self._limit = (given, limit)
         trainer.limit_train_batches = limit
 
@@ -397,6 +395,15 @@ def _batches_done(trainer: pl.Trainer) -> int:
 def _is_ending(progress: Any) -> bool:  # noqa: ANN401 (a progress of Lightning's)
     """Tell whether a batch or epoch is done, and the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
+
+
+def _has_length(loader: Sized) -> bool:
+    """Tell whether a loader has a length: those of iterable data sets raise when they are asked."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def _seed() -> int:
