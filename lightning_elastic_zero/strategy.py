@@ -25,6 +25,7 @@ from lightning_elastic_zero.api import (
     save_with,
 )
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
+from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
@@ -130,6 +131,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         check_config(self.config or {})
         super().setup(trainer)
         check_supported(self.deepspeed_engine)
+        check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
 
@@ -274,6 +276,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             f"{self.world_size} devices: "
             f"{loaded.figures.bytes / 1e6:.1f} MB in {loaded.figures.seconds:.2f} s"
         )
+        if (module := self.lightning_module) is not None:
+            state = with_current_weights(state, module)
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}

@@ -40,6 +40,15 @@ class LiveLoops:
         if self._trainer.lightning_module.automatic_optimization:
             epoch._batches_that_stepped = self._trainer.global_step - self._ends_batch()  # noqa: SLF001
 
+    def show_epoch(self, position: Position) -> None:
+        """Let the progress bar begin an epoch in its middle; else it does not know its length.
+
+        Lightning does not call ``on_train_epoch_start`` for an epoch that had begun before.
+        """
+        bar = self._trainer.progress_bar_callback
+        if bar is not None and (position.steps or position.is_over):
+            bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+
     def _fill_up(self) -> None:
         """Show an epoch as full whose length is not what it was."""
         if self._fit.max_batches == float("inf"):

@@ -267,6 +267,7 @@ class Continuation:
         live.go_on_at(position)
         live.restore_metrics(pending.state, position)
         live.restart_data(position)
+        live.show_epoch(position)
         if "random" not in pending.state:
             return
         if pending.record.world_size == world_size:
