@@ -58,7 +58,8 @@ WEIGHTS_ONLY = (
 )
 UNINTERRUPTED = (Phase("uninterrupted", processes=4, start_step=0, stop_step=END, epochs=EPOCHS),)
 
-# In this order: going on, the elastic run deletes the checkpoint that the others need.
+# In this order both ways to go on begin with the checkpoint as the kill left it: a run deletes its
+# checkpoints but for the newest two.
 PHASES = (ON_4, *WEIGHTS_ONLY, *ELASTIC[1:], *UNINTERRUPTED)
 TOLERANCE = 1e-4  # nats; see check()
 
