@@ -99,8 +99,10 @@ class LiveLoops:
             ):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(position.epoch)
-        if fit._data_fetcher is not None:  # noqa: SLF001
-            iter(fit._data_fetcher)  # noqa: SLF001
+        if (fetcher := fit._data_fetcher) is not None:  # noqa: SLF001
+            iter(fetcher)
+            # Lightning ends such an epoch by asking for one more batch, which is not to be drawn.
+            fetcher.done |= position.is_over
 
 
 def validation_interval(trainer: pl.Trainer) -> None:

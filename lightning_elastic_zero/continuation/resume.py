@@ -8,7 +8,7 @@ two moments: ``take_up`` rewrites the numbers for this number of devices as they
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -77,6 +77,7 @@ class Continuation:
         self._batches: Batches | None = None
         self._pending: _Pending | None = None
         self._moment: Moment | None = None
+        self._set_aside: dict[str, Any] | None = None
         self._validated_at = -1
         self._limit: tuple[int | float, int] | None = None
 
@@ -110,21 +111,19 @@ class Continuation:
         """
         given = trainer.limit_train_batches
         if self._limit is not None and given == self._limit[1]:
-            given = self._limit[0]
-        elastic = elastic_of(loader)
-        if given == 0 or (given == 1.0 and isinstance(given, float)):
+            given = self._limit[0]  # as the user has it
+        length = len(loader) if isinstance(loader, Sized) and _has_length(loader) else None
+        if given == 0 or length is None:
             return
-        if isinstance(given, float):
-            if elastic is None:
-                return
-            limit = max(1, int(elastic.steps * given)) * accumulate
-        else:
-            limit = max(1, given // accumulate) * accumulate
-            if limit != given:
-                rank_zero_warn(
-                    f"limit_train_batches={given} is no multiple of the accumulation "
-                    f"({accumulate}): an epoch has {limit} batches, so that it ends with a step"
-                )
+        batches = min(length, given) if isinstance(given, int) else int(length * given)
+        limit = max(1, batches // accumulate) * accumulate
+        if limit >= length or (isinstance(given, int) and limit == given):
+            return
+        if isinstance(given, int) or given == 1.0:
+            rank_zero_warn(
+                f"{batches} batches per epoch are no multiple of the accumulation ({accumulate}): "
+                f"an epoch has {limit}, so that it ends with an optimizer step"
+            )
         self._limit = (given, limit)
         trainer.limit_train_batches = limit
 
@@ -167,7 +166,7 @@ class Continuation:
         alone = trainer.state.status == TrainerStatus.INTERRUPTED
         metrics = {} if alone else trainer.callback_metrics
         return {
-            "random": dict(moment.random) if moment else random_state(device),
+            "random": dict(moment.random) if moment else self._set_aside or random_state(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": record.position.steps == 0
             and _is_ending(trainer.fit_loop.epoch_progress),
@@ -181,9 +180,10 @@ class Continuation:
 
     def _moment_of(self, trainer: pl.Trainer) -> Moment | None:
         """Give what was kept at the last step, inside a window of micro-batches."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
-        done = progress["current"]["processed"]
-        return self._moment if done % trainer.accumulate_grad_batches else None
+        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+        begun, done = current["ready"], current["processed"]
+        inside = begun != done or done % trainer.accumulate_grad_batches
+        return self._moment if inside else None
 
     # -- training ----------------------------------------------------------------------------
 
@@ -199,9 +199,19 @@ class Continuation:
         if trainer.accumulate_grad_batches > 1:
             self._moment = Moment.of(module, device)
 
-    def validated(self, trainer: pl.Trainer) -> None:
+    def validating(self, device: torch.device) -> None:
+        """Set the streams of random numbers aside: what a validation draws is not training's.
+
+        A run that is taken up inside or after a validation may do it again, or not.
+        """
+        self._set_aside = random_state(device)
+
+    def validated(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Note that the validation that was due here is over."""
         self._validated_at = _batches_done(trainer)
+        if self._set_aside is not None:
+            set_random_state(self._set_aside, device)
+            self._set_aside = None
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -385,6 +395,15 @@ def _batches_done(trainer: pl.Trainer) -> int:
 def _is_ending(progress: Any) -> bool:  # noqa: ANN401 (a progress of Lightning's)
     """Tell whether a batch or epoch is done, and the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
+
+
+def _has_length(loader: Sized) -> bool:
+    """Tell whether a loader has a length: those of iterable data sets raise when they are asked."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def _seed() -> int:

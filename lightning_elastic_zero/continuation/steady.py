@@ -172,7 +172,13 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         super().on_train_start()
 
     @override
+    def on_validation_start(self) -> None:
+        if self._fitting():
+            self._continuation.validating(self.root_device)
+        super().on_validation_start()
+
+    @override
     def on_validation_end(self) -> None:
-        if (module := self.lightning_module) is not None:
-            self._continuation.validated(module.trainer)
+        if self._fitting() and (module := self.lightning_module) is not None:
+            self._continuation.validated(module.trainer, self.root_device)
         super().on_validation_end()

@@ -6,9 +6,11 @@ together at the end. Nothing in here knows how the library counts.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,14 +66,15 @@ class Seen:
     """Mean loss of each optimizer step over the global batch."""
     events: list[str]
     rates: dict[int, float]
-    weights: list[float]
     epoch: int
     global_step: int
     axis: list[int]
-    """Steps at which the logger was given a loss."""
+    """Where each optimizer step is on the loggers' axis."""
     messages: list[str]
     drawn: list[float]
     """Random numbers of this process at the end."""
+    buffer: list[float]
+    """Of the module, which every micro-batch changes."""
 
 
 class Ids(Dataset[Any]):
@@ -110,7 +113,6 @@ class Net(pl.LightningModule):
         self.of = run
         self.ids: list[tuple[int, list[int], float]] = []
         self.rates: dict[int, float] = {}
-        self.axis: list[int] = []
 
     @override
     def configure_model(self) -> None:
@@ -118,7 +120,8 @@ class Net(pl.LightningModule):
             return
         torch.manual_seed(1)
         self.first = nn.Linear(WIDTH, 7)
-        self.norm = nn.BatchNorm1d(7)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(7))
         self.last = nn.Linear(7, 1)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +138,7 @@ class Net(pl.LightningModule):
         for x, index in parts:
             total = total + self.loss(x).mean()
             ids += index.tolist()
-        if self.training:
-            self.norm(self.first(x.detach()).detach())
+        self.mean.lerp_(self.first(x).detach().mean(0), 0.1)
         step = self.trainer.global_step
         self.ids.append((step, ids, float(total.detach()) * len(ids)))
         self.rates[step] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
@@ -193,6 +195,7 @@ class Watch(Callback):
     def __init__(self, run: Run) -> None:
         self.of = run
         self.events: list[str] = []
+        self.axis: list[int] = []
 
     def _save(self, trainer: pl.Trainer, moment: str) -> None:
         if moment in self.of.save:
@@ -234,6 +237,12 @@ class Watch(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer, "end")
 
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        axis = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if axis not in self.axis:
+            self.axis.append(axis)
+
 
 def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightning takes
     """Give the training loaders."""
@@ -253,7 +262,36 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightni
 
 def fit(run: Run) -> Seen:
     """Fit, and give what this rank saw, with the samples of all ranks."""
-    warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as warned, _heard() as said:
+        warnings.simplefilter("always")
+        seen = _fit(run)
+    return replace(seen, messages=[*(str(w.message) for w in warned), *said])
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Hear what Lightning logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def fits(runs: list[Run]) -> list[Seen]:
+    """Fit one run after the other."""
+    return [fit(run) for run in runs]
+
+
+def _fit(run: Run) -> Seen:
+    """Fit, and give what this rank saw."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
     net, watch = Net(run), Watch(run)
@@ -295,10 +333,10 @@ def _together(trainer: pl.Trainer, net: Net, watch: Watch) -> Seen:
         losses={step: loss / len(steps[step]) for step, loss in losses.items()},
         events=watch.events,
         rates=net.rates,
-        weights=[],
         epoch=trainer.current_epoch,
         global_step=trainer.global_step,
-        axis=net.axis,
+        axis=watch.axis,
         messages=[],
         drawn=torch.rand(2).tolist(),
+        buffer=net.mean.tolist(),
     )
