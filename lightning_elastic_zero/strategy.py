@@ -31,6 +31,7 @@ from lightning_elastic_zero.engine import (
     use_accelerator,
     version_of,
 )
+from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.schedules import keep_configured_rates
@@ -177,7 +178,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         client_state = {
             key: value
             for key, value in checkpoint.items()
-            if key not in ("state_dict", "optimizer_states")
+            # An empty "state_dict" is our own; callbacks that average weights put theirs there.
+            if key != "optimizer_states" and (key != "state_dict" or value)
         }
         options = SaveOptions(
             weights_only="optimizer_states" not in checkpoint,
@@ -210,6 +212,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         trainer = module.trainer
         record = self._continuation.record(trainer, loops, self.world_size)
         client_state[STATE_KEY] = self._continuation.state(trainer, record, self.root_device)
+        states = self._continuation.loader_states(trainer)
+        client_state["loops"] = with_loader_states(client_state["loops"], states)
         return replace(
             options,
             sampler=record.to_plain(),

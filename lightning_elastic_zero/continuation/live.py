@@ -88,10 +88,7 @@ class LiveLoops:
         fit = self._fit
         if fit._combined_loader is None:  # noqa: SLF001
             return
-        if position.steps and (states := fit._combined_loader_states_to_load):  # noqa: SLF001
-            # Not yet loaded where the loaders were made before the checkpoint was.
-            fit._combined_loader._load_state_dicts(states)  # noqa: SLF001
-            fit._combined_loader_states_to_load = []  # noqa: SLF001
+        fit._combined_loader_states_to_load = []  # noqa: SLF001 - they are loaded by now
         for loader in fit._combined_loader.flattened:  # noqa: SLF001
             for sampler in (
                 getattr(loader, "sampler", None),

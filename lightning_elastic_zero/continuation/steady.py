@@ -15,7 +15,8 @@ from lightning_elastic_zero.continuation.batches import (
     scale_frequency,
     settle_batches,
 )
-from lightning_elastic_zero.continuation.resume import Continuation, LostData
+from lightning_elastic_zero.continuation.placing import LostData
+from lightning_elastic_zero.continuation.resume import Continuation
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -170,6 +171,12 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
             of_this = (self.global_rank, self.world_size, self.root_device)
             self._continuation.start(module.trainer, *of_this)
         super().on_train_start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if (module := self.lightning_module) is not None:
+            self._continuation.fetched(module.trainer, batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
 
     @override
     def on_validation_start(self) -> None:

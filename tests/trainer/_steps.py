@@ -20,7 +20,7 @@ import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
@@ -103,6 +103,84 @@ class Backwards(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.length).tolist()[::-1])
+
+
+class Stream(IterableDataset[Any]):
+    """Every rank's part of some samples in a row, in each epoch the same."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.first = length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for index in range(first + comm.get_rank(), self.length, comm.get_world_size()):
+            yield torch.full((WIDTH,), float(index)), index
+
+
+class Seeking(Stream):
+    """One that can be told where to begin."""
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin after so many samples."""
+        del epoch
+        self.first = samples
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A loader that keeps what its rank has consumed."""
+
+    taken = 0
+    skip = 0
+
+    @override
+    def __iter__(self) -> Any:
+        skip, self.skip, self.taken = self.skip, 0, 0
+        for batch in super().__iter__():
+            self.taken += 1
+            if self.taken > skip:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Keep it."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Skip it."""
+        self.skip = state_dict["taken"]
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of a user's own: each rank's samples, back to front."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length, self.batch_size, self.drop_last = length, size, True
+        self.samples = 0
+        self.sampler = range(length)
+
+    def _own(self) -> list[list[int]]:
+        own = list(range(self.length))[::-1][comm.get_rank() :: comm.get_world_size()]
+        return [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._own())
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        begin = self.samples // comm.get_world_size() // self.batch_size
+        self.samples = 0
+        return iter(self._own()[begin:])
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin after so many samples."""
+        del epoch
+        self.samples = samples
+
+
+class PlaceLess(OwnBatches):
+    """One that cannot be told where to begin."""
+
+    resume_at = None  # type: ignore[assignment]
 
 
 class Net(pl.LightningModule):
@@ -244,7 +322,7 @@ class Watch(Callback):
             self.axis.append(axis)
 
 
-def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightning takes
+def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a table
     """Give the training loaders."""
     data = Ids(run.length, run.noise)
     made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
@@ -255,6 +333,22 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightni
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
+        case "user's loader":
+            return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))
+        case "no length":
+            return [torch.zeros(2, WIDTH)] * 4
+        case "iterable":
+            return DataLoader(Stream(run.length), batch_size=run.batch_size)
+        case "stateful":
+            return StatefulLoader(Stream(run.length), batch_size=run.batch_size)
+        case "seeks":
+            return DataLoader(Seeking(run.length), batch_size=run.batch_size)
+        case "own batches":
+            return DataLoader(data, batch_sampler=OwnBatches(run.length, run.batch_size))
+        case "torchdata":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(data, batch_size=run.batch_size, shuffle=True)
         case "two":
             return {"a": made(data, shuffle=True), "b": made(Ids(29, 0.0), shuffle=True)}
     raise ValueError(run.kind)
@@ -283,6 +377,15 @@ def _heard() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def error_of(run: Run) -> str:
+    """Give what a run raises."""
+    try:
+        fit(run)
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def fits(runs: list[Run]) -> list[Seen]:
