@@ -39,7 +39,7 @@ class Batches:
         Raises:
             UnsupportedError: the plan has other micro-batches than the loader gives.
         """
-        plan, size = self.plan, self.most_samples
+        plan, size = self.plan, batch_size_of(loader)
         if plan is None or (plan.is_even and plan.largest_micro_batch == size):
             return
         even = "" if plan.is_even else "up to "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 
 from lightning_elastic_zero.progress import Position
@@ -48,6 +49,18 @@ class LiveLoops:
         bar = self._trainer.progress_bar_callback
         if bar is not None and (position.steps or position.is_over):
             bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+
+    def skip_repeated_saves(self) -> None:
+        """Let no ``ModelCheckpoint`` save the step again that it had saved.
+
+        It does not keep that step; inside the next window of micro-batches it would write the same
+        state once more, over the checkpoint that the run was taken up from.
+        """
+        step = self._trainer.global_step
+        for callback in self._trainer.checkpoint_callbacks:
+            every = getattr(callback, "_every_n_train_steps", 0)
+            if isinstance(callback, ModelCheckpoint) and every >= 1 and step % every == 0:
+                callback._last_global_step_saved = step  # noqa: SLF001
 
     def _fill_up(self) -> None:
         """Show an epoch as full whose length is not what it was."""

@@ -268,6 +268,7 @@ class Continuation:
         live.restore_metrics(pending.state, position)
         live.restart_data(position)
         live.show_epoch(position)
+        live.skip_repeated_saves()
         if "random" not in pending.state:
             return
         if pending.record.world_size == world_size:

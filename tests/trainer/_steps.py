@@ -343,6 +343,8 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return StatefulLoader(Stream(run.length), batch_size=run.batch_size)
         case "seeks":
             return DataLoader(Seeking(run.length), batch_size=run.batch_size)
+        case "two, one uncut":
+            return [made(data, shuffle=True), DataLoader(Stream(run.length), batch_size=3)]
         case "own batches":
             return DataLoader(data, batch_sampler=OwnBatches(run.length, run.batch_size))
         case "torchdata":

@@ -196,6 +196,10 @@ def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: 
             "needs micro-batches of 2 samples, and the DataLoader, whose order is its own, gives 3",
         ),
         (
+            Run(kind="two, one uncut"),
+            "needs micro-batches of 2 samples, and the DataLoader, whose order is its own, gives 3",
+        ),
+        (
             Run(kind="no length"),
             "global_batch_size=12 needs a training loader that tells its batch_size",
         ),

@@ -194,6 +194,24 @@ def test_the_curve_is_one_curve(world: int, worlds: Pools, tmp_path: Path) -> No
     assert {step: epochs[step] for step in range(10)} == {s: s // 5 for s in range(10)}
 
 
+def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
+    """Fit; give when each checkpoint was published, as its manifest's inode."""
+    fit(trainer_of(root, 2, [Quit(quit_at)]), path)
+    comm.barrier()
+    return {p.name: (p / "manifest.json").stat().st_ino for p in Path(root).glob("*.ckpt")}
+
+
+def test_what_a_run_was_taken_up_from_is_not_written_again(worlds: Pools, tmp_path: Path) -> None:
+    """Inside the first window of micro-batches the step is still the one that was saved."""
+    root = str(tmp_path)
+    before = worlds.run(2, partial(times_of_saves, root, None, 3))[0]
+    path = str(tmp_path / "step=3.ckpt")
+    after = worlds.run(1, partial(times_of_saves, root, path, -1))[0]
+    assert set(before) == {"step=1.ckpt", "step=2.ckpt", "step=3.ckpt"}
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 10
+
+
 def fitted_twice(root: str) -> list[int]:
     """Validate, fit, and fit on with the same trainer."""
     trainer = trainer_of(root, 1, [])
