@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ from tests.engine._pool import Pools
 from tests.trainer._steps import Run, Seen, fit, fits
 
 pytestmark = pytest.mark.engine
+
+
+def long(*values: Any) -> list[Any]:
+    """Mark parameters for the long run."""
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*each, marks=pytest.mark.long) for each in tuples]
+
 
 STEPS = 5
 """Of an epoch: 53 samples, filled up to five global batches of 12."""
@@ -129,7 +137,7 @@ def test_the_same_world_goes_on_bit_for_bit(
                 assert seen.drawn == whole.drawn, point
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [3, *long(1, 4)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_another_world_takes_the_same_steps(
     scenario: str, world: int, references: dict[str, Reference], worlds: Pools
@@ -159,8 +167,10 @@ def _check_events(whole: Seen, seen: Seen, point: str) -> None:
     assert seen.events == tail, point
 
 
-@pytest.mark.parametrize("target", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("source", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(1, 6), (6, 4), (4, 1), (2, 3), (3, 2), *long(*product((1, 2, 3, 4, 6), repeat=2))],
+)
 def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path: Path) -> None:
     """From inside an epoch and inside a window of micro-batches, whatever the two accumulations."""
     saving = Run(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
@@ -195,8 +205,9 @@ def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("point", ["end", "after", "epoch 1"])
+@pytest.mark.parametrize(
+    ("world", "point"), [(1, "end"), (2, "after"), (3, "epoch 1"), *long((2, "end"), (3, "after"))]
+)
 def test_a_run_stopped_by_max_steps_goes_on(
     point: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
@@ -226,7 +237,7 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     assert seen.epoch == whole.epoch
 
 
-@pytest.mark.parametrize("target", [1, 3, 4, 6])
+@pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
 def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
     """At most twice as far from an uninterrupted run as two uninterrupted runs are apart."""
     saving = Run(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
