@@ -57,7 +57,8 @@ def _own(path: Path, *, allow_pickle: bool) -> ElasticReader | None:
     """Open a checkpoint of this library's, or give None where there is no manifest."""
     manifest = path / MANIFEST_NAME
     try:
-        text = manifest.read_text(encoding="utf-8")
+        # Bytes, and line ends left as they are: the digest is of all of them.
+        text = manifest.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
