@@ -22,6 +22,7 @@ from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.formats.torch_folder import is_sharded
 from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
+from lightning_elastic_zero.storage import read_file
 
 __all__ = [
     "WEIGHT",
@@ -58,7 +59,7 @@ def _own(path: Path, *, allow_pickle: bool) -> ElasticReader | None:
     manifest = path / MANIFEST_NAME
     try:
         # Bytes, and line ends left as they are: the digest is of all of them.
-        text = manifest.read_bytes().decode()
+        text = read_file(manifest).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:

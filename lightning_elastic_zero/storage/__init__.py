@@ -23,7 +23,7 @@ from lightning_elastic_zero.storage.places import (
     see_token,
     sync_directory,
 )
-from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile
+from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file
 from lightning_elastic_zero.storage.staging import (
     StagedDirectory,
     remove_leftovers,
@@ -45,6 +45,7 @@ __all__ = [
     "check_local_path",
     "leave_token",
     "no_progress",
+    "read_file",
     "remove_leftovers",
     "remove_token",
     "repair",
