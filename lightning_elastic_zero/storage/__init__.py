@@ -25,6 +25,7 @@ from lightning_elastic_zero.storage.places import (
 )
 from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file
 from lightning_elastic_zero.storage.staging import (
+    DOOMED,
     StagedDirectory,
     remove_leftovers,
     repair,
@@ -35,6 +36,7 @@ from lightning_elastic_zero.storage.verified import VerifiedFile
 
 __all__ = [
     "CHUNK_BYTES",
+    "DOOMED",
     "READ_BYTES",
     "SUMS_SUFFIX",
     "ChecksummedWriter",

@@ -79,6 +79,8 @@ def _once(source: CheckpointReader) -> Iterator[tuple[str, str]]:
             value = getattr(once, field)
             as_dict = dict(value) if isinstance(value, Mapping) else value
             yield f"{field} of rank {rank}", digest(spelled(as_dict).encode())
+        for name, buffer in once.buffers.items() if rank == 0 else ():
+            yield f"buffer/{name}", digest(bits_of(buffer))
         for at in source.layout().on_rank(rank):
             scalars = spelled(dict(source.scalars(at)))
             yield f"scalars of {at.name} on rank {rank}", digest(scalars.encode())
