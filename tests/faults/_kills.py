@@ -52,6 +52,8 @@ class Chain:
     """Options of the strategy's, such as how it saves."""
     wrong: list[str] = field(default_factory=list)
     _count: int = 0
+    _began: int = 0
+    """The step that the last run has begun at."""
 
     def kill(self, killing: Killing) -> bool:
         """Kill a run at a step, and check all that is left; tell whether it came to that."""
@@ -75,8 +77,11 @@ class Chain:
         self._run(strike, None)
         self._check(f"after {delay_s:.3f} s, {everyone=}", landed=True)
 
-    def finish(self) -> None:
-        """Go on once more, undisturbed."""
+    def go_on(self) -> None:
+        """Run once undisturbed: at the start, so that there is something to lose, and at the end.
+
+        What the killed ones left behind is gone then.
+        """
         self._run(self._until_dead, None, steps=2)
         self._check("undisturbed", landed=None)
         hidden = [str(path) for path in self.root.glob("*/.zero-*")]
@@ -135,10 +140,11 @@ class Chain:
         if not started.exists():
             self._note("not restarted", f"from {training.ckpt_path}: {said[-1500:]}")
             return
+        held = {int(step): values for step, values in json.loads(started.read_text()).items()}
+        self._began = max(held, default=0)
         if training.ckpt_path is None:
             return
         KILLS.count(self.row, "restarts")
-        held = {int(step): values for step, values in json.loads(started.read_text()).items()}
         for step, values in held.items():
             if differ := [key for key, value in values.items() if self.table[step][key] != value]:
                 self._note("silent errors", f"restart at step {step} from {training}: {differ}")
@@ -154,7 +160,8 @@ class Chain:
             repair(self.root / name)
             found = published(self.root / name)
             sound = [s for s, path in found.items() if self._is_sound(s, path, what)]
-            if max(sound, default=0) < floor.get(name, 0):
+            # A run that began at an older one saves what is older than what it replaces.
+            if max(sound, default=0) < min(floor.get(name, 0), self._began + 1):
                 self._note("last-good losses", f"{what}: {name} has {sound}, had {floor[name]}")
         last = self.root / "top" / "last.ckpt"
         if last.is_symlink() and not (last / "manifest.json").exists():

@@ -54,4 +54,8 @@ KILLS = Table(
         "last-good losses",
     ),
 )
-TABLES = (CORRUPTIONS, LOADS, KILLS)
+FAULTS = Table(
+    "faults of disks and ranks while saving",
+    ("tried", "raised on all ranks", "last good sound", "training intact", "next save sound"),
+)
+TABLES = (CORRUPTIONS, LOADS, KILLS, FAULTS)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine._pool import Pools
 from tests.faults._kills import Chain
-from tests.faults._steps import ALL, FIRST, OTHER, STEPS, Killing
+from tests.faults._steps import ALL, FIRST, OFTEN, OTHER, STEPS, Killing
 from tests.faults._training import Table, Training, train
 
 pytestmark = pytest.mark.engine
@@ -52,16 +52,20 @@ def chain(nursery: Pools, table: Table, tmp_path: Path) -> MakeChain:
     return make
 
 
+def drawn(step: str, index: int) -> Killing:
+    """Give who is killed in turn, at any of the times that the step is reached."""
+    draw = random.Random(f"{step}-{index}")
+    return Killing(step, (ALL, FIRST, OTHER)[index % 3], nth=1 + draw.randrange(OFTEN.get(step, 3)))
+
+
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_kill_at_each_step(mode: str, chain: MakeChain) -> None:
     """One kill for each step in turn, of one rank, of rank 0, of all; each restart is the next."""
     runs = chain(mode, "each step once")
-    landed = [
-        runs.kill(Killing(step, (ALL, FIRST, OTHER)[index % 3], nth=1 + index % 2))
-        for index, step in enumerate(STEPS)
-    ]
-    runs.finish()
+    runs.go_on()
+    landed = [runs.kill(drawn(step, index)) for index, step in enumerate(STEPS)]
+    runs.go_on()
     assert not runs.wrong, "\n".join(runs.wrong)
     assert sum(landed) > len(STEPS) * 0.8, landed
 
@@ -73,12 +77,13 @@ def test_a_kill_at_each_step(mode: str, chain: MakeChain) -> None:
 def test_many_kills_at_one_step(mode: str, step: str, chain: MakeChain) -> None:
     """At least ten kills land; each time all that is published is sound, and a run goes on."""
     runs = chain(mode, step)
+    runs.go_on()
     landed = 0
     for index in range(MOST_TRIES):
-        landed += runs.kill(Killing(step, (ALL, FIRST, OTHER)[index % 3], nth=1 + index % 3))
+        landed += runs.kill(drawn(step, index))
         if landed >= LANDED:
             break
-    runs.finish()
+    runs.go_on()
     assert not runs.wrong, "\n".join(runs.wrong)
     assert landed >= LANDED
 
@@ -91,7 +96,8 @@ def test_kills_at_random_instants(mode: str, count: int, chain: MakeChain) -> No
     runs, seed = chain(mode, "any instant"), f"instants-{mode}"
     print("seed", seed)
     draw = random.Random(seed)
+    runs.go_on()
     for _ in range(count):
         runs.kill_at_random(draw)
-    runs.finish()
+    runs.go_on()
     assert not runs.wrong, "\n".join(runs.wrong)
