@@ -17,7 +17,7 @@ from typing import Any
 TMPFS_BYTES = 8 << 20
 """Room for three checkpoints of the runs here."""
 
-SLOW_S = 0.25
+SLOW_S = 0.12
 """What a slow disk takes for each write."""
 
 
