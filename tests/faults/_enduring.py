@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -98,7 +99,10 @@ class Meets(Callback):
             self.endured.seconds = time.monotonic() - began
             self._wake()
             if fault.kind == "a rank dies":
-                return
+                # There is nobody left to train with.
+                said = json.dumps([self.endured.said, self.endured.seconds])
+                (self.pids / "survivor").write_text(said)
+                os._exit(0)
             comm.barrier()
         comm.barrier()
         if comm.get_rank() == 0:

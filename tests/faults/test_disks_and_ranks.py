@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine._pool import Pools
-from tests.faults._enduring import STEPS, Endured, Enduring, endure
+from tests.faults._enduring import SHORT, STEPS, Endured, Enduring, endure
 from tests.faults._faults import ON_TMPFS, Fault, tmpfs
+from tests.faults._reading import read_whole
 from tests.faults._table import FAULTS
 from tests.faults._training import Table, Training, train
 
@@ -96,6 +99,7 @@ def test_a_slow_disk_is_no_fault(pools: Pools, table: Table, tmp_path: Path) -> 
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table)
     assert [rank.said for rank in ranks] == ["nothing was raised"] * 2
+    assert ranks[1].seconds > SHORT.stalled_s
     assert same(table[2], ranks[0].good)
 
 
@@ -120,4 +124,31 @@ def test_a_rank_that_stalls(
         assert seen.seconds < LOST_S
     FAULTS.count(fault.kind, "raised on all ranks")
     assert same(table[1], ranks[0].good)
+    FAULTS.count(fault.kind, "last good sound")
+
+
+@pytest.mark.parametrize(
+    "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies(
+    rank: int, short: bool, pools: Pools, table: Table, tmp_path: Path
+) -> None:
+    """All others are told within 60 s, and what was published last is what it was."""
+    fault = Fault("a rank dies", rank, 2)
+    FAULTS.count(fault.kind, "tried")
+    (tmp_path / "saves").mkdir()
+    world = pools.start(2)
+    try:
+        for connection in world.ranks:
+            connection.send(partial(endure, Enduring(str(tmp_path / "saves"), fault, short=short)))
+        wait([world.ranks[1 - rank]], timeout=LOST_S + 20)
+    finally:
+        world.end()
+    said, seconds = json.loads((tmp_path / "survivor").read_text())
+    assert said.startswith("RanksError")
+    assert f"rank {rank}" in said
+    assert seconds < LOST_S
+    FAULTS.count(fault.kind, "raised on all ranks")
+    assert same(table[1], read_whole(tmp_path / "saves" / "good.ckpt"))
     FAULTS.count(fault.kind, "last good sound")
