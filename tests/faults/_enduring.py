@@ -21,6 +21,7 @@ from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
 from tests.faults._faults import Fault, happening
+from tests.faults._modes import settle
 from tests.faults._reading import read_whole
 from tests.faults._training import Known, Table, held_by
 from tests.trainer._fitting import SMALL_BUCKETS
@@ -84,6 +85,7 @@ class Meets(Callback):
             self._save_badly(trainer)
         elif trainer.global_step == 1 or self.enduring.saves_again:
             trainer.save_checkpoint(self.path)
+            settle(trainer)
             if comm.get_rank() == 0:
                 self.endured.last = read_whole(self.path)
         self.endured.held[trainer.global_step] = held_by(trainer, pl_module)
@@ -94,6 +96,7 @@ class Meets(Callback):
         with happening(fault, self.path.parent, comm.get_rank()):
             try:
                 trainer.save_checkpoint(self.path)
+                settle(trainer)
             except ElasticZeroError as error:
                 self.endured.said = f"{type(error).__name__}: {error}"
             self.endured.seconds = time.monotonic() - began

@@ -14,6 +14,7 @@ import pytest
 from tests.engine._pool import Pools
 from tests.faults._enduring import SHORT, STEPS, Endured, Enduring, endure
 from tests.faults._faults import ON_TMPFS, Fault, tmpfs
+from tests.faults._modes import MODES
 from tests.faults._reading import read_whole
 from tests.faults._table import FAULTS
 from tests.faults._training import Table, Training, train
@@ -58,6 +59,12 @@ def same(wanted: Mapping[str, str], found: Mapping[str, str]) -> bool:
     return bool(found) and all(found.get(k) == v for k, v in wanted.items() if k != "lr")
 
 
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> Mapping[str, Any]:
+    """Give the strategy's options of each way to save."""
+    return MODES[request.param]
+
+
 def run(pools: Pools, folder: Path, fault: Fault, table: Table, **options: Any) -> list[Endured]:
     """Run two ranks through it; what they hold after each step is what it would have been."""
     FAULTS.count(fault.kind, "tried")
@@ -73,18 +80,20 @@ def run(pools: Pools, folder: Path, fault: Fault, table: Table, **options: Any) 
 
 
 @pytest.mark.parametrize("fault", RAISING, ids=str)
-def test_what_a_disk_does(fault: Fault, pools: Pools, table: Table, tmp_path: Path) -> None:
+def test_what_a_disk_does(
+    fault: Fault, mode: Mapping[str, Any], pools: Pools, table: Table, tmp_path: Path
+) -> None:
     """All ranks raise the same within 10 s; the last good one is whole; the run goes on."""
     folder = tmp_path / "saves"
     if fault.kind in ON_TMPFS:
         try:
             with tmpfs(folder):
-                ranks = run(pools, folder, fault, table)
+                ranks = run(pools, folder, fault, table, strategy=mode)
         except PermissionError as error:
             pytest.skip(str(error))
     else:
         folder.mkdir()
-        ranks = run(pools, folder, fault, table)
+        ranks = run(pools, folder, fault, table, strategy=mode)
     for rank in ranks:
         assert rank.said.startswith("SaveError"), rank.said
         assert SAYS[fault.kind] in rank.said
@@ -94,10 +103,12 @@ def test_what_a_disk_does(fault: Fault, pools: Pools, table: Table, tmp_path: Pa
     FAULTS.count(fault.kind, "last good sound")
 
 
-def test_a_slow_disk_is_no_fault(pools: Pools, table: Table, tmp_path: Path) -> None:
+def test_a_slow_disk_is_no_fault(
+    mode: Mapping[str, Any], pools: Pools, table: Table, tmp_path: Path
+) -> None:
     """A disk that takes longer than a rank may stall, but writes, is waited for."""
     (tmp_path / "saves").mkdir()
-    ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table)
+    ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table, strategy=mode)
     assert [rank.said for rank in ranks] == ["nothing was raised"] * 2
     assert ranks[1].seconds > SHORT.stalled_s
     assert same(table[2], ranks[0].good)
@@ -108,7 +119,12 @@ def test_a_slow_disk_is_no_fault(pools: Pools, table: Table, tmp_path: Path) -> 
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stalls(
-    rank: int, short: bool, pools: Pools, table: Table, tmp_path: Path
+    rank: int,
+    short: bool,
+    mode: Mapping[str, Any],
+    pools: Pools,
+    table: Table,
+    tmp_path: Path,
 ) -> None:
     """A stopped rank is named within 60 s on all others, and on itself when it goes on.
 
@@ -117,7 +133,8 @@ def test_a_rank_that_stalls(
     """
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
-    ranks = run(pools, tmp_path / "saves", fault, table, short=short, saves_again=rank > 0)
+    options = {"short": short, "saves_again": rank > 0, "strategy": mode}
+    ranks = run(pools, tmp_path / "saves", fault, table, **options)
     for seen in ranks:
         assert seen.said.startswith("RanksError"), seen.said
         assert f"rank {rank}" in seen.said
@@ -132,7 +149,12 @@ def test_a_rank_that_stalls(
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies(
-    rank: int, short: bool, pools: Pools, table: Table, tmp_path: Path
+    rank: int,
+    short: bool,
+    mode: Mapping[str, Any],
+    pools: Pools,
+    table: Table,
+    tmp_path: Path,
 ) -> None:
     """All others are told within 60 s, and what was published last is what it was."""
     fault = Fault("a rank dies", rank, 2)
@@ -141,7 +163,8 @@ def test_a_rank_that_dies(
     world = pools.start(2)
     try:
         for connection in world.ranks:
-            connection.send(partial(endure, Enduring(str(tmp_path / "saves"), fault, short=short)))
+            enduring = Enduring(str(tmp_path / "saves"), fault, short=short, strategy=mode)
+            connection.send(partial(endure, enduring))
         wait([world.ranks[1 - rank]], timeout=LOST_S + 20)
     finally:
         world.end()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engine._pool import Pools
 from tests.faults._kills import Chain
+from tests.faults._modes import MODES
 from tests.faults._steps import ALL, BY_EACH_RANK, FIRST, OFTEN, OTHER, STEPS, Killing
 from tests.faults._training import Table, Training, train
 
 pytestmark = pytest.mark.engine
-
-MODES: dict[str, Mapping[str, Any]] = {"blocking": {}}
-"""How the strategy saves, by the name that the table has."""
 
 LANDED, MOST_TRIES = 10, 16
 """Kills that have to land in each step, and how often it is tried."""
