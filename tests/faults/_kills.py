@@ -165,7 +165,7 @@ class Chain:
                 self._note("last-good losses", f"{what}: {name} has {sound}, had {floor[name]}")
         last = self.root / "top" / "last.ckpt"
         if last.is_symlink() and not (last / "manifest.json").exists():
-            self._note("last-good losses", f"{what}: last.ckpt leads to {last.readlink()}")
+            self._note("links to nothing", f"{what}: last.ckpt leads to {last.readlink()}")
 
     def _is_sound(self, step: int, path: Path, what: str) -> bool:
         KILLS.count(self.row, "checkpoints checked")

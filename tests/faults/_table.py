@@ -52,6 +52,7 @@ KILLS = Table(
         "not restarted",
         "silent errors",
         "last-good losses",
+        "links to nothing",
     ),
 )
 FAULTS = Table(
