@@ -69,7 +69,7 @@ def save_checkpoint(
         return save_with(engine, path, ranks, client_state or {}, options)
 
 
-def load_checkpoint(
+def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its own)
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
     *,
@@ -77,6 +77,7 @@ def load_checkpoint(
     load_hyperparameters: bool = True,
     strict: bool = True,
     allow_pickle: bool = False,
+    fall_back: bool = False,
 ) -> Loaded:
     """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
 
@@ -90,6 +91,8 @@ def load_checkpoint(
         load_hyperparameters: False: learning rate, weight decay, ... stay as configured now.
         strict: False: frozen parameters and buffers may be missing, or too many.
         allow_pickle: build Python objects of any class from the client state; it can run code.
+        fall_back: where the checkpoint is damaged, take the newest older one in its folder that is
+            sound, with a warning. Otherwise the error names it.
 
     Returns:
         The client state, the manifest, and what the load cost.
@@ -107,6 +110,7 @@ def load_checkpoint(
         hyperparameters=load_hyperparameters,
         strict=strict,
         allow_pickle=allow_pickle,
+        fall_back=fall_back,
     )
     with closing(current_ranks()) as ranks:
         return load_with(engine, path, ranks, options)

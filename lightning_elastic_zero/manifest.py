@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.layout import Layout
 from lightning_elastic_zero.partition import (
     FlatBuffer,
@@ -23,6 +23,7 @@ from lightning_elastic_zero.partition import (
     layout_of,
     unpartitioned,
 )
+from lightning_elastic_zero.seal import is_intact, sealed
 
 FORMAT = "lightning_elastic_zero"
 FORMAT_VERSION = 1
@@ -181,12 +182,12 @@ class Manifest:
         return unpartitioned(((p.name, p.numel) for p in self.frozen), ranks)
 
     def to_json(self) -> str:
-        """Give the text of ``manifest.json``: sorted, indented, the same for the same content."""
+        """Give the text of ``manifest.json``: sorted, sealed, the same for the same content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         for group in content["groups"]:
             group["hyperparameters"] = _tag_tuples(group["hyperparameters"])
         content["progress"]["sampler"] = _tag_tuples(content["progress"]["sampler"])
-        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+        return sealed(content)
 
 
 def manifest_from_json(text: str, where: str) -> Manifest:
@@ -199,6 +200,7 @@ def manifest_from_json(text: str, where: str) -> Manifest:
     Raises:
         CheckpointFormatError: it is no JSON, of another format, newer than this reader, without a
             field that it must have, or its tables contradict each other.
+        CheckpointCorruptedError: it is not what was written: its digest is another one.
     """
     try:
         content = json.loads(text)
@@ -218,6 +220,12 @@ def manifest_from_json(text: str, where: str) -> Manifest:
             "install a newer lightning_elastic_zero"
         )
         raise CheckpointFormatError(msg)
+    if not is_intact(text, content):
+        msg = (
+            f"{where} is not what was written: its digest is that of another text. It was damaged "
+            "or edited; resume from another checkpoint"
+        )
+        raise CheckpointCorruptedError(msg)
     try:
         manifest = _manifest(content)
         _check_tables(manifest)

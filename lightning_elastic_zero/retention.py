@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.storage import check_local_path, sync_directory
-
-DOOMED = ".zero-removed-"
-"""Prefix of a directory that is being deleted: renamed first, so that none is half there."""
+from lightning_elastic_zero.storage import DOOMED, check_local_path, sync_directory
 
 log = logging.getLogger(__name__)
 

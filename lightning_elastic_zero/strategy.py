@@ -67,6 +67,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         load_hyperparameters: bool = True,
         save_module_weights: bool = False,
         allow_pickle: bool = False,
+        fall_back: bool = False,
         **kwargs: Any,
     ) -> None:
         """Take the parents' arguments, and those for saving and loading.
@@ -84,6 +85,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             allow_pickle: build Python objects of any class from the trainer's state
                 (hyperparameters and callbacks that are no plain data). That can run code: only for
                 checkpoints that you trust.
+            fall_back: where the checkpoint that ``fit(ckpt_path=...)`` is given is damaged, go on
+                from the newest older one in its folder that is sound, with a warning. Otherwise
+                the error names it.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -91,6 +95,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             optimizer_state=load_optimizer_state,
             hyperparameters=load_hyperparameters,
             allow_pickle=allow_pickle,
+            fall_back=fall_back,
         )
         self._save_module_weights = save_module_weights
         self._ranks: Ranks | None = None
@@ -259,6 +264,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             hyperparameters=self._load_options.hyperparameters,
             strict=module is None or module.strict_loading,
             allow_pickle=self._load_options.allow_pickle,
+            # An evaluation of another checkpoint than the one that was named is no use to anybody.
+            fall_back=self._load_options.fall_back and self._fitting(),
         )
         loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
         self._resumed = True

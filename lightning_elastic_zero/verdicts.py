@@ -246,10 +246,16 @@ class Judge:
         self._open = Silence(2 * times.beat_s)
         self._failing = Silence(2 * times.beat_s)
         self._look_at = 0.0
+        self._here_at = time.monotonic()
 
     def look(self) -> None:
         """Give the verdict on the open step, if it can be given now."""
+        stopped_s = self._stopped_s()
+        self._here_at = time.monotonic()
         if not (self._kind or self._is_open()):
+            return
+        if stopped_s:
+            self._post(self._resigned(stopped_s))
             return
         open_s = self._open.look(self._seq)
         # In this order: a rank counts its failure before it counts itself done.
@@ -265,11 +271,16 @@ class Judge:
             self._look_at = time.monotonic() + self._times.beat_s
             self._judge_lives(open_s)
 
-    def resign(self, stopped_s: float) -> None:
-        """Fail the open step: rank 0 was stopped itself, the others have given it up meanwhile."""
-        if self._kind or self._is_open():
-            why = f"it was stopped for {stopped_s:.0f} s"
-            self._post(loss(self._name, {0: why}, self._world_size))
+    def _stopped_s(self) -> float:
+        """Tell how long rank 0 was stopped itself, where the others have given it up meanwhile.
+
+        With rank 0 the store may have been stopped: nobody could post that he has given up.
+        """
+        gap_s = time.monotonic() - self._here_at
+        return gap_s if gap_s > self._times.dead_s - 2 * self._times.beat_s else 0.0
+
+    def _resigned(self, stopped_s: float) -> dict[str, str]:
+        return loss(self._name, {0: f"it was stopped for {stopped_s:.0f} s"}, self._world_size)
 
     def all_read(self) -> bool:
         """Say whether every rank has read the last verdict."""
@@ -339,6 +350,9 @@ class Judge:
         return {"error": "RanksError", "message": message}
 
     def _post(self, verdict: dict[str, Any], *, all_in: bool = False) -> None:
+        if stopped_s := self._stopped_s():
+            # In the midst of a look: what it has come to is no longer so.
+            verdict, all_in = self._resigned(stopped_s), False
         try:
             text = pack(verdict)
         except ValueError as error:

@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.older import DAMAGED, find_older
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
     LiveState,
@@ -39,6 +40,9 @@ def load(
 ) -> Loaded:
     """Restore a checkpoint into a live engine, whole or not at all. Collective.
 
+    Where it is damaged, the error names an older one that is sound; it is taken if the options
+    allow it, and never without a warning.
+
     Raises:
         CheckpointNotFoundError: nothing is there.
         CheckpointFormatError: something is there, but no checkpoint that can be read.
@@ -46,6 +50,35 @@ def load(
         CheckpointCorruptedError: it is damaged.
         RanksError: a rank failed, died, or did not call this.
     """
+    try:
+        return _load(path, live, ranks, options=options)
+    except DAMAGED as error:
+        older = find_older(path, ranks)
+        if older is None:
+            raise
+        if not options.fall_back:
+            msg = (
+                f"{error}\nThe newest older checkpoint beside it that is sound, every byte of it "
+                f"verified, is {older.path} (step {older.step}). Load that one, or allow it by "
+                "fall_back=True."
+            )
+            raise type(error)(msg) from error
+        if ranks.rank == 0:
+            log.warning(
+                "%s was asked for, and is not sound: %s\nInstead, %s (step %d) is loaded, as "
+                "fall_back=True allows: what was trained since then is trained anew.",
+                path,
+                error,
+                older.path,
+                older.step,
+            )
+    return replace(_load(older.path, live, ranks, options=options), instead_of=str(path))
+
+
+def _load(
+    path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
+) -> Loaded:
+    """Restore one checkpoint, or leave the engine as it was."""
     began = time.monotonic()
     first = ranks.from_first(
         "load: find the checkpoint", lambda: _find(path, allow_pickle=options.allow_pickle)

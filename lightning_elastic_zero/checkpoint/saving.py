@@ -7,7 +7,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,27 @@ class _Draft:
             raise UnsupportedError(msg)
 
 
+@contextmanager
+def _as_save_error(target: Path) -> Iterator[None]:
+    """Raise what the system refused as what it means to a save."""
+    try:
+        yield
+    except OSError as error:
+        msg = (
+            f"Could not write {target}: {error}. The last published checkpoint is intact. See that "
+            "the disk has room and that its directory can be written, and save again."
+        )
+        raise SaveError(msg) from error
+
+
 def _stage(target: Path, save_id: str) -> None:
     """Make the hidden directory beside the target, and what all files of it stand in."""
-    if target.parent.is_dir():
-        remove_leftovers(target.parent)
-    staged = StagedDirectory.create(target, save_id)
-    (staged.path / TAG).mkdir()
-    leave_token(staged.path, save_id)
+    with _as_save_error(target):
+        if target.parent.is_dir():
+            remove_leftovers(target.parent)
+        staged = StagedDirectory.create(target, save_id)
+        (staged.path / TAG).mkdir()
+        leave_token(staged.path, save_id)
 
 
 def _write_files(
@@ -225,7 +240,8 @@ def _publish(
     staged = StagedDirectory(target, save_id)
     write_durably(staged.path / LATEST, TAG.encode())
     if recovery_script is not None:
-        shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
+        with _as_save_error(target):
+            shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
     entries = [entry for of_rank in files for entry in of_rank]
     manifest = replace(
         draft.manifest,

@@ -76,6 +76,8 @@ class LoadOptions:
     """False: frozen parameters and buffers may be missing, or too many."""
     allow_pickle: bool = False
     """Build Python objects of any class from the trainer's state; that can run code."""
+    fall_back: bool = False
+    """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Loaded:
     """What the trainer, module, datamodule and callbacks had saved."""
     manifest: Manifest
     figures: CheckpointFigures
+    instead_of: str = ""
+    """The damaged checkpoint that was asked for, where an older one was taken."""
 
 
 def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:

@@ -22,6 +22,7 @@ from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.formats.torch_folder import is_sharded
 from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
+from lightning_elastic_zero.storage import read_file
 
 __all__ = [
     "WEIGHT",
@@ -57,7 +58,8 @@ def _own(path: Path, *, allow_pickle: bool) -> ElasticReader | None:
     """Open a checkpoint of this library's, or give None where there is no manifest."""
     manifest = path / MANIFEST_NAME
     try:
-        text = manifest.read_text(encoding="utf-8")
+        # Bytes, and line ends left as they are: the digest is of all of them.
+        text = read_file(manifest).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:

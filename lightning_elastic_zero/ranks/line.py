@@ -175,10 +175,6 @@ class Line(threading.Thread):
         if beat:
             self._say()
         if self._judge is not None:
-            # With rank 0 the store may have been stopped: nobody could post that he has given up.
-            gap_s = time.monotonic() - self._answered_at
-            if gap_s > self._times.dead_s - 2 * self._times.beat_s:
-                self._judge.resign(gap_s)
             self._judge.look()
         if not self.step.over.is_set():
             self._look(self.step, beat=beat)

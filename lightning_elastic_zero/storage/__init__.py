@@ -23,8 +23,9 @@ from lightning_elastic_zero.storage.places import (
     see_token,
     sync_directory,
 )
-from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile
+from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file
 from lightning_elastic_zero.storage.staging import (
+    DOOMED,
     StagedDirectory,
     remove_leftovers,
     repair,
@@ -35,6 +36,7 @@ from lightning_elastic_zero.storage.verified import VerifiedFile
 
 __all__ = [
     "CHUNK_BYTES",
+    "DOOMED",
     "READ_BYTES",
     "SUMS_SUFFIX",
     "ChecksummedWriter",
@@ -45,6 +47,7 @@ __all__ = [
     "check_local_path",
     "leave_token",
     "no_progress",
+    "read_file",
     "remove_leftovers",
     "remove_token",
     "repair",

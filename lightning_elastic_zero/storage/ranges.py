@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -19,6 +20,35 @@ READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
 
 _HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
+
+
+def open_file(path: Path) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; give its descriptor and its status.
+
+    Anything else is refused without waiting: a pipe that lies in a file's place would be opened
+    when somebody writes into it, which is never.
+
+    Raises:
+        OSError: It cannot be opened, or is no file.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return descriptor, status
+
+
+def read_file(path: Path) -> bytes:
+    """Read a small file.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+
+    """
+    with os.fdopen(open_file(path)[0], "rb") as file:
+        return file.read()
 
 
 class RangeFile:
@@ -51,15 +81,11 @@ class RangeFile:
     def _open(self) -> tuple[int, int]:
         """Open the file; give its descriptor and its size."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor, status = open_file(self.path)
         except FileNotFoundError:
             self._refuse("it is missing")
         except OSError as error:
             self._refuse(f"it cannot be opened ({error.strerror})")
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            self._refuse("it is no file")
         return descriptor, status.st_size
 
     def _check_block(self, block: memoryview, start: int) -> None:

@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 _STAGING = ".zero-staging-"
 _PREVIOUS = ".zero-previous-"
 _OWNER = ".zero-owner-"
+DOOMED = ".zero-removed-"
+"""Prefix of a checkpoint that is being deleted: renamed first, so that none is half there."""
+
 _SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
 LEFTOVER_AGE_S = 7 * 24 * 3600.0
@@ -169,11 +172,14 @@ class StagedDirectory:
 def remove_leftovers(parent: Path) -> list[Path]:
     """Remove what killed saves left in a directory, and give the paths that were removed.
 
-    That is what belongs to a process that is certainly dead, or is older than ``LEFTOVER_AGE_S``.
-    Targets that were lost between two renames are restored first. What cannot be removed is left.
+    That is what belongs to a process that is certainly dead, or is older than ``LEFTOVER_AGE_S``,
+    and what was being deleted, by whomever: it is no checkpoint any more. Targets that were lost
+    between two renames are restored first. What cannot be removed is left.
     """
     repair(parent)
-    removed: list[Path] = []
+    removed = list(parent.glob(f"{DOOMED}*"))
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
         owner_path = _owner_path(parent, save_id)
         owner = Owner.read(owner_path)

@@ -15,7 +15,7 @@ from lightning_elastic_zero.storage.checksums import (
     SUMS_SUFFIX,
     FileRecord,
 )
-from lightning_elastic_zero.storage.ranges import RangeFile
+from lightning_elastic_zero.storage.ranges import RangeFile, read_file
 
 
 class VerifiedFile(RangeFile):
@@ -60,7 +60,7 @@ class VerifiedFile(RangeFile):
     def _read_sums(self, record: FileRecord, save_id: str | None) -> bytes:
         path = self.path.with_name(self.path.name + SUMS_SUFFIX)
         try:
-            data = path.read_bytes()
+            data = read_file(path)
         except FileNotFoundError:
             self._refuse(f"its checksums, {path.name}, are missing")
         except OSError as error:

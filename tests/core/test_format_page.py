@@ -21,6 +21,7 @@ from lightning_elastic_zero.manifest import (
 )
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.progress import BatchPlan, ElasticSampler, Position, Record
+from lightning_elastic_zero.seal import FIELD, sealed
 from lightning_elastic_zero.storage import CHUNK_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -52,11 +53,13 @@ def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
 
 
 def test_the_example_is_a_manifest() -> None:
-    """The page's manifest is read by the code, and says what the page says of it."""
-    manifest = manifest_from_json(examples()[0], "docs/format.md")
+    """The page's manifest, its white space as it was, is read and says what the page says."""
+    content = json.loads(examples()[0])
+    manifest = manifest_from_json(sealed(content), "docs/format.md")
     assert (manifest.stage, manifest.world_size) == (3, 2)
-    assert json.loads(manifest.to_json()) == json.loads(examples()[0])
+    assert json.loads(manifest.to_json()) == content
     for entry in manifest.files:
+        assert f"| `{FIELD}` |" in PAGE
         assert Path(entry.name).name in PAGE.partition("## manifest.json")[0]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.manifest import (
     FileEntry,
     Group,
@@ -22,6 +22,7 @@ from lightning_elastic_zero.manifest import (
     manifest_from_json,
 )
 from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.seal import sealed
 from tests.core.spelling import spelled
 from tests.core.strategies import manifests, plain_values
 
@@ -72,6 +73,7 @@ GOLDEN = """\
  "client_objects": [
   "hyper_parameters.path"
  ],
+ "digest": "50275140cd928ff04fd68cfbce3ac4026afeabd17f6aede772afae36e4f33026",
  "excluded": [
   "frozen"
  ],
@@ -165,6 +167,10 @@ GOLDEN = """\
 """
 
 
+FIELDS = sorted(json.loads(GOLDEN).keys() - {"digest"})
+"""What a manifest says; its digest, which says that nothing of it was changed, is tested apart."""
+
+
 def refusal(text: str) -> str:
     """Give the message with which a text is refused."""
     with pytest.raises(CheckpointFormatError) as caught:
@@ -176,7 +182,7 @@ def edited(edit: Callable[[Any], object]) -> str:
     """Give the golden text with a change."""
     content = json.loads(GOLDEN)
     edit(content)
-    return json.dumps(content)
+    return sealed(content)
 
 
 class TestJson:
@@ -259,6 +265,38 @@ class TestProperties:
         assert replace(whole, stage=3).frozen_layout().world_size == 2
 
 
+class TestDigest:
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda c: c["groups"][0]["hyperparameters"].update(lr=0.01),
+            lambda c: c["groups"][0]["hyperparameters"]["betas"]["tuple"].reverse(),
+            lambda c: c["groups"][0]["hyperparameters"].pop("amsgrad"),
+            lambda c: c["progress"].update(global_steps=4),
+            lambda c: c["module_buffers"].clear(),
+            lambda c: c.update(save_id="5a7f"),
+            lambda c: c.update(digest="0" * 64),
+            lambda c: c.update(digest=None),
+            lambda c: c.pop("digest"),
+        ],
+    )
+    def test_an_edited_manifest_is_refused(self, edit: Callable[[Any], object]) -> None:
+        """What could be read, but is not what was written, is damage: a rate, a name, a counter."""
+        content = json.loads(GOLDEN)
+        edit(content)
+        with pytest.raises(CheckpointCorruptedError, match=r"manifest\.json is not what was"):
+            manifest_from_json(json.dumps(content, indent=1, sort_keys=True) + "\n", WHERE)
+
+    def test_every_bit_counts(self) -> None:
+        """No single bit can be changed, wherever it is: the digest is of all bytes."""
+        data = GOLDEN.encode()
+        for index in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[index // 8] ^= 1 << index % 8
+            with pytest.raises((CheckpointCorruptedError, CheckpointFormatError)):
+                manifest_from_json(flipped.decode("latin-1"), WHERE)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         "text", ["", "{", "null", "[]", "7", '"text"', "{}", '{"format": "other"}', "[" * 100_000]
@@ -290,7 +328,7 @@ class TestRefusals:
         text = edited(lambda c: c.update(format_version=version))
         assert f"has the format version {version!r}" in refusal(text)
 
-    @pytest.mark.parametrize("name", sorted(json.loads(GOLDEN)))
+    @pytest.mark.parametrize("name", FIELDS)
     def test_a_missing_field(self, name: str) -> None:
         """No field of a manifest has a default on disk; the error names file and field."""
         message = refusal(edited(lambda c: c.pop(name)))
@@ -304,14 +342,14 @@ class TestRefusals:
             content = json.loads(GOLDEN)
             del content[table][0][column]
             if column not in {"aliases", "paddings"}:
-                message = refusal(json.dumps(content))
+                message = refusal(sealed(content))
                 assert column in message or column == "partition_numel"
 
     @pytest.mark.parametrize("value", [None, 1.5, "text", {}, [1.5], {"a": 1}, [[1]], -7])
     @pytest.mark.parametrize(
         "path",
         [
-            *((name,) for name in sorted(json.loads(GOLDEN))),
+            *((name,) for name in FIELDS),
             *(("parameters", 0, name) for name in ("name", "shape", "group", "aliases")),
             *(("groups", 0, name) for name in ("names", "hyperparameters", "state")),
             *(("buffers", 0, name) for name in ("group", "names", "numels", "partition_numel")),
@@ -329,7 +367,7 @@ class TestRefusals:
             row = row[key]
         original, row[path[-1]] = row[path[-1]], value
         try:
-            manifest_from_json(json.dumps(content), WHERE)
+            manifest_from_json(sealed(content), WHERE)
         except CheckpointFormatError as error:
             said = str(error)
         else:

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.retention import DOOMED, Retention
+from lightning_elastic_zero.retention import Retention
+from lightning_elastic_zero.storage import DOOMED
 
 
 def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:

@@ -14,6 +14,7 @@ import pytest
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import (
+    DOOMED,
     StagedDirectory,
     remove_leftovers,
     repair,
@@ -280,6 +281,13 @@ class TestLeftovers:
         os.utime(tmp_path / ".zero-staging-new", (0, 0))
         remove_leftovers(tmp_path)
         assert contents(tmp_path / ".zero-previous-new") == whole("old")
+
+    def test_the_rest_of_a_deletion(self, tmp_path: Path) -> None:
+        """What was on its way out when its process was killed goes with the next save."""
+        doomed = tmp_path / f"{DOOMED}5a7e"
+        (doomed / "checkpoint").mkdir(parents=True)
+        assert remove_leftovers(tmp_path) == [doomed]
+        assert names_in(tmp_path) == []
 
     def test_other_names_are_left_alone(self, tmp_path: Path) -> None:
         """Nothing is removed that only looks a little like ours."""

@@ -258,6 +258,15 @@ class TestDamage:
         with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
             VerifiedFile(tmp_path, shard)
 
+    @pytest.mark.parametrize("suffix", ["", ".sums"])
+    def test_a_pipe_in_its_place(self, tmp_path: Path, shard: FileRecord, suffix: str) -> None:
+        """What would wait without end for a writer is refused at once."""
+        path = tmp_path / f"{shard.name}{suffix}"
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: .*no file"):
+            VerifiedFile(tmp_path, shard)
+
     def test_swapped_sidecar(self, tmp_path: Path, shard: FileRecord) -> None:
         """Another file's checksums are refused, even together with that file."""
         other = write_file(tmp_path, some_bytes(SIZE_BYTES, seed=1), "checkpoint/other.pt")

@@ -76,7 +76,9 @@ class World:
 class Pools:
     """Starts worlds when they are first asked for, and ends them all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """Take modules that ranks are to find imported, where many worlds are started."""
+        self._modules = modules
         self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
         self._worlds: dict[int, World] = {}
         self._nursery: tuple[subprocess.Popen[bytes], Connection] | None = None
@@ -88,7 +90,7 @@ class Pools:
             AssertionError: a rank raised, died, or took too long. Such a world is not used again.
         """
         if world not in self._worlds:
-            self._worlds[world] = self._start(world)
+            self._worlds[world] = self.start(world)
         ranks = self._worlds[world]
         for connection in ranks.ranks:
             connection.send(call)
@@ -116,7 +118,8 @@ class Pools:
 
     # -- starting ------------------------------------------------------------------------------
 
-    def _start(self, world: int) -> World:
+    def start(self, world: int) -> World:
+        """Start a world of ranks that is the caller's own, to end."""
         if self._nursery is None:
             self._nursery = self._start_nursery()
         folder = Path(self._folder.name)
@@ -140,7 +143,7 @@ class Pools:
         folder = Path(self._folder.name)
         with _listening(folder / "nursery") as door, (folder / "nursery.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, _worker.__file__, str(folder)],
+                [sys.executable, _worker.__file__, str(folder), *self._modules],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,13 +26,21 @@ def connect(path: str) -> Connection:
     return Connection(client.detach())
 
 
-def main(folder: str) -> None:
+def main(folder: str, *modules: str) -> None:
     """Import what is dear, then fork a world of ranks for each request."""
     import torch
 
     torch.set_num_threads(1)
+    # Uninitialised memory is NaN: whoever takes padding for state is found out. It imports the
+    # compiler, which takes each process seconds: so it is done before the ranks are forked.
+    torch.use_deterministic_algorithms(mode=True)
     import deepspeed
 
+    with suppress(ImportError):
+        # Every engine looks at this optimizer, which is compiled: 4 s where it is not there yet.
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    for module in modules:
+        importlib.import_module(module)
     print("torch", torch.__version__, "deepspeed", deepspeed.__version__, flush=True)
     gc.freeze()  # Engines are collected often; what is imported need not be walked each time.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -90,12 +100,9 @@ def _serve(folder: str, rank: int, world: int, port: int) -> None:
 
 def _join_world() -> None:
     import deepspeed
-    import torch
 
     from lightning_elastic_zero.engine import use_accelerator
 
-    # Uninitialised memory is NaN: whoever takes padding for state is found out.
-    torch.use_deterministic_algorithms(mode=True)
     use_accelerator("cpu")
     deepspeed.init_distributed("gloo", timeout=COLLECTIVE_TIMEOUT)
 
@@ -103,4 +110,4 @@ def _join_world() -> None:
 if __name__ == "__main__":
     # What is pickled by reference is found from the repository's root, not from this folder.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Tables of what was tried: shown at the end of a run, and kept in docs/faults.md by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Table:
+    """Counts, by row and column; the last row is their sum."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def count(self, row: str, column: str, by: int = 1) -> None:
+        """Add to a cell."""
+        cells = self.rows.setdefault(row, dict.fromkeys(self.columns, 0))
+        cells[column] += by
+
+    def total(self, column: str) -> int:
+        """Sum a column up."""
+        return sum(cells[column] for cells in self.rows.values())
+
+    def lines(self) -> Iterator[str]:
+        """Give the table as Markdown has it."""
+        if not self.rows:
+            return
+        yield f"| | {' | '.join(self.columns)} |"
+        yield f"|---|{'---:|' * len(self.columns)}"
+        for name, cells in self.rows.items():
+            yield f"| {name} | {' | '.join(f'{cells[c]:,}' for c in self.columns)} |"
+        sums = " | ".join(f"{self.total(c):,}" for c in self.columns)
+        yield f"| **all** | {sums} |"
+
+
+CORRUPTIONS = Table(
+    "corruptions, read in one process", ("tried", "refused", "harmless", "undetected", "unnamed")
+)
+LOADS = Table(
+    "corruptions, loaded by ranks", ("tried", "refused by all ranks", "harmless", "silent")
+)
+KILLS = Table(
+    "kills while saving",
+    (
+        "tried",
+        "landed",
+        "checkpoints checked",
+        "not loadable",
+        "restarts",
+        "not restarted",
+        "silent errors",
+        "last-good losses",
+        "links to nothing",
+    ),
+)
+FAULTS = Table(
+    "faults of disks and ranks while saving",
+    ("tried", "raised on all ranks", "last good sound", "training intact", "next save sound"),
+)
+TABLES = (CORRUPTIONS, LOADS, KILLS, FAULTS)

@@ -1,0 +1,46 @@
+"""Worlds of ranks, the checkpoints that are damaged, and the tables at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.engine._programs import Saved, train_and_save
+from tests.engine._setup import Setup
+from tests.faults._table import TABLES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what was tried, and what came of it."""
+    for table in TABLES:
+        terminalreporter.section(table.title)
+        for line in table.lines():
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Give the worlds of ranks."""
+    started = Pools()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Give the checkpoint of a run with a ZeRO stage after some steps, made once per session."""
+    folder = tmp_path_factory.mktemp("saved")
+    made: dict[tuple[str, int], Path] = {}
+
+    def give(stage: str, steps: int = 3) -> Path:
+        if (stage, steps) not in made:
+            path = folder / f"{stage}-{steps}.ckpt"
+            pools.run(2, partial(train_and_save, Saved(Setup(2, stage), str(path)), steps=steps))
+            made[stage, steps] = path
+        return made[stage, steps]
+
+    return give

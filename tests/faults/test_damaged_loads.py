@@ -1,0 +1,92 @@
+"""A damaged checkpoint is refused by all ranks of a real run, which stays what it was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.engine._setup import Setup
+from tests.faults._corruptions import KINDS, Damage
+from tests.faults._loading import NOTHING, fit_from_each, load_each, save_two
+from tests.faults._table import LOADS
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
+
+COUNTS = [len(KINDS), pytest.param(60, marks=pytest.mark.long)]
+
+Damaged = tuple[str, Damage, Path]
+
+
+def damaged_copies(checkpoint: Path, other: Path, folder: Path, count: int) -> list[Damaged]:
+    """Damage copies in every way in turn; give the kind, what was done, and where it lies."""
+    kinds = list(KINDS)
+    found = []
+    for index in range(count):
+        kind = kinds[index % len(kinds)]
+        path = Path(shutil.copytree(checkpoint, folder / f"damaged-{index}.ckpt"))
+        seed = f"load-{index}"
+        found.append((kind, KINDS[kind][0](path, other, random.Random(seed)), path))
+    print(f"seeds load-0 to load-{count - 1}")
+    return found
+
+
+def count_up(row: str, said: list[str], damaged: Damaged, *, as_wanted: bool = True) -> str:
+    """Count a load; give what is wrong with how it ended."""
+    kind, damage, path = damaged
+    LOADS.count(row, "tried")
+    refused = [text != NOTHING for text in said]
+    if all(refused) and as_wanted and all(path.name in text for text in said):
+        LOADS.count(row, "refused by all ranks")
+        return ""
+    if not any(refused) and as_wanted:
+        LOADS.count(row, "harmless")
+        return ""
+    LOADS.count(row, "silent")
+    return f"{row}: {kind}: {damage}: {said}"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_an_engine_is_left_as_it_was(
+    stage: str, count: int, pools: Pools, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    """All ranks raise, naming the checkpoint, and no bit of the live state has changed."""
+    damaged = damaged_copies(saved(stage, 3), saved(stage, 4), tmp_path, count)
+    paths = tuple(str(path) for _, _, path in damaged)
+    ranks = pools.run(
+        2, partial(load_each, Setup(2, stage), str(saved(stage, 3)), paths), timeout_s=270
+    )
+    wrong = [
+        count_up(
+            f"engine, ZeRO-{stage}",
+            [outcome.said for outcome in outcomes],
+            one,
+            as_wanted=all(outcome.as_wanted for outcome in outcomes),
+        )
+        for one, *outcomes in zip(damaged, *ranks, strict=True)
+    ]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_trainer_refuses_it(count: int, pools: Pools, tmp_path: Path) -> None:
+    """All ranks of a Trainer raise what names the checkpoint; from the whole one they go on."""
+    pools.run(2, partial(save_two, str(tmp_path)))
+    checkpoint, other = tmp_path / "0.ckpt", tmp_path / "1.ckpt"
+    damaged = damaged_copies(checkpoint, other, tmp_path, count)
+    paths = tuple(str(path) for _, _, path in damaged)
+    ranks = pools.run(
+        2, partial(fit_from_each, str(tmp_path), paths, str(checkpoint)), timeout_s=270
+    )
+    assert {said[-1] for said in ranks} == {NOTHING}
+    wrong = [
+        count_up("Trainer, ZeRO-2", list(said), one)
+        for one, *said in zip(damaged, *(said[:-1] for said in ranks), strict=True)
+    ]
+    assert not any(wrong), "\n".join(filter(None, wrong))

@@ -1,0 +1,177 @@
+"""Whatever disk or ranks do to a save: a clear error on all ranks in time, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.faults._enduring import SHORT, STEPS, Endured, Enduring, endure
+from tests.faults._faults import ON_TMPFS, Fault, tmpfs
+from tests.faults._modes import MODES
+from tests.faults._reading import read_whole
+from tests.faults._table import FAULTS
+from tests.faults._training import Table, Training, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+
+RAISED_S, LOST_S = 10.0, 60.0
+"""Rule 3: until all ranks raise, where one raised, and where one died or stalled."""
+
+RAISING = [
+    *(Fault("I/O error", rank, nth) for rank in (0, 1) for nth in (1, 4)),
+    Fault("no space", 1, 3),
+    Fault("quota", 0, 2),
+    Fault("the directory vanishes", 1, 2),
+    Fault("the folder is moved away"),
+    Fault("read-only"),
+    *(Fault("full disk", room_bytes=kib << 10) for kib in (0, 8, 300, 700, 1000)),
+]
+
+SAYS = {
+    "I/O error": "Input/output error",
+    "no space": "No space left on device",
+    "quota": "quota exceeded",
+    "the directory vanishes": "No such file or directory",
+    "the folder is moved away": "exists",
+    "read-only": "Read-only file system",
+    "full disk": "No space left on device",
+}
+"""What the error must say, beside the path."""
+
+
+@pytest.fixture(scope="module")
+def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
+    """Say what is held after each step, by a run that nothing disturbs and that saves nothing."""
+    root = str(tmp_path_factory.mktemp("undisturbed"))
+    training = Training(root, stage=1, steps=STEPS, saves=False, recorded=True)
+    return pools.run(1, partial(train, training))[0]
+
+
+def same(wanted: Mapping[str, str], found: Mapping[str, str]) -> bool:
+    """Tell whether a checkpoint gives what was trained, bit for bit."""
+    return bool(found) and all(found.get(k) == v for k, v in wanted.items() if k != "lr")
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> Mapping[str, Any]:
+    """Give the strategy's options of each way to save."""
+    return MODES[request.param]
+
+
+def run(pools: Pools, folder: Path, fault: Fault, table: Table, **options: Any) -> list[Endured]:
+    """Run two ranks through it; what they hold after each step is what it would have been."""
+    FAULTS.count(fault.kind, "tried")
+    ranks = pools.run(2, partial(endure, Enduring(str(folder), fault, **options)), timeout_s=150)
+    for rank in ranks:
+        assert rank.held == {step: table[step] for step in range(1, STEPS + 1)}
+    FAULTS.count(fault.kind, "training intact")
+    if options.get("saves_again", True):
+        assert same(table[STEPS], ranks[0].last), "the next save is not what was trained"
+        assert ranks[0].left == ["good.ckpt"]
+        FAULTS.count(fault.kind, "next save sound")
+    return ranks
+
+
+@pytest.mark.parametrize("fault", RAISING, ids=str)
+def test_what_a_disk_does(
+    fault: Fault, mode: Mapping[str, Any], pools: Pools, table: Table, tmp_path: Path
+) -> None:
+    """All ranks raise the same within 10 s; the last good one is whole; the run goes on."""
+    folder = tmp_path / "saves"
+    if fault.kind in ON_TMPFS:
+        try:
+            with tmpfs(folder):
+                ranks = run(pools, folder, fault, table, strategy=mode)
+        except PermissionError as error:
+            pytest.skip(str(error))
+    else:
+        folder.mkdir()
+        ranks = run(pools, folder, fault, table, strategy=mode)
+    for rank in ranks:
+        assert rank.said.startswith("SaveError"), rank.said
+        assert SAYS[fault.kind] in rank.said
+        assert rank.seconds < RAISED_S
+    FAULTS.count(fault.kind, "raised on all ranks")
+    assert same(table[1], ranks[0].good)
+    FAULTS.count(fault.kind, "last good sound")
+
+
+def test_a_slow_disk_is_no_fault(
+    mode: Mapping[str, Any], pools: Pools, table: Table, tmp_path: Path
+) -> None:
+    """A disk that takes longer than a rank may stall, but writes, is waited for."""
+    (tmp_path / "saves").mkdir()
+    ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table, strategy=mode)
+    assert [rank.said for rank in ranks] == ["nothing was raised"] * 2
+    assert ranks[1].seconds > SHORT.stalled_s
+    assert same(table[2], ranks[0].good)
+
+
+@pytest.mark.parametrize(
+    "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stalls(
+    rank: int,
+    short: bool,
+    mode: Mapping[str, Any],
+    pools: Pools,
+    table: Table,
+    tmp_path: Path,
+) -> None:
+    """A stopped rank is named within 60 s on all others, and on itself when it goes on.
+
+    Where it was rank 0, the others' connection to the store that it hosts is lost for good: the run
+    trains on, but has to be started anew to save again.
+    """
+    fault = Fault("a rank stalls", rank, 2)
+    (tmp_path / "saves").mkdir()
+    options = {"short": short, "saves_again": rank > 0, "strategy": mode}
+    ranks = run(pools, tmp_path / "saves", fault, table, **options)
+    for seen in ranks:
+        assert seen.said.startswith("RanksError"), seen.said
+        assert f"rank {rank}" in seen.said
+        assert seen.seconds < LOST_S
+    FAULTS.count(fault.kind, "raised on all ranks")
+    assert same(table[1], ranks[0].good)
+    FAULTS.count(fault.kind, "last good sound")
+
+
+@pytest.mark.parametrize(
+    "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies(
+    rank: int,
+    short: bool,
+    mode: Mapping[str, Any],
+    pools: Pools,
+    table: Table,
+    tmp_path: Path,
+) -> None:
+    """All others are told within 60 s, and what was published last is what it was."""
+    fault = Fault("a rank dies", rank, 2)
+    FAULTS.count(fault.kind, "tried")
+    (tmp_path / "saves").mkdir()
+    world = pools.start(2)
+    try:
+        for connection in world.ranks:
+            enduring = Enduring(str(tmp_path / "saves"), fault, short=short, strategy=mode)
+            connection.send(partial(endure, enduring))
+        wait([world.ranks[1 - rank]], timeout=LOST_S + 20)
+    finally:
+        world.end()
+    said, seconds = json.loads((tmp_path / "survivor").read_text())
+    assert said.startswith("RanksError")
+    assert f"rank {rank}" in said
+    assert seconds < LOST_S
+    FAULTS.count(fault.kind, "raised on all ranks")
+    assert same(table[1], read_whole(tmp_path / "saves" / "good.ckpt"))
+    FAULTS.count(fault.kind, "last good sound")

@@ -1,0 +1,121 @@
+"""Where a checkpoint is damaged, the newest sound one is named, and taken if the user says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine import _damage
+from tests.engine._pool import Pools
+from tests.engine._programs import Saved, train_and_save
+from tests.engine._setup import Setup
+from tests.faults._falling_back import Fallen, fit_and_test, load_from
+from tests.faults._loading import save_two
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+
+SETUP = Setup(2, "2")
+
+
+@pytest.fixture(scope="module")
+def kept(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a folder with three checkpoints of one run, after 1, 2 and 3 steps."""
+    folder = tmp_path_factory.mktemp("kept")
+    for steps, name in enumerate("abc", 1):
+        saved = Saved(SETUP, str(folder / f"{name}.ckpt"))
+        pools.run(2, partial(train_and_save, saved, steps=steps))
+    return folder
+
+
+@pytest.fixture
+def folder(kept: Path, tmp_path: Path) -> Path:
+    """Give a copy of it, with a link to the last."""
+    copy = Path(shutil.copytree(kept, tmp_path / "run"))
+    (copy / "last.ckpt").symlink_to("c.ckpt")
+    return copy
+
+
+def loaded(pools: Pools, path: Path, older: str = "a", *, fall_back: bool = False) -> list[Fallen]:
+    """Load on two ranks, and compare with one of the older checkpoints."""
+    saved = Saved(SETUP, str(path.parent / f"{older}.ckpt"))
+    options = {"fall_back": True} if fall_back else {}
+    return pools.run(2, partial(load_from, SETUP, str(path), saved, options))
+
+
+def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
+    """All ranks are told what is wrong with the last, and which older one is verified."""
+    _damage.flip_bit(folder / "c.ckpt")
+    _damage.flip_bit(folder / "b.ckpt")
+    for rank in loaded(pools, folder / "last.ckpt"):
+        assert rank.said.startswith("CheckpointCorruptedError")
+        assert "c.ckpt" in rank.said
+        assert f"verified, is {folder / 'a.ckpt'} (step 1)" in rank.said
+        assert "b.ckpt" not in rank.said
+        assert "fall_back=True" in rank.said
+
+
+@pytest.mark.parametrize("damage", [_damage.flip_bit, _damage.lose_shard, _damage.cut_manifest])
+def test_it_is_taken_where_that_is_allowed(damage: object, pools: Pools, folder: Path) -> None:
+    """All ranks hold what its writer held, bit for bit; a warning says what was wrong."""
+    assert callable(damage)
+    damage(folder / "c.ckpt")
+    ranks = loaded(pools, folder / "last.ckpt", "b", fall_back=True)
+    assert [rank.said for rank in ranks] == ["", ""]
+    assert [rank.instead_of for rank in ranks] == [str(folder / "last.ckpt")] * 2
+    assert all(rank.is_older for rank in ranks)
+    (warning,), () = (rank.warnings for rank in ranks)
+    assert "c.ckpt" in warning
+    assert f"Instead, {folder / 'b.ckpt'} (step 2) is loaded" in warning
+
+
+def test_a_link_to_what_is_gone(pools: Pools, folder: Path) -> None:
+    """A last.ckpt whose checkpoint is gone is treated as a damaged one is."""
+    shutil.rmtree(folder / "c.ckpt")
+    for rank in loaded(pools, folder / "last.ckpt"):
+        assert rank.said.startswith("CheckpointNotFoundError")
+        assert str(folder / "b.ckpt") in rank.said
+    ranks = loaded(pools, folder / "last.ckpt", "b", fall_back=True)
+    assert [rank.said for rank in ranks] == ["", ""]
+
+
+def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) -> None:
+    """Without a sound one none is named; what a misspelt path means is not guessed."""
+    for rank in loaded(pools, folder / "lsat.ckpt", fall_back=True):
+        assert rank.said.startswith("CheckpointNotFoundError")
+        assert "a.ckpt" not in rank.said
+    for name in "abc":
+        _damage.flip_bit(folder / f"{name}.ckpt")
+    for rank in loaded(pools, folder / "last.ckpt", fall_back=True):
+        assert rank.said.startswith("CheckpointCorruptedError")
+        assert "fall_back" not in rank.said
+
+
+def test_a_newer_one_is_not_taken(pools: Pools, folder: Path) -> None:
+    """Who asks for an old checkpoint by name does not get a newer one."""
+    _damage.flip_bit(folder / "b.ckpt")
+    ranks = loaded(pools, folder / "b.ckpt", "a", fall_back=True)
+    assert [rank.said for rank in ranks] == ["", ""]
+    assert all(rank.is_older for rank in ranks)
+
+
+def test_the_newest_is_the_one_published_last(pools: Pools, folder: Path) -> None:
+    """Steps of another run in the same folder say nothing about which one is newest."""
+    _damage.flip_bit(folder / "c.ckpt")
+    os.utime(folder / "b.ckpt" / "manifest.json", (1e9, 1e9))
+    for rank in loaded(pools, folder / "last.ckpt"):
+        assert str(folder / "a.ckpt") in rank.said
+
+
+def test_a_trainer_goes_on_from_it(pools: Pools, tmp_path: Path) -> None:
+    """fit(ckpt_path=...) goes on from the older one; test(ckpt_path=...) evaluates no other."""
+    pools.run(2, partial(save_two, str(tmp_path)))
+    _damage.flip_bit(tmp_path / "1.ckpt")
+    call = partial(fit_and_test, str(tmp_path), str(tmp_path / "1.ckpt"))
+    for step, said in pools.run(2, call):
+        assert step == 4
+        assert said.startswith("CheckpointCorruptedError")
+        assert str(tmp_path / "0.ckpt") in said
