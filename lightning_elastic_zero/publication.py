@@ -16,11 +16,11 @@ from typing import Any
 from lightning_elastic_zero.api import CheckpointFigures, SaveOptions, save_with
 from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, LiveState
 from lightning_elastic_zero.engine import live_engine, recovery_script
-from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.links import WaitingLinks
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import check_local_path
+from lightning_elastic_zero.storage import check_local_path, make_parents
 
 _WRITERS = RankTimes(absent_s=60.0)
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
@@ -101,6 +101,7 @@ class Publication:
         def look() -> LiveState:
             if self._is_first:
                 target = check_local_path(path)
+                _make_folder(target)
                 folders = (target.parent, *map(check_local_path, link_folders))
                 self._links.expect(target, folders)
             return live_engine(engine)
@@ -172,6 +173,15 @@ class Publication:
             log.error("%s", failure)
             return None
         return failure
+
+
+def _make_folder(target: Path) -> None:
+    """Let a link be made beside a checkpoint that is not there yet."""
+    try:
+        make_parents(target)
+    except OSError as error:
+        msg = f"Could not make {target.parent} for a checkpoint: {error.strerror}."
+        raise SaveError(msg) from error
 
 
 def is_requeued(path: str | os.PathLike[str]) -> bool:

@@ -26,6 +26,7 @@ from lightning_elastic_zero.storage.places import (
 from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile
 from lightning_elastic_zero.storage.staging import (
     StagedDirectory,
+    make_parents,
     remove_leftovers,
     repair,
     repair_target,
@@ -44,6 +45,7 @@ __all__ = [
     "VerifiedFile",
     "check_local_path",
     "leave_token",
+    "make_parents",
     "no_progress",
     "remove_leftovers",
     "remove_token",

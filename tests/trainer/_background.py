@@ -35,14 +35,14 @@ class Gate:
     fails_on: int | None = None
     """The rank whose writer fails here."""
 
-    def __reduce__(self) -> tuple[Callable[..., Gate], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[..., Gate], tuple[str, int | None]]:
         """Wait or fail, if this is a writer's thread."""
         end = time.monotonic() + HELD_S
         while in_background() and not Path(self.path).exists() and time.monotonic() < end:
             time.sleep(0.01)
         if in_background() and self.fails_on == comm.get_rank():
             raise OSError(5, "the disk is broken")
-        return Gate, (self.path,)
+        return Gate, (self.path, self.fails_on)
 
 
 Deeds = dict[int, Callable[[pl.Trainer], None]]
@@ -53,13 +53,15 @@ class Director(Callback):
 
     def __init__(self, gate: Gate | None, deeds: Deeds) -> None:
         self.gate, self.deeds = gate, deeds
+        self.tensor, self.steps = torch.zeros(5), [0]
+        self.passes_on: tuple[type[Exception], ...] = ()
         self.errors: dict[int, str] = {}
         self.causes: dict[int, list[str]] = {}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Leave the gate."""
-        return {"gate": self.gate, "tensor": torch.arange(5.0)}
+        """Leave the gate, and what every step changes."""
+        return {"gate": self.gate, "tensor": self.tensor, "steps": self.steps}
 
     def do(self, step: int, trainer: pl.Trainer) -> None:
         """Do a deed, and keep what it raises."""
@@ -67,6 +69,8 @@ class Director(Callback):
             return
         try:
             self.deeds[step](trainer)
+        except self.passes_on:
+            raise
         except Exception as error:  # noqa: BLE001 - it is what tests look at
             self.errors[step] = f"{type(error).__name__}: {error}"
             self.causes[step] = causes_of(error)
@@ -74,6 +78,8 @@ class Director(Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Act after a step."""
+        self.tensor += 1
+        self.steps.append(trainer.global_step)
         self.do(trainer.global_step, trainer)
 
     @override
@@ -121,14 +127,18 @@ class Run:
         callbacks: list[Callback] = [director]
         if self.checkpoint is not None:
             folder = str(Path(self.root) / "kept")
-            options = {"enable_version_counter": False, **self.checkpoint}
-            callbacks.append(ModelCheckpoint(dirpath=folder, **options))
+            kept = {"enable_version_counter": False, **self.checkpoint}
+            callbacks.append(ModelCheckpoint(dirpath=folder, **kept))
+        options: dict[str, Any] = {
+            "stage": self.stage,
+            "async_save": self.async_save,
+            "allow_pickle": True,
+            **SMALL_BUCKETS,
+        }
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=comm.get_world_size(),
-            strategy=ElasticDeepSpeedStrategy(
-                stage=self.stage, async_save=self.async_save, **SMALL_BUCKETS
-            ),
+            strategy=ElasticDeepSpeedStrategy(**options),
             precision=self.precision,
             max_epochs=self.epochs,
             callbacks=callbacks,
@@ -145,3 +155,20 @@ def strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
     """Give the strategy by its type."""
     assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
     return trainer.strategy
+
+
+def open_later(gate: Path, seconds: float) -> None:
+    """Let the writer go on in a while, on one rank for all."""
+    if comm.get_rank() == 0:
+        threading.Timer(seconds, gate.touch).start()
+
+
+def whole(path: Path) -> bool:
+    """Tell whether a checkpoint is published."""
+    return (path / "manifest.json").is_file()
+
+
+def kept(run: Run) -> dict[str, str]:
+    """Give the entries of ModelCheckpoint's folder, and what each leads to; "" is no checkpoint."""
+    found = sorted((Path(run.root) / "kept").iterdir())
+    return {p.name: p.resolve().name if whole(p) else "" for p in found if p.name[0] != "."}
