@@ -170,6 +170,18 @@ def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:
         assert "the disk is broken" in error
 
 
+def save_other(run: Run, trainer: pl.Trainer) -> None:
+    """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
+    run.gate.touch()
+    trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
+    strategy_of(trainer).wait_for_save()
+    trainer.strategy.barrier()
+    run.gate.unlink(missing_ok=True)
+
+
+OTHER = {"other.ckpt": "other.ckpt"}
+
+
 def watch_folder(run: Run) -> dict[str, dict[str, str]]:
     """Look at ModelCheckpoint's folder while its first and its second save are held, and after."""
     seen: dict[str, dict[str, str]] = {}
@@ -193,8 +205,7 @@ def watch_folder(run: Run) -> dict[str, dict[str, str]]:
         strategy_of(trainer).wait_for_save()
         seen["second there"] = kept(run)
 
-    run.deeds = {3: first, 5: second}
-    Path(run.root, "kept").mkdir(exist_ok=True)
+    run.deeds = {1: partial(save_other, run), 3: first, 5: second}
     trainer, net, data, director = run.make()
     trainer.fit(net, data)
     assert not director.errors, director.errors
@@ -206,11 +217,16 @@ def test_deletions_wait_for_their_successor(pools: Pools, tmp_path: Path) -> Non
     """top-k deletes the old checkpoint when the new one is published, and not before."""
     run = Run(str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"})
     for seen in pools.run(2, partial(watch_folder, run)):
-        assert seen["first held"] == {}
-        assert seen["first there"] == {"step=2.ckpt": "step=2.ckpt"}
+        assert seen["first held"] == OTHER
+        assert seen["first there"] == OTHER | {"step=2.ckpt": "step=2.ckpt"}
         assert seen["second held"] == seen["first there"]
-        assert seen["second there"] == {"step=4.ckpt": "step=4.ckpt"}
-        assert seen["end"] == {"step=6.ckpt": "step=6.ckpt"}
+        assert seen["second there"] == OTHER | {"step=4.ckpt": "step=4.ckpt"}
+        assert seen["end"] == OTHER | {"step=6.ckpt": "step=6.ckpt"}
+
+
+def linked(name: str) -> dict[str, str]:
+    """Give a checkpoint and the link to it."""
+    return {"last.ckpt": name, name: name}
 
 
 def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
@@ -219,22 +235,26 @@ def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
     for seen in pools.run(
         2, partial(watch_folder, Run(str(tmp_path), gated=True, checkpoint=options))
     ):
-        assert seen["first held"] == {}
-        assert seen["first there"] == {"last.ckpt": "step=2.ckpt", "step=2.ckpt": "step=2.ckpt"}
+        assert seen["first held"] == OTHER
+        assert seen["first there"] == OTHER | linked("step=2.ckpt")
         assert seen["second held"] == seen["first there"]
-        assert seen["second there"] == {"last.ckpt": "step=4.ckpt", "step=4.ckpt": "step=4.ckpt"}
-        assert seen["end"] == {"last.ckpt": "step=6.ckpt", "step=6.ckpt": "step=6.ckpt"}
+        assert seen["second there"] == OTHER | linked("step=4.ckpt")
+        assert seen["end"] == OTHER | linked("step=6.ckpt")
 
 
 def fail_the_second(run: Run) -> tuple[dict[str, str], str]:
     """Let the writer of ModelCheckpoint's second save fail; give what is left."""
-    run.gate.touch()
+
+    def other_first(trainer: pl.Trainer) -> None:
+        save_other(run, trainer)
+        trainer.strategy.barrier()
+        run.gate.touch()
 
     def break_disk(_: pl.Trainer) -> None:
         assert director.gate is not None
         director.gate.fails_on = 1
 
-    run.deeds = {3: break_disk}
+    run.deeds = {1: other_first, 3: break_disk}
     trainer, net, data, director = run.make()
     error = ""
     try:
@@ -244,13 +264,15 @@ def fail_the_second(run: Run) -> tuple[dict[str, str], str]:
     return kept(run), error
 
 
-def test_a_failure_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
-    """Where the successor could not be written, the old checkpoint and its link stay."""
-    options = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
+@pytest.mark.parametrize("save_last", [None, "link"])
+def test_a_failure_deletes_nothing(save_last: str | None, pools: Pools, tmp_path: Path) -> None:
+    """Where the successor could not be written, the old checkpoint and the link to it stay."""
+    options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
     run = Run(str(tmp_path), gated=True, epochs=2, checkpoint=options)
+    old = linked("step=2.ckpt") if save_last else {"step=2.ckpt": "step=2.ckpt"}
     for left, error in pools.run(2, partial(fail_the_second, run)):
         assert "the disk is broken" in error
-        assert left == {"last.ckpt": "step=2.ckpt", "step=2.ckpt": "step=2.ckpt"}
+        assert left == OTHER | old
 
 
 def do_now(what: str, trainer: pl.Trainer, first: Path) -> None:
