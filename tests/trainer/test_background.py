@@ -343,6 +343,9 @@ def test_saving_in_an_exception(pools: Pools, tmp_path: Path) -> None:
     for seen in pools.run(2, partial(save_then, run, "exception")):
         assert seen["end"]
     assert kept(run)["step=3.ckpt"] == "step=3.ckpt"
+    places = (tmp_path / "a.ckpt", tmp_path / "kept" / "step=3.ckpt")
+    first, second = ((place / "manifest.json").stat().st_mtime_ns for place in places)
+    assert first < second
 
 
 def save_after(run: Run) -> bool:
