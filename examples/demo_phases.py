@@ -18,7 +18,10 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parent
 OUTPUT = EXAMPLES.parent / "demo_output"
 
-STEPS_PER_EPOCH = 24
+GLOBAL_BATCH_SIZE = 48  # samples per optimizer step, over all processes
+SAMPLES = 1140  # per epoch: 23 steps and three quarters, and the last step is filled up
+STEPS_PER_EPOCH = math.ceil(SAMPLES / GLOBAL_BATCH_SIZE)
+SAVE_EVERY = 6  # steps: every second checkpoint lies in the middle of an epoch
 LOST_STEPS = 3  # a phase is killed when it is so many steps past its last checkpoint
 PHASE_TIMEOUT_S = 600
 POLL_S = 0.2
@@ -44,6 +47,9 @@ class Event:
     loss: float = math.nan
     """Of the global batch at a step, of the validation text at a validation."""
 
+    samples: str = ""
+    """At a step: a digest of the samples in it, of all processes, sorted."""
+
     seconds: float = math.nan
     """What a save took, or the load before a start."""
 
@@ -61,29 +67,32 @@ class Phase:
     processes: int
     """How many processes train."""
 
-    start_epoch: int
-    """Its first epoch; if that is not 0, it goes on from the run's last checkpoint."""
+    start_step: int
+    """Optimizer steps before it; if there are any, it begins with a checkpoint."""
 
-    stop_epoch: int
-    """The first epoch after it."""
+    stop_step: int
+    """Optimizer steps up to its last checkpoint."""
 
-    total_epochs: int
-    """Of the run, and what the phase is told to train: it does not know that it will be killed."""
+    epochs: int
+    """What it is told to train: it does not know that it will be killed."""
+
+    weights_of: Path | None = None
+    """A checkpoint of which it gets the weights, as a new run; else it goes on from "last"."""
+
+    @property
+    def first_step(self) -> int:
+        """The step of the whole run that its own step 0 is."""
+        return 0 if self.weights_of is None else self.start_step
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps after the last of its epochs."""
+        return self.first_step + self.epochs * STEPS_PER_EPOCH
 
     @property
     def killed(self) -> bool:
-        """Whether it is killed soon after its last epoch, or ends by itself."""
-        return self.stop_epoch < self.total_epochs
-
-    @property
-    def start_step(self) -> int:
-        """Optimizer steps before it."""
-        return self.start_epoch * STEPS_PER_EPOCH
-
-    @property
-    def stop_step(self) -> int:
-        """Optimizer steps up to its last checkpoint."""
-        return self.stop_epoch * STEPS_PER_EPOCH
+        """Whether it is killed before it is done, or ends by itself."""
+        return self.stop_step < self.total_steps
 
     @property
     def end_step(self) -> int:
@@ -91,14 +100,19 @@ class Phase:
         return self.stop_step + LOST_STEPS * self.killed
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints: that of its run, or its own if it is a new one."""
+        return OUTPUT / self.run / f"checkpoints-{self.first_step}"
+
+    @property
     def checkpoint(self) -> Path:
-        """What ModelCheckpoint writes at the end of its last epoch."""
-        return OUTPUT / self.run / "checkpoints" / f"epoch={self.stop_epoch - 1}.ckpt"
+        """What ModelCheckpoint writes at its last step that counts."""
+        return self.checkpoints / f"step={self.stop_step - self.first_step}.ckpt"
 
     @property
     def log(self) -> Path:
         """A file with everything that its processes print."""
-        return OUTPUT / "logs" / f"{self.run}-{self.start_epoch + 1}.log"
+        return OUTPUT / "logs" / f"{self.run}-{self.start_step}.log"
 
     @property
     def diary(self) -> Path:
@@ -112,21 +126,25 @@ class Phase:
         lines = self.diary.read_text().splitlines(keepends=True)
         return [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
 
-    def losses(self) -> dict[int, float]:
-        """Give the loss of each step, lost ones included."""
-        return {event.step: event.loss for event in self.events() if event.event == "step"}
+    def steps(self) -> dict[int, Event]:
+        """Give what was noted of each step, lost ones included."""
+        return {event.step: event for event in self.events() if event.event == "step"}
 
     def command(self) -> list[str]:
         """Give the command that starts it; Lightning starts the other processes from there."""
         options: dict[str, object] = {
             "--run_dir": OUTPUT / self.run,
+            "--checkpoints": self.checkpoints,
             "--diary": self.diary,
             "--devices": self.processes,
-            "--epochs": self.total_epochs,
-            "--steps_per_epoch": STEPS_PER_EPOCH,
+            "--epochs": self.epochs,
+            "--samples": SAMPLES,
+            "--global_batch_size": GLOBAL_BATCH_SIZE,
+            "--save_every": SAVE_EVERY,
+            "--start_step": self.start_step,
         }
-        if self.start_epoch:
-            options["--resume_step"] = self.start_step
+        if self.weights_of is not None:
+            options["--weights_of"] = self.weights_of
         words = [str(word) for option in options.items() for word in option]
         return [sys.executable, str(EXAMPLES / "demo_worker.py"), *words]
 
@@ -145,21 +163,18 @@ class Progress:
         """Seconds since the phase was started."""
         return time.monotonic() - self.started_s
 
-    def show(self, losses: dict[int, float]) -> None:
+    def show(self, steps: dict[int, Event]) -> None:
         """Show the latest step."""
-        step = max(losses, default=0)
+        step = max(steps, default=0)
         news = self.shown_step // (STEPS_PER_EPOCH // 2) < step // (STEPS_PER_EPOCH // 2)
         if self.terminal or news:
             self.shown_step = step
-            self._print(self._where(step, losses), end="" if self.terminal else "\n")
+            self._print(self._where(step, steps), end="" if self.terminal else "\n")
 
-    def _where(self, step: int, losses: dict[int, float]) -> str:
+    def _where(self, step: int, steps: dict[int, Event]) -> str:
         if not step:
             return "starting"
-        epochs = self.phase.total_epochs
-        epoch = (step - 1) // STEPS_PER_EPOCH + 1
-        total = epochs * STEPS_PER_EPOCH
-        return f"epoch {epoch}/{epochs}  step {step:>2}/{total}  loss {losses[step]:.3f}"
+        return f"step {step:>2}/{self.phase.total_steps}  loss {steps[step].loss:.3f}"
 
     def end(self, text: str) -> None:
         """Leave a last line behind."""
@@ -168,7 +183,7 @@ class Progress:
     def _print(self, text: str, end: str) -> None:
         title = f"{self.phase.run} on {self.phase.processes}"
         start = "\r\033[K" if self.terminal else ""
-        print(f"{start}{title:<18}{self.seconds:5.0f} s   {text}", end=end, flush=True)
+        print(f"{start}{title:<19}{self.seconds:5.0f} s   {text}", end=end, flush=True)
 
 
 def run_phase(phase: Phase) -> None:
@@ -180,11 +195,11 @@ def run_phase(phase: Phase) -> None:
     progress = Progress(phase)
     with _running(phase) as process:
         while not _is_over(phase, process):
-            progress.show(phase.losses())
+            progress.show(phase.steps())
             if progress.seconds > PHASE_TIMEOUT_S:
                 raise _failure(phase, f"not done after {PHASE_TIMEOUT_S} s")
             time.sleep(POLL_S)
-    last_step = max(phase.losses(), default=0)
+    last_step = max(phase.steps(), default=0)
     if last_step < phase.end_step or not phase.checkpoint.is_dir():
         raise _failure(phase, f"ended with exit code {process.returncode} at step {last_step}")
     saved = f"the checkpoint of step {phase.stop_step}"
@@ -221,7 +236,7 @@ def _is_over(phase: Phase, process: subprocess.Popen[bytes]) -> bool:
     if process.poll() is not None:
         return True
     # A checkpoint gets its name when it is complete: who sees the name may pull the plug.
-    done = phase.checkpoint.is_dir() and max(phase.losses(), default=0) >= phase.end_step
+    done = phase.checkpoint.is_dir() and max(phase.steps(), default=0) >= phase.end_step
     return phase.killed and done
 
 

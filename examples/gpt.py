@@ -1,11 +1,6 @@
 """A small character GPT, and the source text of Python's own standard library to learn from.
 
 Both are ordinary Lightning classes: nothing in here knows that a run may change its device count.
-They follow three rules that such a run needs, whatever saves its checkpoints:
-
-- the global batch is fixed, and each device takes its share of it;
-- the learning rate follows steps that are given, not steps that Lightning counts per device;
-- there is no dropout, since random numbers are drawn per device.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ class Embedding(nn.Embedding):
 class Block(nn.Module):
     """One transformer layer: attention to what came before, then a small network per character."""
 
-    def __init__(self, n_head: int, n_embd: int) -> None:
+    def __init__(self, n_head: int, n_embd: int, dropout: float) -> None:
         super().__init__()
         self.n_head = n_head
         self.norm_1 = nn.LayerNorm(n_embd)
@@ -57,11 +52,12 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd)
         )
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, block_size, n_embd)`` to the same shape."""
-        x = x + self.attend(self.norm_1(x))
-        out: Tensor = x + self.mlp(self.norm_2(x))
+        x = x + self.dropout(self.attend(self.norm_1(x)))
+        out: Tensor = x + self.dropout(self.mlp(self.norm_2(x)))
         return out
 
     def attend(self, x: Tensor) -> Tensor:
@@ -78,12 +74,18 @@ class Decoder(nn.Module):
     """The network itself; its output layer is tied to its character table."""
 
     def __init__(
-        self, vocab_size: int, block_size: int, n_layer: int, n_head: int, n_embd: int
+        self,
+        vocab_size: int,
+        block_size: int,
+        n_layer: int,
+        n_head: int,
+        n_embd: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.characters = Embedding(vocab_size, n_embd)
         self.positions = Embedding(block_size, n_embd)
-        self.blocks = nn.Sequential(*(Block(n_head, n_embd) for _ in range(n_layer)))
+        self.blocks = nn.Sequential(*(Block(n_head, n_embd, dropout) for _ in range(n_layer)))
         self.norm = nn.LayerNorm(n_embd)
         self.head = nn.Linear(n_embd, vocab_size, bias=False)
         # Tied: one parameter with two names. It is saved once, and restored under both.
@@ -111,15 +113,14 @@ class GPT(L.LightningModule):
 
         n_embd: Width of the model.
 
+        dropout: Share of what each layer adds that is left out in training.
+
         lr: The highest learning rate, reached after ``warmup_steps``.
 
         weight_decay: For matrices; biases and normalisation have none.
 
-        warmup_steps: Optimizer steps in which the learning rate rises.
-
-        total_steps: Optimizer steps at which the learning rate has fallen to a tenth of ``lr``.
-            Given, and not asked of ``trainer.estimated_stepping_batches``, which depends on the
-            device count: a resumed run stays on its curve.
+        warmup_steps: Optimizer steps in which the learning rate rises. Then it falls, to a tenth of
+            ``lr`` at the end of the run.
     """
 
     def __init__(
@@ -129,17 +130,18 @@ class GPT(L.LightningModule):
         n_layer: int = 2,
         n_head: int = 4,
         n_embd: int = 256,
+        dropout: float = 0.1,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 10,
-        total_steps: int = 96,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.size = (vocab_size, block_size, n_layer, n_head, n_embd)
-        self.lr, self.weight_decay = lr, weight_decay
-        self.warmup_steps, self.total_steps = warmup_steps, total_steps
+        self.size = (vocab_size, block_size, n_layer, n_head, n_embd, dropout)
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        self.total_steps = 1
         self.decoder: Decoder | None = None
+        self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
         """Build the network: in this hook ZeRO-3 cuts each weight up as soon as it is made."""
@@ -154,10 +156,14 @@ class GPT(L.LightningModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Give the mean loss of this device's share of the global batch."""
+        """Give the mean loss of a micro-batch."""
         loss = self.loss(batch)
-        # sync_dist: all shares have the same size, so this is the loss of the global batch.
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        # What is logged is the mean over the step's micro-batches so far, and over the devices: at
+        # the step, the loss of the global batch, however many devices share it.
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.losses.clear()
+        self.losses.append(loss.detach())
+        self.log("train_loss", torch.stack(self.losses).mean(), prog_bar=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -171,6 +177,8 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Use AdamW with two parameter groups, warm-up and a cosine."""
+        # With the strategy's global_batch_size, the same number on any number of devices.
+        self.total_steps = int(self.trainer.estimated_stepping_batches)
         decay: list[nn.Parameter] = []
         no_decay: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
@@ -217,33 +225,27 @@ class Windows(Dataset[Batch]):
 class StdlibText(L.LightningDataModule):
     """The source text of Python's standard library, character by character; nothing is downloaded.
 
-    The global batch is what is given, and each device takes its share. So with Lightning's own
-    distributed sampler step k of an epoch sees the same samples on every device count.
-
     Args:
-        global_batch_size: Samples per optimizer step, over all devices. 48 can be shared by 1, 2,
-            3, 4, 6, 8, 12 and 16 of them.
+        batch_size: The most samples that one device takes at once. How many make an optimizer step
+            is the strategy's ``global_batch_size``.
 
         block_size: Characters per sample.
 
-        samples_per_epoch: Samples of the training text; the global batch divides them.
+        samples_per_epoch: Samples of the training text. 1140 make 23 steps of 48 samples, and a
+            24th of 36, which is filled up.
 
         val_samples: Samples of the last tenth of the text, which is not trained on.
     """
 
     def __init__(
         self,
-        global_batch_size: int = 48,
+        batch_size: int = 12,
         block_size: int = 64,
-        samples_per_epoch: int = 1152,
+        samples_per_epoch: int = 1140,
         val_samples: int = 96,
     ) -> None:
         super().__init__()
-        for samples in (samples_per_epoch, val_samples):
-            if samples % global_batch_size:
-                # The last batch of an epoch would hold other samples on another device count.
-                raise ValueError(f"{samples} samples are no multiple of {global_batch_size=}")
-        self.global_batch_size = global_batch_size
+        self.batch_size = batch_size
         text, self.alphabet = read_stdlib()
         border = len(text) * 9 // 10
         self.train_windows = Windows(text[:border], samples_per_epoch, block_size)
@@ -254,25 +256,13 @@ class StdlibText(L.LightningDataModule):
         """How many different characters occur."""
         return len(self.alphabet)
 
-    @property
-    def device_batch_size(self) -> int:
-        """One device's share of the global batch."""
-        world_size = 1 if self.trainer is None else self.trainer.world_size
-        share, rest = divmod(self.global_batch_size, world_size)
-        if rest:
-            raise ValueError(
-                f"{world_size} devices cannot share global_batch_size={self.global_batch_size} "
-                f"equally: use a number of devices that divides it"
-            )
-        return share
-
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled; on several devices Lightning puts its distributed sampler in."""
-        return DataLoader(self.train_windows, batch_size=self.device_batch_size, shuffle=True)
+        """Shuffled; the strategy shares the samples out."""
+        return DataLoader(self.train_windows, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """In order."""
-        return DataLoader(self.val_windows, batch_size=self.device_batch_size)
+        return DataLoader(self.val_windows, batch_size=self.batch_size)
 
 
 def read_stdlib() -> tuple[Tensor, str]:

@@ -16,13 +16,13 @@ from gpt import GPT, StdlibText
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
-# elastic: the strategy, in the place of Lightning's DeepSpeedStrategy
+# elastic: in the place of Lightning's DeepSpeedStrategy
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
 
 RUN_DIR = "runs/train"  # checkpoints and TensorBoard's files
 SEED = 1
-GLOBAL_BATCH_SIZE = 48  # samples per step, over all devices: their number must divide it
-STEPS_PER_EPOCH = 24
+GLOBAL_BATCH_SIZE = 48  # samples per optimizer step, over all devices
+BATCH_SIZE = 12  # the most that one device takes at once
 MAX_EPOCHS = 4
 BLOCK_SIZE = 64  # characters per sample
 
@@ -44,23 +44,25 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     L.seed_everything(SEED)
-    data = StdlibText(GLOBAL_BATCH_SIZE, BLOCK_SIZE, STEPS_PER_EPOCH * GLOBAL_BATCH_SIZE)
-    model = GPT(data.vocab_size, BLOCK_SIZE, total_steps=MAX_EPOCHS * STEPS_PER_EPOCH)
+    data = StdlibText(BATCH_SIZE, BLOCK_SIZE)
+    model = GPT(data.vocab_size, BLOCK_SIZE)
 
     # elastic: a fixed dirpath, so that the next run finds "last", however many devices it has
     checkpoints = ModelCheckpoint(
         dirpath=f"{RUN_DIR}/checkpoints",
-        monitor="epoch",
+        monitor="step",
         mode="max",
         save_top_k=2,
         save_last="link",
+        every_n_train_steps=12,  # optimizer steps; the run goes on in the middle of an epoch
         enable_version_counter=False,  # or Lightning begins a last-v1.ckpt after each resume
-        save_on_train_epoch_end=True,
     )
+    # elastic: the strategy; it accumulates so that a step has the same samples on any device count
+    strategy = ElasticDeepSpeedStrategy(stage=arguments.stage, global_batch_size=GLOBAL_BATCH_SIZE)
     trainer = L.Trainer(
         accelerator=arguments.accelerator,
         devices=arguments.devices,
-        strategy=ElasticDeepSpeedStrategy(stage=arguments.stage),  # elastic: this is all
+        strategy=strategy,
         max_epochs=arguments.max_epochs,
         gradient_clip_val=1.0,
         callbacks=[checkpoints],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,16 @@ class Publication:
         """Wait until the optimizer may step; no collective."""
         if self._writer is not None:
             self._writer.wait_for_copies()
+
+    def then_wait_for_copies(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Give a closure (forward and backward) after which the optimizer may step."""
+
+        def forward_and_backward() -> Any:  # noqa: ANN401 - what a closure gives
+            result = closure()
+            self.wait_for_copies()
+            return result
+
+        return forward_and_backward
 
     # -- deletions and links, on the first rank ------------------------------------------------
 

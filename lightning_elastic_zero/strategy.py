@@ -23,17 +23,15 @@ from lightning_elastic_zero.api import (
     load_with,
 )
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
+from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
     use_accelerator,
     version_of,
 )
-from lightning_elastic_zero.publication import (
-    Publication,
-    is_requeued,
-    what_was_not_resumed,
-)
+from lightning_elastic_zero.progress import with_loader_states
+from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import keep_configured_rates
@@ -137,6 +135,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         check_config(self.config or {})
         super().setup(trainer)
         check_supported(self.deepspeed_engine)
+        check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
         self._publication.start(self.global_rank)
@@ -185,7 +184,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         client_state = {
             key: value
             for key, value in checkpoint.items()
-            if key not in ("state_dict", "optimizer_states")
+            # An empty "state_dict" is our own; callbacks that average weights put theirs there.
+            if key != "optimizer_states" and (key != "state_dict" or value)
         }
         options = SaveOptions(
             weights_only="optimizer_states" not in checkpoint,
@@ -236,6 +236,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         trainer = module.trainer
         record = self._continuation.record(trainer, loops, self.world_size)
         client_state[STATE_KEY] = self._continuation.state(trainer, record, self.root_device)
+        states = self._continuation.loader_states(trainer)
+        client_state["loops"] = with_loader_states(client_state["loops"], states)
         return replace(
             options,
             sampler=record.to_plain(),
@@ -262,13 +264,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, between backward and the step waiting for the copies that a save still makes."""
-
-        def forward_and_backward() -> Any:
-            result = closure()
-            self._publication.wait_for_copies()
-            return result
-
-        return super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
+        closure = self._publication.then_wait_for_copies(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -314,6 +311,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             f"{self.world_size} devices: "
             f"{loaded.figures.bytes / 1e6:.1f} MB in {loaded.figures.seconds:.2f} s"
         )
+        if (module := self.lightning_module) is not None:
+            state = with_current_weights(state, module)
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}

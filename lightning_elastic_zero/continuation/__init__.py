@@ -1,15 +1,17 @@
 """Lightning's trainer, made to go on as if nothing had happened: data, counters, randomness.
 
 ``batches`` settles how a global batch is cut; ``loaders`` puts samplers into training loaders that
-take up an epoch anywhere; ``moments`` keeps what belongs to the last optimizer step; ``reports``
-says what changed since the save; ``live`` is all that is written to Lightning's live loops;
+take up an epoch anywhere, and ``placing`` lets them begin there; ``moments`` keeps what belongs to
+the last optimizer step; ``reports`` says what changed since the save; ``live`` is all that is
+written to Lightning's live loops;
 ``resume`` is the story that a strategy follows; ``steady`` is that strategy.
 """
 
 from __future__ import annotations
 
 from lightning_elastic_zero.continuation.loaders import ResumesAtSample
-from lightning_elastic_zero.continuation.resume import STATE_KEY, LostData
+from lightning_elastic_zero.continuation.placing import LostData
+from lightning_elastic_zero.continuation.resume import STATE_KEY
 from lightning_elastic_zero.continuation.steady import SteadyDeepSpeedStrategy
 
 __all__ = ["STATE_KEY", "LostData", "ResumesAtSample", "SteadyDeepSpeedStrategy"]

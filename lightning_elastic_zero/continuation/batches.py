@@ -33,6 +33,24 @@ class Batches:
             return None
         return self.most_samples * self.world_size * self.accumulate
 
+    def check_uncut(self, loader: object) -> None:
+        """Refuse a loader that cuts its own batches, where they do not make up the global batch.
+
+        Raises:
+            UnsupportedError: the plan has other micro-batches than the loader gives.
+        """
+        plan, size = self.plan, self.most_samples
+        if plan is None or (plan.is_even and plan.largest_micro_batch == size):
+            return
+        even = "" if plan.is_even else "up to "
+        msg = (
+            f"global_batch_size={plan.global_batch_size} on {self.world_size} devices needs "
+            f"micro-batches of {even}{plan.largest_micro_batch} samples, and the "
+            f"{type(loader).__name__}, whose order is its own, gives {size}: set its batch_size so "
+            f"that devices x batch_size divides {plan.global_batch_size}"
+        )
+        raise UnsupportedError(msg)
+
     def plan_for(self, batch_size: int) -> BatchPlan:
         """Give the plan of a loader, which may not be the first one.
 

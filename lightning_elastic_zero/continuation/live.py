@@ -40,6 +40,15 @@ class LiveLoops:
         if self._trainer.lightning_module.automatic_optimization:
             epoch._batches_that_stepped = self._trainer.global_step - self._ends_batch()  # noqa: SLF001
 
+    def show_epoch(self, position: Position) -> None:
+        """Let the progress bar begin an epoch in its middle; else it does not know its length.
+
+        Lightning does not call ``on_train_epoch_start`` for an epoch that had begun before.
+        """
+        bar = self._trainer.progress_bar_callback
+        if bar is not None and (position.steps or position.is_over):
+            bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+
     def _fill_up(self) -> None:
         """Show an epoch as full whose length is not what it was."""
         if self._fit.max_batches == float("inf"):
@@ -88,10 +97,7 @@ class LiveLoops:
         fit = self._fit
         if fit._combined_loader is None:  # noqa: SLF001
             return
-        if position.steps and (states := fit._combined_loader_states_to_load):  # noqa: SLF001
-            # Not yet loaded where the loaders were made before the checkpoint was.
-            fit._combined_loader._load_state_dicts(states)  # noqa: SLF001
-            fit._combined_loader_states_to_load = []  # noqa: SLF001
+        fit._combined_loader_states_to_load = []  # noqa: SLF001 - they are loaded by now
         for loader in fit._combined_loader.flattened:  # noqa: SLF001
             for sampler in (
                 getattr(loader, "sampler", None),
@@ -99,8 +105,10 @@ class LiveLoops:
             ):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(position.epoch)
-        if fit._data_fetcher is not None:  # noqa: SLF001
-            iter(fit._data_fetcher)  # noqa: SLF001
+        if (fetcher := fit._data_fetcher) is not None:  # noqa: SLF001
+            iter(fetcher)
+            # Lightning ends such an epoch by asking for one more batch, which is not to be drawn.
+            fetcher.done |= position.is_over
 
 
 def validation_interval(trainer: pl.Trainer) -> None:

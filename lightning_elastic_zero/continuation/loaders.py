@@ -47,19 +47,20 @@ def elastic_loader(loader: object, batches: Batches, rank: int, seed: int) -> ob
     if not isinstance(loader, DataLoader):
         return loader
     own = with_own_generator(loader, seed, rank)
-    sampler = own.sampler
+    sampler = _sampler_in(own)
     if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
         return own
     if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
         return own
-    plan = batches.plan_for(own.batch_size or 1)
+    size = getattr(own.batch_sampler, "batch_size", None)
+    plan = batches.plan_for(size or 1)
     elastic = ElasticSampler(
         own.dataset,
         plan,
         rank,
         shuffle=sampler.shuffle,
         seed=sampler.seed,
-        drop_last=own.drop_last or sampler.drop_last,
+        drop_last=getattr(own.batch_sampler, "drop_last", own.drop_last) or sampler.drop_last,
         sampler=_wrapped(sampler),
         seed_workers=own.num_workers > 0,
     )
@@ -70,12 +71,24 @@ def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
     """Tell whether a loader's samples come in the order of a sampler that can be replaced."""
     if isinstance(loader.dataset, IterableDataset) or resumer_of(loader) is not None:
         return False
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if not _cuts_plainly(loader.batch_sampler):
         return False
-    sampler = loader.sampler
+    sampler = _sampler_in(loader)
     if type(sampler) is DistributedSamplerWrapper:
         return hasattr(_wrapped(sampler), "__len__")
     return type(sampler) in (DistributedSampler, ElasticSampler)
+
+
+def _cuts_plainly(batch_sampler: Any) -> bool:  # noqa: ANN401 (a batch sampler, or None)
+    """Tell whether batches are just so many samples in a row; torchdata has a class of its own."""
+    cls = type(batch_sampler)
+    is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
+    return batch_sampler is None or cls is BatchSampler or is_torchdatas
+
+
+def _sampler_in(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 (any sampler)
+    """Give the sampler that a loader's batches are made of."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _wrapped(sampler: Any) -> Sampler[Any] | None:  # noqa: ANN401 (a sampler)

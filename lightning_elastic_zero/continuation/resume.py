@@ -8,9 +8,9 @@ two moments: ``take_up`` rewrites the numbers for this number of devices as they
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping, Sized
+from dataclasses import replace
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,15 +28,13 @@ from lightning_elastic_zero.continuation.live import (
 from lightning_elastic_zero.continuation.loaders import (
     elastic_loader,
     elastic_of,
-    resumer_of,
     with_own_generator,
 )
-from lightning_elastic_zero.continuation.moments import Moment
-from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.continuation.moments import LoaderStates, Moment
+from lightning_elastic_zero.continuation.placing import LostData, Pending, place_data
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.progress import (
     LOADER_STATES,
-    Position,
     Record,
     accumulation_of,
     derive_random_state,
@@ -49,25 +47,6 @@ from lightning_elastic_zero.progress import (
 STATE_KEY = "lightning_elastic_zero"
 """Entry of the checkpoint dictionary with what the manifest has no place for."""
 
-LostData: TypeAlias = Literal["refuse", "restart_epoch"]
-"""What to do where the data cannot be taken up where it was left."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """What was loaded, and waits for training to begin."""
-
-    where: str
-    record: Record
-    position: Position
-    """In steps of this run's global batch."""
-    is_ours: bool
-    """Written by this library, so that the data must be that of then."""
-    state: Mapping[str, Any]
-    """What ``state`` gave when it was saved."""
-    loader_states: list[Any]
-    """Of loaders that keep their own state; applied on the same number of ranks only."""
-
 
 class Continuation:
     """The part of the strategy that makes a resumed run take the steps of an uninterrupted one."""
@@ -75,8 +54,10 @@ class Continuation:
     def __init__(self, lost_data: LostData) -> None:
         self._lost_data = lost_data
         self._batches: Batches | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._moment: Moment | None = None
+        self._set_aside: dict[str, Any] | None = None
+        self._loader_states = LoaderStates()
         self._validated_at = -1
         self._limit: tuple[int | float, int] | None = None
 
@@ -99,6 +80,8 @@ class Continuation:
         if not trainer.training:
             return with_own_generator(loader, _seed(), rank)
         loader = elastic_loader(loader, self._batches, rank, _seed())
+        if elastic_of(loader) is None:
+            self._batches.check_uncut(loader)
         self._keep_whole_steps(loader, trainer, self._batches.accumulate)
         return loader
 
@@ -110,21 +93,19 @@ class Continuation:
         """
         given = trainer.limit_train_batches
         if self._limit is not None and given == self._limit[1]:
-            given = self._limit[0]
-        elastic = elastic_of(loader)
-        if given == 0 or (given == 1.0 and isinstance(given, float)):
+            given = self._limit[0]  # as the user has it
+        length = len(loader) if isinstance(loader, Sized) and _has_length(loader) else None
+        if given == 0 or length is None:
             return
-        if isinstance(given, float):
-            if elastic is None:
-                return
-            limit = max(1, int(elastic.steps * given)) * accumulate
-        else:
-            limit = max(1, given // accumulate) * accumulate
-            if limit != given:
-                rank_zero_warn(
-                    f"limit_train_batches={given} is no multiple of the accumulation "
-                    f"({accumulate}): an epoch has {limit} batches, so that it ends with a step"
-                )
+        batches = min(length, given) if isinstance(given, int) else int(length * given)
+        limit = max(1, batches // accumulate) * accumulate
+        if limit >= length or (isinstance(given, int) and limit == given):
+            return
+        if isinstance(given, int) or given == 1.0:
+            rank_zero_warn(
+                f"{batches} batches per epoch are no multiple of the accumulation ({accumulate}): "
+                f"an epoch has {limit}, so that it ends with an optimizer step"
+            )
         self._limit = (given, limit)
         trainer.limit_train_batches = limit
 
@@ -167,7 +148,7 @@ class Continuation:
         alone = trainer.state.status == TrainerStatus.INTERRUPTED
         metrics = {} if alone else trainer.callback_metrics
         return {
-            "random": dict(moment.random) if moment else random_state(device),
+            "random": dict(moment.random) if moment else self._set_aside or random_state(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": record.position.steps == 0
             and _is_ending(trainer.fit_loop.epoch_progress),
@@ -179,11 +160,17 @@ class Continuation:
         moment = self._moment_of(trainer)
         return moment.buffers if moment else None
 
+    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
+        """Give the states of loaders that keep their own, as of the last optimizer step."""
+        moment = self._moment_of(trainer)
+        return moment.loaders if moment else self._loader_states.now(trainer)
+
     def _moment_of(self, trainer: pl.Trainer) -> Moment | None:
         """Give what was kept at the last step, inside a window of micro-batches."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
-        done = progress["current"]["processed"]
-        return self._moment if done % trainer.accumulate_grad_batches else None
+        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+        begun, done = current["ready"], current["processed"]
+        inside = begun != done or done % trainer.accumulate_grad_batches
+        return self._moment if inside else None
 
     # -- training ----------------------------------------------------------------------------
 
@@ -197,11 +184,25 @@ class Continuation:
     def stepped(self, module: nn.Module, trainer: pl.Trainer, device: torch.device) -> None:
         """Keep what belongs to this moment, right after an optimizer step."""
         if trainer.accumulate_grad_batches > 1:
-            self._moment = Moment.of(module, device)
+            self._moment = Moment.of(module, self._loader_states.now(trainer), device)
 
-    def validated(self, trainer: pl.Trainer) -> None:
+    def fetched(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Note what loaders keep, when a batch was fetched and is about to be trained on."""
+        self._loader_states.fetched(trainer, is_first=batch_idx == 0)
+
+    def validating(self, device: torch.device) -> None:
+        """Set the streams of random numbers aside: what a validation draws is not training's.
+
+        A run that is taken up inside or after a validation may do it again, or not.
+        """
+        self._set_aside = random_state(device)
+
+    def validated(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Note that the validation that was due here is over."""
         self._validated_at = _batches_done(trainer)
+        if self._set_aside is not None:
+            set_random_state(self._set_aside, device)
+            self._set_aside = None
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class Continuation:
         batches = self._batches
         position = record.at_batch_size(batches.global_batch_size if batches else None)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
-        self._pending = _Pending(where, record, position, bool(sampler), own, list(states))
+        self._pending = Pending(where, record, position, bool(sampler), own, list(states))
         now = trainer.accumulate_grad_batches
         rewritten = loops_at(loops, position, was=record.accumulate, now=now)
         if states and record.world_size == world_size:
@@ -246,12 +247,14 @@ class Continuation:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._go_on(pending, trainer, rank, world_size, device)
+        self._loader_states.fetched(trainer, is_first=False)
         if trainer.accumulate_grad_batches > 1:
-            self._moment = Moment.of(trainer.lightning_module, device)
+            states = self._loader_states.now(trainer)
+            self._moment = Moment.of(trainer.lightning_module, states, device)
 
     def _go_on(
         self,
-        pending: _Pending,
+        pending: Pending,
         trainer: pl.Trainer,
         rank: int,
         world_size: int,
@@ -260,10 +263,11 @@ class Continuation:
         now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._report(pending, now)
         live = LiveLoops(trainer)
-        position = self._place_data(pending, trainer, world_size)
+        position = place_data(pending, _loaders(trainer), world_size, self._lost_data)
         live.go_on_at(position)
         live.restore_metrics(pending.state, position)
         live.restart_data(position)
+        live.show_epoch(position)
         if "random" not in pending.state:
             return
         if pending.record.world_size == world_size:
@@ -276,7 +280,7 @@ class Continuation:
                 f"{trainer.global_step}, rank)"
             )
 
-    def _report(self, pending: _Pending, now: Record) -> None:
+    def _report(self, pending: Pending, now: Record) -> None:
         """Say what changed since the save."""
         was = pending.record
         given = self._batches is not None and self._batches.plan is not None
@@ -293,68 +297,6 @@ class Continuation:
                 "here a gradient is the mean over the global batch. Adam's moments take a few "
                 "steps to follow, and gradient_clip_val may need to be larger"
             )
-
-    def _place_data(self, pending: _Pending, trainer: pl.Trainer, world_size: int) -> Position:
-        """Let every loader begin at the position, or the epoch anew where that is allowed."""
-        position, loaders = pending.position, _loaders(trainer)
-        lost = self._lost(pending, loaders, world_size) if position.steps else ""
-        if lost and self._lost_data == "refuse":
-            raise CheckpointMismatchError(_refusal(pending, lost))
-        for index, loader in enumerate(loaders):
-            elastic, resumer = elastic_of(loader), resumer_of(loader)
-            if elastic is not None:
-                if pending.is_ours and index < len(pending.record.loaders):
-                    seed = pending.record.loaders[index].get("seed", elastic.seed)
-                    elastic.seed = seed if type(seed) is int else elastic.seed
-                at = 0 if lost else position.steps % max(elastic.steps, 1)
-                elastic.start_at(position.epoch, elastic.steps if position.is_over else at)
-            elif resumer is not None:
-                samples = pending.record.samples or 0
-                resumer.resume_at(position.epoch, 0 if lost else samples)
-        if not lost:
-            return position
-        rank_zero_warn(
-            f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
-            f"taken before: {lost}"
-        )
-        return Position(position.epoch, 0)
-
-    def _lost(self, pending: _Pending, loaders: list[Any], world_size: int) -> str:
-        """Say why the data cannot be taken up inside an epoch; empty where it can."""
-        if pending.position.is_over:
-            return ""
-        for loader in loaders:
-            if elastic_of(loader) is not None or resumer_of(loader) is not None:
-                continue
-            if pending.loader_states and pending.record.world_size == world_size:
-                continue
-            kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
-            if not pending.is_ours:
-                rank_zero_warn(f"The {kind} begins with its first batch: it cannot be taken up")
-                continue
-            if pending.loader_states:
-                saved = pending.record.world_size
-                return f"the {kind} has one state per rank of {saved}; there are {world_size} now"
-            return f"the {kind} cannot be told where to begin"
-        if not pending.is_ours:
-            return ""
-        here = [s.describe() if (s := elastic_of(loader)) is not None else {} for loader in loaders]
-        known = [
-            {key: value for key, value in was.items() if key != "seed"}
-            for was in pending.record.loaders
-        ]
-        changed = reports.changed_data(known, here)
-        return f"the data is not that of the save ({changed})" if changed else ""
-
-
-def _refusal(pending: _Pending, lost: str) -> str:
-    position = pending.record.position
-    return (
-        f"{pending.where} was saved in epoch {position.epoch}, after {position.steps} optimizer "
-        f"steps of it, and {lost}. Resume from a checkpoint at the end of an epoch; or give the "
-        "data set, sampler or loader a method resume_at(epoch, samples); or pass "
-        'ElasticDeepSpeedStrategy(lost_data="restart_epoch"), and the epoch starts over'
-    )
 
 
 def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: int) -> Record:
@@ -385,6 +327,15 @@ def _batches_done(trainer: pl.Trainer) -> int:
 def _is_ending(progress: Any) -> bool:  # noqa: ANN401 (a progress of Lightning's)
     """Tell whether a batch or epoch is done, and the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
+
+
+def _has_length(loader: Sized) -> bool:
+    """Tell whether a loader has a length: those of iterable data sets raise when they are asked."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def _seed() -> int:

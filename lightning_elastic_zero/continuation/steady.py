@@ -15,7 +15,8 @@ from lightning_elastic_zero.continuation.batches import (
     scale_frequency,
     settle_batches,
 )
-from lightning_elastic_zero.continuation.resume import Continuation, LostData
+from lightning_elastic_zero.continuation.placing import LostData
+from lightning_elastic_zero.continuation.resume import Continuation
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -172,7 +173,19 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         super().on_train_start()
 
     @override
-    def on_validation_end(self) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (module := self.lightning_module) is not None:
-            self._continuation.validated(module.trainer)
+            self._continuation.fetched(module.trainer, batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._fitting():
+            self._continuation.validating(self.root_device)
+        super().on_validation_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._fitting() and (module := self.lightning_module) is not None:
+            self._continuation.validated(module.trainer, self.root_device)
         super().on_validation_end()

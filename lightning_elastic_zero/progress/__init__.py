@@ -14,6 +14,7 @@ from lightning_elastic_zero.progress.counters import (
     accumulation_of,
     loops_at,
     position_of,
+    with_loader_states,
 )
 from lightning_elastic_zero.progress.position import Position, Record
 from lightning_elastic_zero.progress.randomness import (
@@ -39,4 +40,5 @@ __all__ = [
     "random_state",
     "seed_of",
     "set_random_state",
+    "with_loader_states",
 ]

@@ -97,6 +97,15 @@ def loops_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, now: 
     return loops
 
 
+def with_loader_states(loops: Mapping[str, Any], states: list[Any]) -> dict[str, Any]:
+    """Give all loops' counters with these states of the training loaders, and no others."""
+    fit = loops["fit_loop"]
+    own = {key: value for key, value in fit["state_dict"].items() if key != LOADER_STATES}
+    if states:
+        own[LOADER_STATES] = states
+    return {**loops, "fit_loop": {**fit, "state_dict": own}}
+
+
 def _steps_before(fit_loop: Mapping[str, Any], position: Position, was: int) -> int:
     """Give the optimizer steps of the epochs before a position's."""
     batch = fit_loop[BATCHES]

@@ -20,6 +20,7 @@ from lightning_elastic_zero.manifest import (
     manifest_from_json,
 )
 from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.progress import BatchPlan, ElasticSampler, Position, Record
 from lightning_elastic_zero.storage import CHUNK_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -36,6 +37,17 @@ def examples() -> list[str]:
 def test_every_field_is_on_the_page(table: type) -> None:
     """Nothing is written into a manifest that the page does not tell of."""
     lacking = [field.name for field in fields(table) if f"`{field.name}`" not in PAGE]
+    assert not lacking
+
+
+def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
+    """What ``progress.sampler`` holds is told, and so is the fingerprint of a loader."""
+    record = Record(
+        Position(0, 0), global_step=0, global_batch_size=None, accumulate=1, world_size=1
+    )
+    fingerprint = ElasticSampler(range(1), BatchPlan(1, 1, 1), rank=0).describe()
+    section = PAGE.partition("(`progress.sampler`)")[2].partition("**Writer**")[0]
+    lacking = [name for name in (*record.to_plain(), *fingerprint) if f"`{name}`" not in section]
     assert not lacking
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TIMEOUT_S = 200
 SMALL = (
-    "--data.samples_per_epoch=96",
+    "--data.samples_per_epoch=130",  # 3 steps of 48, of which the last is filled up
     "--model.n_embd=32",
     "--model.n_layer=1",
     "--trainer.accelerator=cpu",
@@ -61,11 +61,18 @@ def test_every_config_parses(config: Path, tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(3 * TIMEOUT_S)
 def test_resume_on_other_devices(tmp_path: Path) -> None:
-    """`--trainer.devices 3 --ckpt_path last` goes on with a run of 2, over its saved config."""
-    config = ["--config", str(ROOT / "configs" / "zero3.yaml"), *SMALL]
-    cli(tmp_path, "fit", *config, "--trainer.devices=2", "--trainer.max_epochs=1")
+    """`--trainer.devices 3 --ckpt_path last` goes on with a run of 2, over its saved config.
+
+    The run of 2 stops in the middle of an epoch, and the run of 3 has the steps that it lacks.
+    """
+    every_2 = "--trainer.callbacks.init_args.every_n_train_steps=2"
+    config = ["--config", str(ROOT / "configs" / "zero3.yaml"), *SMALL, every_2]
+    said = cli(tmp_path, "fit", *config, "--trainer.devices=2", "--trainer.max_steps=4")
+    assert "Global batch of 48: 2 devices x 2 micro-batches of 12 samples" in said
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert last.resolve().name == "epoch=1-step=4.ckpt"
     said = cli(tmp_path, "fit", *config, "--trainer.devices=3", "--ckpt_path=last")
+    assert "Global batch of 48: 3 devices x 2 micro-batches of 8 samples" in said
     assert "saved on 2 devices with ZeRO-3) on 3 devices" in said
-    last = (tmp_path / "checkpoints" / "last.ckpt").resolve()
-    assert last.name == "epoch=3-step=8.ckpt"
+    assert last.resolve().name == "epoch=3-step=12.ckpt"
     assert (last / "manifest.json").is_file()

@@ -6,9 +6,11 @@ together at the end. Nothing in here knows how the library counts.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
@@ -64,14 +66,15 @@ class Seen:
     """Mean loss of each optimizer step over the global batch."""
     events: list[str]
     rates: dict[int, float]
-    weights: list[float]
     epoch: int
     global_step: int
     axis: list[int]
-    """Steps at which the logger was given a loss."""
+    """Where each optimizer step is on the loggers' axis."""
     messages: list[str]
     drawn: list[float]
     """Random numbers of this process at the end."""
+    buffer: list[float]
+    """Of the module, which every micro-batch changes."""
 
 
 class Ids(Dataset[Any]):
@@ -102,6 +105,84 @@ class Backwards(Sampler[int]):
         return iter(torch.randperm(self.length).tolist()[::-1])
 
 
+class Stream(IterableDataset[Any]):
+    """Every rank's part of some samples in a row, in each epoch the same."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.first = length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for index in range(first + comm.get_rank(), self.length, comm.get_world_size()):
+            yield torch.full((WIDTH,), float(index)), index
+
+
+class Seeking(Stream):
+    """One that can be told where to begin."""
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin after so many samples."""
+        del epoch
+        self.first = samples
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A loader that keeps what its rank has consumed."""
+
+    taken = 0
+    skip = 0
+
+    @override
+    def __iter__(self) -> Any:
+        skip, self.skip, self.taken = self.skip, 0, 0
+        for batch in super().__iter__():
+            self.taken += 1
+            if self.taken > skip:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Keep it."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Skip it."""
+        self.skip = state_dict["taken"]
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of a user's own: each rank's samples, back to front."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length, self.batch_size, self.drop_last = length, size, True
+        self.samples = 0
+        self.sampler = range(length)
+
+    def _own(self) -> list[list[int]]:
+        own = list(range(self.length))[::-1][comm.get_rank() :: comm.get_world_size()]
+        return [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._own())
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        begin = self.samples // comm.get_world_size() // self.batch_size
+        self.samples = 0
+        return iter(self._own()[begin:])
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin after so many samples."""
+        del epoch
+        self.samples = samples
+
+
+class PlaceLess(OwnBatches):
+    """One that cannot be told where to begin."""
+
+    resume_at = None  # type: ignore[assignment]
+
+
 class Net(pl.LightningModule):
     """A small net that notes what it is given."""
 
@@ -110,7 +191,6 @@ class Net(pl.LightningModule):
         self.of = run
         self.ids: list[tuple[int, list[int], float]] = []
         self.rates: dict[int, float] = {}
-        self.axis: list[int] = []
 
     @override
     def configure_model(self) -> None:
@@ -118,7 +198,8 @@ class Net(pl.LightningModule):
             return
         torch.manual_seed(1)
         self.first = nn.Linear(WIDTH, 7)
-        self.norm = nn.BatchNorm1d(7)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(7))
         self.last = nn.Linear(7, 1)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +216,7 @@ class Net(pl.LightningModule):
         for x, index in parts:
             total = total + self.loss(x).mean()
             ids += index.tolist()
-        if self.training:
-            self.norm(self.first(x.detach()).detach())
+        self.mean.lerp_(self.first(x).detach().mean(0), 0.1)
         step = self.trainer.global_step
         self.ids.append((step, ids, float(total.detach()) * len(ids)))
         self.rates[step] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
@@ -193,6 +273,7 @@ class Watch(Callback):
     def __init__(self, run: Run) -> None:
         self.of = run
         self.events: list[str] = []
+        self.axis: list[int] = []
 
     def _save(self, trainer: pl.Trainer, moment: str) -> None:
         if moment in self.of.save:
@@ -234,8 +315,14 @@ class Watch(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer, "end")
 
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        axis = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if axis not in self.axis:
+            self.axis.append(axis)
 
-def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightning takes
+
+def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a table
     """Give the training loaders."""
     data = Ids(run.length, run.noise)
     made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
@@ -246,6 +333,22 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightni
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
+        case "user's loader":
+            return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))
+        case "no length":
+            return [torch.zeros(2, WIDTH)] * 4
+        case "iterable":
+            return DataLoader(Stream(run.length), batch_size=run.batch_size)
+        case "stateful":
+            return StatefulLoader(Stream(run.length), batch_size=run.batch_size)
+        case "seeks":
+            return DataLoader(Seeking(run.length), batch_size=run.batch_size)
+        case "own batches":
+            return DataLoader(data, batch_sampler=OwnBatches(run.length, run.batch_size))
+        case "torchdata":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(data, batch_size=run.batch_size, shuffle=True)
         case "two":
             return {"a": made(data, shuffle=True), "b": made(Ids(29, 0.0), shuffle=True)}
     raise ValueError(run.kind)
@@ -253,7 +356,45 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401 - any of the forms that Lightni
 
 def fit(run: Run) -> Seen:
     """Fit, and give what this rank saw, with the samples of all ranks."""
-    warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as warned, _heard() as said:
+        warnings.simplefilter("always")
+        seen = _fit(run)
+    return replace(seen, messages=[*(str(w.message) for w in warned), *said])
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Hear what Lightning logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def error_of(run: Run) -> str:
+    """Give what a run raises."""
+    try:
+        fit(run)
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def fits(runs: list[Run]) -> list[Seen]:
+    """Fit one run after the other."""
+    return [fit(run) for run in runs]
+
+
+def _fit(run: Run) -> Seen:
+    """Fit, and give what this rank saw."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
     net, watch = Net(run), Watch(run)
@@ -295,10 +436,10 @@ def _together(trainer: pl.Trainer, net: Net, watch: Watch) -> Seen:
         losses={step: loss / len(steps[step]) for step, loss in losses.items()},
         events=watch.events,
         rates=net.rates,
-        weights=[],
         epoch=trainer.current_epoch,
         global_step=trainer.global_step,
-        axis=net.axis,
+        axis=watch.axis,
         messages=[],
         drawn=torch.rand(2).tolist(),
+        buffer=net.mean.tolist(),
     )

@@ -1,0 +1,134 @@
+"""Where every training loader begins, when a run is taken up; or why one cannot begin there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_elastic_zero.continuation import reports
+from lightning_elastic_zero.continuation.loaders import elastic_of, resumer_of
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.progress import ElasticSampler, Position, Record
+
+LostData: TypeAlias = Literal["refuse", "restart_epoch"]
+"""What to do where the data cannot be taken up where it was left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What was loaded, and waits for training to begin."""
+
+    where: str
+    record: Record
+    position: Position
+    """In steps of this run's global batch."""
+    is_ours: bool
+    """Written by this library, so that the data must be that of then."""
+    state: Mapping[str, Any]
+    """What ``state`` gave when it was saved."""
+    loader_states: list[Any]
+    """Of loaders that keep their own state; applied on the same number of ranks only."""
+
+
+def place_data(
+    pending: Pending, loaders: Sequence[Any], world_size: int, lost_data: LostData
+) -> Position:
+    """Let every loader begin at the position, or the epoch anew where that is allowed.
+
+    Returns:
+        Where the run goes on.
+
+    Raises:
+        CheckpointMismatchError: a loader cannot begin there, and the epoch is not to start over.
+    """
+    position = pending.position
+    lost = _why_lost(pending, loaders, world_size) if position.steps else ""
+    if lost and lost_data == "refuse":
+        raise CheckpointMismatchError(_refusal(pending, lost))
+    if not lost:
+        _place_all(pending, loaders, position)
+        return position
+    rank_zero_warn(
+        f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
+        f"taken before: {lost}"
+    )
+    beginning = Position(position.epoch, 0)
+    _place_all(pending, loaders, beginning)
+    return beginning
+
+
+def _place_all(pending: Pending, loaders: Sequence[Any], position: Position) -> None:
+    """Let every loader begin at a position."""
+    states = iter(pending.loader_states if position.steps else ())
+    for index, loader in enumerate(loaders):
+        # Lightning keeps the states of those that have one, in order.
+        state = next(states, None) if isinstance(loader, _Stateful) else None
+        elastic, resumer = elastic_of(loader), resumer_of(loader)
+        if elastic is not None:
+            _place_sampler(elastic, pending, index, position)
+        elif resumer is not None:
+            samples = (pending.record.samples or 0) if position.steps else 0
+            resumer.resume_at(position.epoch, samples)
+        elif state is not None and not position.is_over:
+            # Again where Lightning has done it: the iterator that it made then took the state, and
+            # the next one, which comes in its place, would begin at the beginning.
+            loader.load_state_dict(state)
+
+
+def _place_sampler(
+    elastic: ElasticSampler, pending: Pending, index: int, position: Position
+) -> None:
+    """Let a sampler begin at a position, in the order of the run that saved."""
+    if pending.is_ours and index < len(pending.record.loaders):
+        seed = pending.record.loaders[index].get("seed")
+        elastic.seed = seed if type(seed) is int else elastic.seed
+    # Of several loaders the shorter ones begin again and again within an epoch.
+    step = position.steps % max(elastic.steps, 1)
+    elastic.start_at(position.epoch, elastic.steps if position.is_over else step)
+
+
+def _why_lost(pending: Pending, loaders: Sequence[Any], world_size: int) -> str:
+    """Say why the data cannot be taken up inside an epoch; empty where it can."""
+    if pending.position.is_over:
+        return ""
+    for loader in loaders:
+        if elastic_of(loader) is not None or resumer_of(loader) is not None:
+            continue
+        if lost := _why_unplaceable(loader, pending, world_size):
+            if pending.is_ours:
+                return lost
+            rank_zero_warn(f"Data begins with its first batch: {lost}")
+    if not pending.is_ours:
+        return ""
+    here = [s.describe() if (s := elastic_of(loader)) is not None else {} for loader in loaders]
+    known: list[Mapping[str, Any]] = [
+        {key: value for key, value in was.items() if key != "seed"}
+        for was in pending.record.loaders
+    ]
+    changed = reports.changed_data(known, here)
+    return f"the data is not that of the save ({changed})" if changed else ""
+
+
+def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
+    """Say why a loader whose order is its own cannot begin inside an epoch."""
+    kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
+    if not pending.loader_states:
+        return f"the {kind} cannot be told where to begin"
+    saved = pending.record.world_size
+    if saved != world_size:
+        return f"the {kind} has one state per rank of {saved}; there are {world_size} now"
+    return ""
+
+
+def _refusal(pending: Pending, lost: str) -> str:
+    position = pending.record.position
+    return (
+        f"{pending.where} was saved in epoch {position.epoch}, after {position.steps} optimizer "
+        f"steps of it, and {lost}. Resume from a checkpoint at the end of an epoch; or give the "
+        "data set, sampler or loader a method resume_at(epoch, samples); or pass "
+        'ElasticDeepSpeedStrategy(lost_data="restart_epoch"), and the epoch starts over'
+    )

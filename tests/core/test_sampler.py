@@ -1,0 +1,217 @@
+"""Step k of an epoch is the same samples on any number of ranks, wherever the epoch is taken up."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.progress import (
+    BatchPlan,
+    ElasticBatchSampler,
+    ElasticSampler,
+    plan_batches,
+)
+
+
+def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
+    """Give a sampler over ``range(length)``."""
+    return ElasticSampler(range(length), plan, rank, **options)
+
+
+def steps_of(samplers: list[ElasticSampler], epoch: int, first: int = 0) -> list[list[int]]:
+    """Give the samples of each step, of all ranks together, from a step on."""
+    of_ranks = []
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+        if first:
+            sampler.start_at(epoch, first)
+        of_ranks.append(list(sampler.micro_batches()))
+    per_step = samplers[0].plan.accumulate
+    counts = {len(batches) for batches in of_ranks}
+    assert len(counts) == 1
+    return [
+        sorted(i for batches in of_ranks for b in batches[k : k + per_step] for i in b)
+        for k in range(0, counts.pop(), per_step)
+    ]
+
+
+@given(
+    length=st.integers(1, 150),
+    size=st.integers(1, 40),
+    worlds=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    most=st.integers(1, 8),
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_steps_do_not_depend_on_the_ranks(
+    *,
+    length: int,
+    size: int,
+    worlds: tuple[int, int],
+    most: int,
+    epoch: int,
+    shuffle: bool,
+    drop_last: bool,
+    data: st.DataObject,
+) -> None:
+    """Two worlds consume the same sets, step by step, also when one begins in mid-epoch."""
+    if size < max(worlds) * most or (drop_last and length < size):
+        return
+    found = []
+    for world in worlds:
+        try:
+            plan = plan_batches(size, most, world, allow_uneven=True)
+        except UnsupportedError:
+            return
+        options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 7}
+        samplers = [sampler_of(length, plan, rank, **options) for rank in range(world)]
+        assert {s.steps for s in samplers} == {length // size if drop_last else -(-length // size)}
+        found.append((samplers, steps_of(samplers, epoch)))
+    (_, first), (samplers, second) = found
+    assert first == second
+    assert all(len(samples) == size for samples in first)
+    begin = data.draw(st.integers(0, len(first)))
+    assert steps_of(samplers, epoch, begin) == first[begin:]
+    assert steps_of(samplers, epoch) == first  # only the next iteration begins there
+    if not drop_last:
+        assert {i for samples in first for i in samples} == set(range(length))
+
+
+@given(st.integers(1, 100), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
+def test_the_order_is_torchs(length: int, world: int, micro: int, epoch: int) -> None:
+    """What torch's own sampler gives, but for padding: runs that began with it go on."""
+    plan = BatchPlan(world * micro, world, 1)
+    for rank in range(world):
+        own: DistributedSampler[int] = DistributedSampler(
+            range(length),  # type: ignore[arg-type]
+            world,
+            rank,
+            seed=3,
+        )
+        ours = sampler_of(length, plan, rank, shuffle=True, seed=3)
+        own.set_epoch(epoch)
+        ours.set_epoch(epoch)
+        whole = length // world
+        assert list(islice(ours, whole)) == list(islice(own, whole))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_users_sampler_gives_all_ranks_one_order(world: int) -> None:
+    """Also where it draws from the global streams, which differ between ranks and restarts."""
+    weights = torch.arange(1.0, 31.0)
+    generator = torch.Generator().manual_seed(11)
+    for own in (
+        WeightedRandomSampler(weights.tolist(), 24),
+        WeightedRandomSampler(weights.tolist(), 24, generator=generator),
+        SubsetRandomSampler(range(24)),
+    ):
+        steps = []
+        for ranks in (1, world):
+            plan = BatchPlan(12, ranks, 1)
+            samplers = [sampler_of(30, plan, r, sampler=own) for r in range(ranks)]
+            torch.manual_seed(ranks)
+            steps.append([steps_of(samplers, epoch) for epoch in (0, 1)])
+        assert steps[0] == steps[1]
+        assert steps[0][0] != steps[0][1]
+
+
+def test_asking_for_an_order_draws_nothing() -> None:
+    """The streams that training draws from are as they were."""
+    sampler = sampler_of(20, BatchPlan(4, 1, 1), 0, sampler=SubsetRandomSampler(range(20)))
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = torch.get_rng_state(), random.getstate()
+    list(sampler)
+    assert torch.equal(torch.get_rng_state(), expected[0])
+    assert random.getstate() == expected[1]
+
+
+def test_lengths_that_cannot_be_are_refused() -> None:
+    """An epoch without a step, and a sampler that does not give what it says."""
+    with pytest.raises(UnsupportedError, match="5 samples do not fill one global batch of 8"):
+        sampler_of(5, BatchPlan(8, 1, 1), 0, drop_last=True)
+
+    class Short(SubsetRandomSampler):
+        def __len__(self) -> int:
+            return 9
+
+    sampler = sampler_of(9, BatchPlan(3, 1, 1), 0, sampler=Short(range(8)))
+    with pytest.raises(UnsupportedError, match="Short gave 8 samples, and its length is 9"):
+        list(sampler)
+
+
+def test_an_epoch_of_another_number_begins_at_its_beginning() -> None:
+    """A start is for one epoch: after it, or without it, epochs are whole."""
+    sampler = sampler_of(12, BatchPlan(4, 1, 1), 0, shuffle=False)
+    sampler.start_at(3, 2)
+    sampler.set_epoch(4)
+    assert list(sampler) == list(range(12))
+    sampler.start_at(3, 2)
+    assert len(sampler) == 12
+    assert list(sampler) == [8, 9, 10, 11]
+    sampler.start_at(3, 3)
+    assert list(sampler) == []
+
+
+class Draws(Dataset[Any]):
+    """What a worker draws for each sample."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401
+        assert type(index) is int
+        return index, torch.rand(1).item(), random.random(), float(np.random.rand())  # noqa: NPY002
+
+
+@pytest.mark.parametrize("plan", [BatchPlan(6, 1, 2), BatchPlan(5, 1, 2)])
+def test_workers_draw_by_place(plan: BatchPlan) -> None:
+    """A loader taken up in mid-epoch draws what it would have, with any number of workers."""
+
+    def drawn(workers: int, first: int) -> list[Any]:
+        sampler = ElasticSampler(Draws(), plan, 0, seed_workers=True)
+        sampler.start_at(1, first)
+        loader: DataLoader[Any] = DataLoader(
+            Draws(),
+            batch_sampler=ElasticBatchSampler(sampler),
+            num_workers=workers,
+            collate_fn=list,
+        )
+        return [sample for batch in loader for sample in batch]
+
+    whole = drawn(1, 0)
+    assert drawn(2, 0) == whole
+    assert drawn(2, 2) == whole[2 * plan.global_batch_size :]
+    assert len({sample[1] for sample in whole}) == len(whole)
+
+
+def test_the_seeding_index_stays_an_index_here() -> None:
+    """In this process nothing is seeded, and a batch is a list of integers."""
+    sampler = sampler_of(8, BatchPlan(4, 1, 2), 0, seed_workers=True, shuffle=False)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    batches = list(BatchSampler(sampler, 2, drop_last=False))
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert torch.equal(torch.get_rng_state(), before)
+    first = pickle.loads(pickle.dumps(batches[0]))  # noqa: S301 - made here
+    assert [type(i) for i in first] == [int, int]
+    assert not torch.equal(torch.get_rng_state(), before)

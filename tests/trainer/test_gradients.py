@@ -1,0 +1,141 @@
+"""The gradient of a step is the mean over its global batch, however that is cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed import comm, zero
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.engine._pool import Pools
+from tests.trainer._steps import SMALL_BUCKETS
+
+pytestmark = pytest.mark.engine
+
+WIDTH, RATE = 4, 0.1
+
+
+def data(length: int) -> TensorDataset:
+    """Give the same samples every time."""
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(length, WIDTH, generator=generator))
+
+
+class Line(pl.LightningModule):
+    """Two steps of SGD on it show two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, 1, bias=False)
+        nn.init.ones_(self.line.weight)
+        self.counted: list[tuple[int, int]] = []
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.as_tensor(self.line(batch[0]).square().mean())
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        engine = self.trainer.strategy.deepspeed_engine  # type: ignore[attr-defined]
+        self.counted.append((self.trainer.global_step, engine.global_steps))
+
+
+def expected(length: int, size: int) -> list[float]:
+    """Take the same steps by hand: the order is torch's ``DistributedSampler``'s, seed 0."""
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
+    samples = data(length).tensors[0][order]
+    weight = torch.ones(WIDTH)
+    for step in range(-(-length // size)):
+        places = torch.arange(step * size, (step + 1) * size) % length
+        x = samples[places]
+        weight = weight - RATE * (2 * (x @ weight)[:, None] * x).mean(0)
+    return weight.tolist()
+
+
+def trained(
+    stage: int, length: int, batch_size: int, options: dict[str, Any], **trainer: Any
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """Fit one epoch; give the weights, and the steps that Lightning and DeepSpeed counted."""
+    made = pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=ElasticDeepSpeedStrategy(stage=stage, **{**SMALL_BUCKETS, **options}),
+        **{"max_epochs": 1, **trainer},
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Line()
+    pl.seed_everything(0, verbose=False)
+    made.fit(module, DataLoader(data(length), batch_size=batch_size, shuffle=True))
+    engine = made.strategy.deepspeed_engine  # type: ignore[attr-defined]
+    full = engine.optimizer.single_partition_of_fp32_groups if stage < 3 else None
+    del full
+
+    with zero.GatheredParameters(list(module.parameters())):
+        weight = module.line.weight.detach().flatten().tolist()
+    return weight, module.counted
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("size", "micro"), [(12, 12), (12, 2), (12, 1), (11, 2), (9, 3)])
+def test_sgd_takes_the_step_of_the_whole_batch(
+    world: int, stage: int, size: int, micro: int, worlds: Pools
+) -> None:
+    """Equal micro-batches or not, any accumulation: the weights are those taken by hand."""
+    options = {"global_batch_size": size, "allow_uneven_batches": True}
+    for weight, _ in worlds.run(world, partial(trained, stage, 24, micro, options)):
+        assert weight == pytest.approx(expected(24, size), abs=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_accumulation_does_not_scale(accumulate: int, worlds: Pools) -> None:
+    """Without a global batch too: stock takes a half and a quarter of the step for 2 and 4."""
+    fit = partial(trained, 2, 24, 4 // accumulate, {}, accumulate_grad_batches=accumulate)
+    for weight, _ in worlds.run(2, fit):
+        assert weight == pytest.approx(expected(24, 8), abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("length", [9, 15])
+def test_lightning_and_deepspeed_count_the_same_steps(
+    stage: int, length: int, worlds: Pools
+) -> None:
+    """Over epochs whose batches are no multiple of the accumulation: their windows do not drift."""
+    fit = partial(trained, stage, length, 1, {}, accumulate_grad_batches=4, max_epochs=3)
+    for _, counted in worlds.run(2, fit):
+        assert counted
+        assert all(lightning == deepspeed for lightning, deepspeed in counted)
+        steps = -(-length // 8)
+        assert counted[-1] == (3 * steps, 3 * steps)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -> None:
+    """Seven batches and windows of two: six are trained on, and both count three steps."""
+    fit = partial(
+        trained,
+        stage,
+        7,
+        1,
+        {},
+        accumulate_grad_batches=2,
+        max_epochs=3,
+        use_distributed_sampler=False,
+    )
+    for _, counted in worlds.run(2, fit):
+        assert counted[-1] == (9, 9)
+        assert all(lightning == deepspeed for lightning, deepspeed in counted)

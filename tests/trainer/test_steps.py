@@ -1,0 +1,241 @@
+"""A run that was taken up consumes, step by step, the samples of one that was never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._pool import Pools
+from tests.trainer._steps import Run, Seen, fit, fits
+
+pytestmark = pytest.mark.engine
+
+STEPS = 5
+"""Of an epoch: 53 samples, filled up to five global batches of 12."""
+
+POINTS = {
+    "starting 0": 0,
+    "inside 0.0": 0,
+    "step 0.2": 2,
+    "inside 0.2": 2,
+    "step 0.5": 5,
+    "epoch 0": 5,
+    "starting 1": 5,
+    "inside 1.0": 5,
+    "step 1.3": 8,
+    "end": 10,
+    "after": 10,
+}
+"""Moments of a save, and the optimizer step at which a run goes on from there."""
+
+VALIDATIONS = {
+    f"{what} {step}": step for step in (2, 3, 4, 5, 6, 7, 9) for what in ("validating", "validated")
+}
+
+SCENARIOS: dict[str, Run] = {
+    "dropout and random samples": Run(dropout=0.3, noise=0.1),
+    "ZeRO-3, validated": Run(stage=3, dropout=0.2, validate=True),
+    "ZeRO-1": Run(stage=1, dropout=0.2),
+    "workers": Run(noise=0.1, loader={"num_workers": 2}),
+    "persistent workers": Run(noise=0.1, loader={"num_workers": 2, "persistent_workers": True}),
+    "validated twice an epoch": Run(validate=True, trainer={"val_check_interval": 0.5}),
+    "validated over epochs": Run(
+        validate=True, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
+    ),
+    "plateau": Run(validate=True, schedule="plateau"),
+    "epochs' schedule": Run(validate=True, schedule="epoch"),
+    "every third step": Run(schedule="frequency"),
+    "one cycle": Run(schedule="onecycle"),
+    "warm-up and cosine": Run(schedule="warmup"),
+    "lambda": Run(schedule="lambda"),
+    "max_steps": Run(epochs=None, max_steps=10, validate=True),
+    "some batches": Run(trainer={"limit_train_batches": 4}, schedule="onecycle"),
+    "a part of the batches": Run(trainer={"limit_train_batches": 0.9}),
+    "last batch dropped": Run(loader={"drop_last": True}),
+    "user's sampler": Run(kind="sampler"),
+    "two loaders": Run(kind="two"),
+    "positional arguments": Run(kind="positional"),
+    "uneven": Run(global_batch=11, strategy={"allow_uneven_batches": True}),
+}
+SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 4}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that was never stopped, and where it saved."""
+
+    run: Run
+    seen: list[Seen]
+    """What each rank saw."""
+    steps: int
+    """Of an epoch."""
+
+    def points(self) -> dict[str, int]:
+        """Give the saves that were made, and where a run goes on from each."""
+        root = Path(self.run.root)
+        at = {**POINTS, **VALIDATIONS}
+        made = {name for name in at if (root / f"{name.replace(' ', '-')}.ckpt").exists()}
+        total = self.seen[0].global_step
+        if self.steps != STEPS:
+            # The names tell steps of an epoch; epochs are shorter here.
+            at |= {"epoch 0": self.steps, "starting 1": self.steps, "inside 1.0": self.steps}
+            at |= {"step 1.3": self.steps + 3}
+        return {name: min(at[name], total) for name in at if name in made}
+
+    def resumed(self, point: str) -> Run:
+        """Give the run that goes on from a save."""
+        path = Path(self.run.root) / f"{point.replace(' ', '-')}.ckpt"
+        return replace(self.run, save=(), ckpt_path=str(path))
+
+
+@pytest.fixture(scope="module")
+def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    """Run every scenario once on two ranks, saving at every kind of point."""
+    made = {}
+    for name, run in SCENARIOS.items():
+        root = str(tmp_path_factory.mktemp("reference"))
+        saving = replace(run, save=(*POINTS, *VALIDATIONS), root=root)
+        seen = worlds.run(2, partial(fit, saving))
+        made[name] = Reference(saving, seen, SHORTER.get(name, STEPS))
+    return made
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_same_world_goes_on_bit_for_bit(
+    scenario: str, references: dict[str, Reference], worlds: Pools
+) -> None:
+    """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
+    reference = references[scenario]
+    points = reference.points()
+    assert len(points) >= 9
+    runs = [reference.resumed(point) for point in points]
+    for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
+        whole = reference.seen[rank]
+        for (point, begin), seen in zip(points.items(), of_rank, strict=True):
+            assert seen.steps == _from(whole.steps, begin), point
+            assert seen.losses == _from(whole.losses, begin), point
+            assert seen.rates == _from(whole.rates, begin), point
+            assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
+            assert len(seen.axis) == whole.global_step - begin, point
+            assert seen.global_step == whole.global_step
+            _check_events(whole, seen, point)
+            if begin < whole.global_step:
+                assert seen.epoch == whole.epoch, point
+                assert seen.buffer == whole.buffer, point
+                assert seen.drawn == whole.drawn, point
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_another_world_takes_the_same_steps(
+    scenario: str, world: int, references: dict[str, Reference], worlds: Pools
+) -> None:
+    """The same sets of samples at the same rates, from every point of a save on two ranks."""
+    reference = references[scenario]
+    points = reference.points()
+    runs = [reference.resumed(point) for point in points]
+    whole = reference.seen[0]
+    of_rank = worlds.run(world, partial(fits, runs))[0]
+    for (point, begin), seen in zip(points.items(), of_rank, strict=True):
+        assert seen.steps == _from(whole.steps, begin), point
+        assert seen.rates == _from(whole.rates, begin), point
+        assert seen.global_step == whole.global_step, point
+        assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
+        _check_events(whole, seen, point)
+
+
+def _from(of_steps: dict[int, Any], begin: int) -> dict[int, Any]:
+    """Give what belongs to a step and those after it."""
+    return {step: value for step, value in of_steps.items() if step >= begin}
+
+
+def _check_events(whole: Seen, seen: Seen, point: str) -> None:
+    """See that hooks run as in the whole run: those at the save's own moment may run again."""
+    tail = whole.events[len(whole.events) - len(seen.events) :]
+    assert seen.events == tail, point
+
+
+@pytest.mark.parametrize("target", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("source", [1, 2, 3, 4, 6])
+def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path: Path) -> None:
+    """From inside an epoch and inside a window of micro-batches, whatever the two accumulations."""
+    saving = Run(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
+    whole = worlds.run(source, partial(fit, saving))[0]
+    for point, begin in (("step-0.3", 3), ("inside-1.1", 6)):
+        path = tmp_path / f"{point}.ckpt"
+        if not path.exists():
+            continue  # this world has no window to be inside of
+        resumed = replace(saving, save=(), ckpt_path=str(path))
+        seen = worlds.run(target, partial(fit, resumed))[0]
+        assert seen.steps == _from(whole.steps, begin)
+        assert all(len(samples) == 12 for samples in seen.steps.values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Four ranks, then two, then three: one run; and its losses are those of a whole one."""
+    run = Run(stage=stage, epochs=3, validate=True, schedule="onecycle")
+    whole = worlds.run(4, partial(fit, run))[0]
+    others = [worlds.run(world, partial(fit, run))[0] for world in (2, 3)]
+    first = replace(run, save=("inside 0.2", "step 0.2"), root=str(tmp_path))
+    worlds.run(4, partial(fit, first))
+    path = next(tmp_path.glob("*0.2.ckpt"))
+    second = replace(run, save=("inside 1.3",), root=str(tmp_path), ckpt_path=str(path))
+    then = worlds.run(2, partial(fit, second))[0]
+    third = replace(run, ckpt_path=str(tmp_path / "inside-1.3.ckpt"))
+    last = worlds.run(3, partial(fit, third))[0]
+    assert then.steps == _from(whole.steps, 2)
+    assert last.steps == _from(whole.steps, 8)
+    losses = {**whole.losses, **then.losses, **last.losses}
+    near = max(abs(o.losses[s] - whole.losses[s]) for o in others for s in whole.losses)
+    assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("point", ["end", "after", "epoch 1"])
+def test_a_run_stopped_by_max_steps_goes_on(
+    point: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """In mid-epoch, where Lightning takes the epoch for done: by steps, and by epochs."""
+    short = Run(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
+    worlds.run(2, partial(fit, short))
+    path = str(tmp_path / f"{point.replace(' ', '-')}.ckpt")
+    for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
+        run = Run(**limit)
+        whole = worlds.run(2, partial(fit, run))[0]
+        seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path)))[0]
+        assert seen.steps == _from(whole.steps, 8)
+        assert seen.global_step == whole.global_step
+        assert world != 2 or seen.losses == _from(whole.losses, 8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """More epochs than were planned, from what was saved when the run was done."""
+    worlds.run(2, partial(fit, Run(save=("end",), root=str(tmp_path), epochs=1)))
+    whole = worlds.run(2, partial(fit, Run(epochs=3)))[0]
+    resumed = Run(epochs=3, ckpt_path=str(tmp_path / "end.ckpt"))
+    seen = worlds.run(world, partial(fit, resumed))[0]
+    assert seen.steps == _from(whole.steps, 5)
+    assert seen.epoch == whole.epoch
+
+
+@pytest.mark.parametrize("target", [1, 3, 4, 6])
+def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
+    """At most twice as far from an uninterrupted run as two uninterrupted runs are apart."""
+    saving = Run(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
+    whole = worlds.run(2, partial(fit, saving))[0]
+    other = worlds.run(target, partial(fit, replace(saving, save=())))[0]
+    path = str(tmp_path / "step-0.3.ckpt")
+    seen = worlds.run(target, partial(fit, replace(saving, save=(), ckpt_path=path)))[0]
+    apart = max(abs(whole.losses[step] - other.losses[step]) for step in whole.losses)
+    distance = max(abs(whole.losses[step] - loss) for step, loss in seen.losses.items())
+    assert set(seen.losses) == set(range(3, 40))
+    assert distance <= 2 * apart
+    assert apart < 1e-4

@@ -1,0 +1,214 @@
+"""What else a trainer holds goes on: stopping, averages, the progress bar, the loggers' axis."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.engine._pool import Pools
+from tests.trainer._steps import SMALL_BUCKETS, Ids, Net, Run
+
+pytestmark = pytest.mark.engine
+
+STOPPED_EARLY = 5
+
+
+class Bar(TQDMProgressBar):
+    """A progress bar that notes where it is, and shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[tuple[int, int]] = []
+
+    @override
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.places.append((self.train_progress_bar.n, int(self.train_progress_bar.total)))
+
+
+class Quit(Callback):
+    """Ends a run, in mid-epoch, at the step after a save."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
+    """Give a trainer that saves every step."""
+    saving = ModelCheckpoint(
+        dirpath=root, every_n_train_steps=1, save_top_k=-1, filename="{step}", monitor=None
+    )
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=ElasticDeepSpeedStrategy(
+            **{"stage": options.pop("stage", 2), "global_batch_size": 12, **SMALL_BUCKETS}
+        ),
+        max_epochs=epochs,
+        callbacks=[*callbacks, saving],
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        **{"logger": False, "enable_progress_bar": False, **options},
+    )
+
+
+def fit(trainer: pl.Trainer, path: str | None = None) -> Net:
+    """Fit; a run that is interrupted on purpose ends quietly."""
+    pl.seed_everything(3, verbose=False)
+    net = Net(Run())
+    data = DataLoader(Ids(53, 0.0), batch_size=2, shuffle=True)
+    val = DataLoader(Ids(8, 0.0), batch_size=2)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        trainer.fit(net, data, val, ckpt_path=path)
+    return net
+
+
+def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
+    """Fit two epochs under a progress bar."""
+    bar = Bar()
+    fit(trainer_of(root, 2, [bar], enable_progress_bar=True), path)
+    return bar.places
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_progress_bar_is_where_the_run_is(world: int, worlds: Pools, tmp_path: Path) -> None:
+    """In the batches of the world at hand, from the first one after a resume on."""
+    worlds.run(2, partial(with_a_bar, str(tmp_path), None))
+    path = str(tmp_path / "step=3.ckpt")
+    per_step = {1: 6, 2: 3, 3: 2}[world]
+    batches = 5 * per_step
+    places = worlds.run(world, partial(with_a_bar, str(tmp_path / "on"), path))[0]
+    expected = [*range(3 * per_step + 1, batches + 1), *range(1, batches + 1)]
+    assert places == [(n, batches) for n in expected]
+
+
+def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
+    """Fit with a moving average of the weights; give it at the start and at the end."""
+    average = EMAWeightAveraging(decay=0.9)
+    seen: dict[Any, Any] = {}
+
+    class Look(Callback):
+        @override
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert average._average_model is not None
+            state = average._average_model.state_dict()
+            seen["start"] = {name: value.tolist() for name, value in state.items()}
+
+        @override
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            assert average._average_model is not None
+            state = average._average_model.state_dict()
+            seen[trainer.global_step] = {name: value.tolist() for name, value in state.items()}
+
+    try:
+        fit(trainer_of(root, 2, [average, Look()], stage=stage), path)
+    except Exception as error:  # noqa: BLE001 - it is what a test looks at
+        return {"error": f"{type(error).__name__}: {error}"}
+    return seen
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_averaged_weights_go_on(world: int, worlds: Pools, tmp_path: Path) -> None:
+    """The moving average is restored as it was, and on the same world it goes on bit for bit."""
+    wholes = worlds.run(2, partial(averaged, str(tmp_path), None))
+    path = str(tmp_path / "step=3.ckpt")
+    for rank, seen in enumerate(worlds.run(world, partial(averaged, str(tmp_path / "on"), path))):
+        # Buffers differ between ranks; another number of them takes the first one's.
+        whole = wholes[rank if world == 2 else 0]
+        assert seen["start"] == whole[3]
+        assert world != 2 or seen[10] == whole[10]
+
+
+def test_averaging_cut_up_weights_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """With ZeRO-3 the callback would average empty tensors: it is said before training."""
+    for seen in worlds.run(2, partial(averaged, str(tmp_path), None, 3)):
+        assert seen["error"].startswith("UnsupportedError: EMAWeightAveraging averages whole")
+
+
+def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, float]:
+    """Fit until the validation loss does not fall by a lot any more."""
+    stop = EarlyStopping("val", patience=2, min_delta=1.0)
+    trainer = trainer_of(root, 9, [stop, Quit(quit_at)])
+    fit(trainer, path)
+    return trainer.global_step, stop.wait_count, float(stop.best_score)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_early_stopping_counts_on(world: int, worlds: Pools, tmp_path: Path) -> None:
+    """A run that was interrupted while it waited stops where it would have."""
+    whole = worlds.run(2, partial(stopping, str(tmp_path / "whole"), None))[0]
+    assert whole[0] < 45
+    at = whole[0] - 3
+    worlds.run(2, partial(stopping, str(tmp_path / "part"), None, at))
+    path = str(tmp_path / "part" / f"step={at}.ckpt")
+    seen = worlds.run(world, partial(stopping, str(tmp_path / "on"), path))[0]
+    assert seen[:2] == whole[:2]
+    assert seen[2] == pytest.approx(whole[2], rel=1e-4)
+
+
+def logging(root: str, logs: str, path: str | None, quit_at: int = -1) -> None:
+    """Fit two epochs into TensorBoard's files."""
+    logger = TensorBoardLogger(logs, name=None, version="")
+    fit(trainer_of(root, 2, [Quit(quit_at)], logger=logger), path)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_curve_is_one_curve(world: int, worlds: Pools, tmp_path: Path) -> None:
+    """Each optimizer step is on the loggers' axis once, at its number, after a resume too."""
+    logs = str(tmp_path / "logs")
+    worlds.run(2, partial(logging, str(tmp_path / "part"), logs, None, 3))
+    path = str(tmp_path / "part" / "step=3.ckpt")
+    worlds.run(world, partial(logging, str(tmp_path / "on"), logs, path))
+    events = EventAccumulator(logs)
+    events.Reload()
+    # 3 was logged, or not, as the interruption fell; the others are there once each.
+    steps = [event.step for event in events.Scalars("loss")]
+    assert sorted(set(steps)) == list(range(10))
+    assert len(steps) == len(set(steps))
+    epochs = {event.step: event.value for event in events.Scalars("epoch")}
+    assert {step: epochs[step] for step in range(10)} == {s: s // 5 for s in range(10)}
+
+
+def fitted_twice(root: str) -> list[int]:
+    """Validate, fit, and fit on with the same trainer."""
+    trainer = trainer_of(root, 1, [])
+    net = Net(Run())
+    val = DataLoader(Ids(8, 0.0), batch_size=2)
+    trainer.validate(net, val, verbose=False)
+    steps = []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(net, DataLoader(Ids(53, 0.0), batch_size=2, shuffle=True), val)
+        steps.append(trainer.global_step)
+    return steps
+
+
+def test_one_trainer_validates_then_fits_then_fits_on(worlds: Pools, tmp_path: Path) -> None:
+    """The global batch is settled when training begins, whatever was done before."""
+    assert worlds.run(2, partial(fitted_twice, str(tmp_path)))[0] == [5, 10]
+    assert torch.get_num_threads() >= 1
