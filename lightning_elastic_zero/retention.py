@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import uuid
 from pathlib import Path
 from typing import TypeAlias
@@ -21,11 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Deletes checkpoints, unless they are still needed. Used on one rank."""
+    """Deletes checkpoints, unless they are still needed. Used on one rank, by any thread."""
 
     def __init__(self) -> None:
         self._resumed_from: Path | None = None
         self._waiting: dict[Path, _Identity] = {}
+        self._lock = threading.RLock()
 
     def protect(self, path: str | os.PathLike[str]) -> None:
         """Keep the checkpoint that the run was resumed from, behind whatever link."""
@@ -33,23 +35,40 @@ class Retention:
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, now or as soon as no link names it any more."""
-        local = check_local_path(path)
-        self._waiting[local] = _identity(local)
+        self.doom(path)
         self.retry()
+
+    def doom(self, path: str | os.PathLike[str]) -> None:
+        """Let a checkpoint wait for being deleted: while its successor is being written."""
+        local = check_local_path(path)
+        with self._lock:
+            self._waiting[local] = _identity(local)
+
+    def published(self, path: Path) -> None:
+        """Take notice of a new checkpoint, and delete what waited for it.
+
+        If it is doomed itself, that was said while it was being written: it is meant, and not what
+        was there before.
+        """
+        with self._lock:
+            if path in self._waiting:
+                self._waiting[path] = _identity(path)
+            self.retry()
 
     def retry(self) -> None:
         """Delete what waited and is free now.
 
         What cannot be deleted is left where it is: it takes up room, but a run does not end for it.
         """
-        for path, identity in list(self._waiting.items()):
-            try:
-                waits = _identity(path) == identity and not self._try(path)
-            except OSError as error:
-                log.warning("%s could not be deleted: %s", path, error)
-                waits = False
-            if not waits:
-                del self._waiting[path]
+        with self._lock:
+            for path, identity in list(self._waiting.items()):
+                try:
+                    waits = _identity(path) == identity and not self._try(path)
+                except OSError as error:
+                    log.warning("%s could not be deleted: %s", path, error)
+                    waits = False
+                if not waits:
+                    del self._waiting[path]
 
     def _try(self, path: Path) -> bool:
         """Delete a checkpoint; False: it has to wait."""

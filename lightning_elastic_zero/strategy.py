@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from lightning_elastic_zero.api import (
     LoadOptions,
     SaveOptions,
     load_with,
-    save_with,
 )
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
 from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
@@ -33,8 +31,9 @@ from lightning_elastic_zero.engine import (
     version_of,
 )
 from lightning_elastic_zero.progress import with_loader_states
+from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
-from lightning_elastic_zero.retention import Retention
+from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import keep_configured_rates
 
 if TYPE_CHECKING:
@@ -68,6 +67,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         save_module_weights: bool = False,
         allow_pickle: bool = False,
         fall_back: bool = False,
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         """Take the parents' arguments, and those for saving and loading.
@@ -88,6 +88,12 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             fall_back: where the checkpoint that ``fit(ckpt_path=...)`` is given is damaged, go on
                 from the newest older one in its folder that is sound, with a warning. Otherwise
                 the error names it.
+            async_save: let training wait for a copy of the state in host memory only, and write
+                and publish it in the background. A checkpoint is then there some time after
+                ``save_checkpoint`` has returned (``wait_for_save``), and hosts need room for their
+                ranks' state once more. Off by default: scripts that copy or link what they have
+                just saved rely on finding it, and a host that is almost full would run out of
+                memory at the first save; only you know whether yours can.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -99,10 +105,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         )
         self._save_module_weights = save_module_weights
         self._ranks: Ranks | None = None
-        self._retention = Retention()
+        self._publication = Publication(background=async_save)
         self._resumed = False
-        self.last_save: CheckpointFigures | None = None
-        """Path, seconds and bytes of the last save."""
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
 
@@ -139,6 +143,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
+        self._publication.start(self.global_rank)
 
     def _agree(self) -> Ranks:
         """Give the means of agreement between ranks, made when first needed."""
@@ -181,7 +186,6 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         if storage_options is not None:
             msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
             raise TypeError(msg)
-        self._retention.retry()
         client_state = {
             key: value
             for key, value in checkpoint.items()
@@ -193,28 +197,45 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             exclude_frozen=self.exclude_frozen_parameters,
             module_weights=self._save_module_weights,
         )
-        if not options.weights_only:
-            options = self._with_progress(options, client_state)
+        options = self._with_progress(options, client_state)
         if self._interrupted():
             # A rank that failed alone saves alone: the others will not come. Do not wait long.
+            self._publication.finish_alone()
             with closing(current_ranks(IN_EXCEPTION, "elastic-zero in an exception")) as ranks:
-                self._save(filepath, ranks, client_state, options)
-        else:
-            self._save(filepath, self._agree(), client_state, options)
+                saved = (self.deepspeed_engine, filepath, ranks, client_state, options)
+                self._publication.save(*saved)
+            return
+        saved = (self.deepspeed_engine, filepath, self._agree(), client_state, options)
+        # After SLURM's signal the job ends as soon as this returns.
+        if is_requeued(filepath) or not self._publication.save_behind(
+            *saved, self._checkpoint_folders()
+        ):
+            self._publication.finish(self._agree())
+            self._publication.save(*saved)
 
-    def _save(
-        self,
-        filepath: str | os.PathLike[str],
-        ranks: Ranks,
-        client_state: dict[str, Any],
-        options: SaveOptions,
-    ) -> None:
-        self.last_save = save_with(self.deepspeed_engine, filepath, ranks, client_state, options)
+    def _checkpoint_folders(self) -> list[str]:
+        """Give the folders into which the trainer's callbacks save, and in which they link."""
+        module = self.lightning_module
+        callbacks = [] if module is None else module.trainer.checkpoint_callbacks
+        return [str(d) for c in callbacks if (d := getattr(c, "dirpath", None))]
+
+    @property
+    def last_save(self) -> CheckpointFigures | None:
+        """Path, seconds and bytes of the last save that was published."""
+        return self._publication.last_save
+
+    def wait_for_save(self) -> None:
+        """Wait until what was saved last is published; collective.
+
+        Raises:
+            ElasticZeroError: it could not be; the checkpoint published before is intact.
+        """
+        self._publication.finish(self._agree())
 
     def _with_progress(self, options: SaveOptions, client_state: dict[str, Any]) -> SaveOptions:
         """Add where the run stands, in samples, and what of this moment only the trainer has."""
         module, loops = self.lightning_module, client_state.get("loops", {}).get("fit_loop")
-        if module is None or loops is None:
+        if module is None or loops is None or options.weights_only:
             return options
         trainer = module.trainer
         record = self._continuation.record(trainer, loops, self.world_size)
@@ -236,7 +257,19 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint as soon as nothing needs it any more."""
         if self.is_global_zero:
-            self._retention.remove(filepath)
+            self._publication.remove(filepath)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, between backward and the step waiting for the copies that a save still makes."""
+        closure = self._publication.then_wait_for_copies(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -267,10 +300,11 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             # An evaluation of another checkpoint than the one that was named is no use to anybody.
             fall_back=self._load_options.fall_back and self._fitting(),
         )
+        self.wait_for_save()
         loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
         self._resumed = True
         self.last_load = loaded.figures
-        self._retention.protect(loaded.figures.path)
+        self._publication.resumed_from(loaded.figures.path)
         return self._trainer_state(loaded)
 
     def _trainer_state(self, loaded: Loaded) -> dict[str, Any]:
@@ -291,7 +325,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         if fitting and manifest.weights_only:
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
             return self._without_progress(state)
-        if fitting and (module := self.lightning_module) is not None:
+        if fitting and module is not None:
             where = loaded.figures.path
             self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
         if fitting and not self._load_options.hyperparameters:
@@ -315,6 +349,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; at the end of a resume, agree first on what was resumed."""
+        self._publication.set_links_back()
         if RESUME_END in (*args, kwargs.get("name")):
             self._agree_on_resume()
         super().barrier(*args, **kwargs)
@@ -331,59 +366,33 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     def _say_what_was_not_resumed(self) -> None:
         """Training starts at step 0: say so, loudly where there is something to resume."""
-        module = self.lightning_module
-        if module is None:
-            return
-        callbacks = module.trainer.checkpoint_callbacks
-        folders = {str(d) for c in callbacks if (d := getattr(c, "dirpath", None))}
-        found = [p for folder in sorted(folders) for p in sorted(Path(folder).glob("*.ckpt"))]
-        dangling = [p for p in found if p.is_symlink() and not p.exists()]
-        if dangling:
-            rank_zero_warn(
-                f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is "
-                "gone. Pass the checkpoint that you want as ckpt_path."
-            )
-        elif found:
-            rank_zero_warn(
-                f"Training starts from step 0, although {found[0].parent} holds {len(found)} "
-                f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
-            )
-        else:
-            rank_zero_info("No checkpoint was loaded: training starts from step 0.")
+        text, loud = what_was_not_resumed(self._checkpoint_folders())
+        (rank_zero_warn if loud else rank_zero_info)(text)
 
     # -- the end -----------------------------------------------------------------------------
 
     @override
+    def on_train_end(self) -> None:
+        """Wait for the save in flight; raise on all ranks what it failed by."""
+        self.wait_for_save()
+        super().on_train_end()
+
+    @override
     def teardown(self) -> None:
-        """Delete what waited, and stop agreeing; no collective, since ranks may be gone."""
-        if self.is_global_zero:
-            self._retention.retry()
+        """End saving and agreeing, before tensors move; no collective, since ranks may be gone."""
+        failure = self._publication.stop(interrupted=self._interrupted())
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
         super().teardown()
+        if failure is not None:
+            raise failure
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names ``elastic_deepspeed...``, one for each of Lightning's own."""
-        base, offload = "elastic_deepspeed", {"offload_optimizer": True}
-        both = {**offload, "offload_parameters": True}
-        nvme = {
-            "remote_device": "nvme",
-            "offload_params_device": "nvme",
-            "offload_optimizer_device": "nvme",
-        }
-        names: dict[str, dict[str, Any]] = {
-            base: {},
-            f"{base}_stage_1": {"stage": 1},
-            f"{base}_stage_2": {"stage": 2},
-            f"{base}_stage_2_offload": {"stage": 2, **offload},
-            f"{base}_stage_3": {"stage": 3},
-            f"{base}_stage_3_offload": {"stage": 3, **both},
-            f"{base}_stage_3_offload_nvme": {"stage": 3, **both, **nvme},
-        }
-        for name, arguments in names.items():
+        """Register the names ``elastic_deepspeed...``."""
+        for name, arguments in REGISTERED.items():
             description = f"Elastic DeepSpeed: {arguments or 'defaults'}"
             strategy_registry.register(name, cls, description, override=True, **arguments)
 

@@ -102,7 +102,8 @@ def _load(
     finally:
         source.close()
     of_ranks = ranks.gather(f"load {directory}: done", lambda: filled.bytes_read) or []
-    figures = CheckpointFigures(str(directory), time.monotonic() - began, sum(of_ranks))
+    seconds = time.monotonic() - began
+    figures = CheckpointFigures(str(directory), seconds, sum(of_ranks), waited_s=seconds)
     return Loaded(filled.client_state, source.manifest, figures)
 
 

@@ -60,16 +60,43 @@ def save(
         UnsupportedError: something in the state has no rule by which it could be saved.
         RanksError: a rank failed, died, or did not call this.
     """
+    return write(
+        path, Draft.make(live, client_state, options), ranks, recovery_script=recovery_script
+    )
+
+
+def write(
+    path: str | os.PathLike[str],
+    draft: Callable[[], Draft],
+    ranks: Ranks,
+    *,
+    recovery_script: Path | None = None,
+    go_on: Callable[[], None] = lambda: None,
+) -> CheckpointFigures:
+    """Write what was drafted and publish it; see ``save``. Collective.
+
+    Args:
+        path: the checkpoint's directory.
+        draft: gives what this rank writes; what it raises fails the save on all ranks.
+        ranks: to agree with, in the thread that runs this.
+        recovery_script: DeepSpeed's, to be laid beside the files.
+        go_on: called between stretches of bytes; what it raises ends the save.
+    """
     began = time.monotonic()
-    draft = _Draft.make(live, client_state, options)
     first = ranks.from_first("save: describe the run", lambda: draft().to_first(path))
     target, save_id = Path(first["path"]), first["save_id"]
     ranks.together("save: compare", lambda: draft().check_like(first, path, ranks.rank))
     staging = staging_path(target, save_id)
+    report = report_bytes("writing", ranks)
+
+    def on_bytes(count: int) -> None:
+        go_on()
+        report(count)
+
     try:
         ranks.from_first(f"save {target}: make a directory", lambda: _stage(target, save_id))
         files = ranks.gather(
-            f"save {target}: write", lambda: _write_files(draft(), staging, first, ranks)
+            f"save {target}: write", lambda: _write_files(draft(), staging, first, ranks, on_bytes)
         )
         ranks.from_first(
             f"save {target}: publish",
@@ -83,11 +110,11 @@ def save(
     seconds, size_bytes = ranks.from_first(
         f"save {target}: done", lambda: [time.monotonic() - began, size_bytes]
     )
-    return CheckpointFigures(str(target), seconds, int(size_bytes))
+    return CheckpointFigures(str(target), seconds, int(size_bytes), waited_s=seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class Draft:
     """What one rank is about to write."""
 
     manifest: Manifest
@@ -98,11 +125,11 @@ class _Draft:
     @classmethod
     def make(
         cls, live: LiveState, client_state: Mapping[str, Any], options: SaveOptions
-    ) -> Callable[[], _Draft]:
+    ) -> Callable[[], Draft]:
         """Give a function that makes the draft once: what it raises must reach all ranks."""
-        made: list[_Draft] = []
+        made: list[Draft] = []
 
-        def draft() -> _Draft:
+        def draft() -> Draft:
             if not made:
                 manifest = live.describe()
                 if options.sampler:
@@ -202,7 +229,11 @@ def _stage(target: Path, save_id: str) -> None:
 
 
 def _write_files(
-    draft: _Draft, staging: Path, first: Mapping[str, Any], ranks: Ranks
+    draft: Draft,
+    staging: Path,
+    first: Mapping[str, Any],
+    ranks: Ranks,
+    on_bytes: Callable[[int], None],
 ) -> list[dict[str, Any]]:
     """Write this rank's files; give their records as plain data."""
     see_token(staging, first["save_id"])
@@ -218,9 +249,7 @@ def _write_files(
             own=differing(draft.client, first["client"]),
             own_objects=() if alike else draft.objects,
         )
-    records = write_rank(
-        staging, manifest, ranks.rank, state, client, report_bytes("writing", ranks)
-    )
+    records = write_rank(staging, manifest, ranks.rank, state, client, on_bytes)
     entries = [asdict(record) for record in records]
     kept = {
         "buffers": bool(ranks.rank and state.module_buffers),
@@ -230,7 +259,7 @@ def _write_files(
 
 
 def _publish(
-    draft: _Draft,
+    draft: Draft,
     target: Path,
     save_id: str,
     files: list[list[dict[str, Any]]],

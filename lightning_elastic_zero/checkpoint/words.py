@@ -89,6 +89,8 @@ class CheckpointFigures:
     """Wall clock, from the call until all ranks were done."""
     bytes: int
     """Written, or read, by all ranks together."""
+    waited_s: float
+    """How long this rank's training stood still for it; less than ``seconds`` in the background."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,11 +75,16 @@ def write_rank(
     """
     write = _Write(directory, manifest, rank, on_bytes)
     files = [write.optimizer_shard(state, client)]
-    if rank == 0 or manifest.stage == STAGE_WEIGHTS:
+    if writes_weights(manifest, rank):
         files.append(write.model_states(state, client))
     if client.objects:
         files.append(write.client_objects(client))
     return files
+
+
+def writes_weights(manifest: Manifest, rank: int) -> bool:
+    """Tell whether a rank writes frozen and low-precision weights; under ZeRO-3, its part."""
+    return rank == 0 or manifest.stage == STAGE_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)

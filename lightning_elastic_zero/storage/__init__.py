@@ -27,6 +27,7 @@ from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_fi
 from lightning_elastic_zero.storage.staging import (
     DOOMED,
     StagedDirectory,
+    make_parents,
     remove_leftovers,
     repair,
     repair_target,
@@ -46,6 +47,7 @@ __all__ = [
     "VerifiedFile",
     "check_local_path",
     "leave_token",
+    "make_parents",
     "no_progress",
     "read_file",
     "remove_leftovers",

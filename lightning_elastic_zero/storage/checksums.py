@@ -18,6 +18,7 @@ from types import TracebackType
 import xxhash
 
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
+from lightning_elastic_zero.storage.writeback import begin_writeback
 
 CHUNK_BYTES = 65536
 """What one checksum covers: a run of bytes is read in whole chunks, to be verified."""
@@ -135,6 +136,7 @@ class ChecksummedWriter:
             part = flat[start : start + _WRITE_BYTES]
             self._add_sums(part)
             self._write_all(part)
+            begin_writeback(self._descriptor, self.size_bytes, part.nbytes)
             self.size_bytes += part.nbytes
             self._on_bytes(part.nbytes)
         return whole.nbytes

@@ -96,7 +96,7 @@ class StagedDirectory:
         staged = cls(target, save_id)
         _refuse_file(target)
         try:
-            _make_parents(target.parent)
+            make_parents(target)
             # The owner comes first: no directory of ours is ever without one.
             write_durably(staged._owner_path, Owner.this_process(target.name).to_json())
             staged.path.mkdir()
@@ -279,7 +279,9 @@ def _refuse_file(target: Path) -> None:
         raise SaveError(msg)
 
 
-def _make_parents(directory: Path) -> None:
+def make_parents(target: Path) -> None:
+    """Make the directories above a target that are missing, so that they outlive a power cut."""
+    directory = target.parent
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):

@@ -6,7 +6,7 @@ import bisect
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, cast
@@ -153,9 +153,13 @@ class ShardBuilder:
 
         """
         with ChecksummedWriter(directory, name, on_bytes) as file:
-            stream = _SubstitutingStream(file, self._placed)
+            no_crc32 = ExitStack()
+            # torch.save looks at the setting before it writes: it is put back at the first byte,
+            # for a file that is written in the background may take minutes.
+            stream = _SubstitutingStream(file, self._placed, on_first=no_crc32.close)
             try:
-                with _without_crc32():
+                with no_crc32:
+                    no_crc32.enter_context(_without_crc32())
                     # Of a file, torch.save uses just these two: write and flush.
                     torch.save(tree, cast("IO[bytes]", stream))
             finally:
@@ -194,14 +198,18 @@ class _SubstitutingStream:
     after it.
     """
 
-    def __init__(self, file: ChecksummedWriter, placed: list[_Placed]) -> None:
+    def __init__(
+        self, file: ChecksummedWriter, placed: list[_Placed], on_first: Callable[[], None]
+    ) -> None:
         self._file = file
+        self._on_first = on_first
         self._placed = sorted(placed, key=lambda one: one.start)
         self._starts = [one.start for one in self._placed]
         self._feeds = [_Feed(one) for one in self._placed]
         self._error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
+        self._on_first()
         view = memoryview(data)
         if self._error is None and view.nbytes:
             try:

@@ -1,0 +1,276 @@
+"""Time what training waits for a save, and what it feels of one that is written behind it.
+
+    python examples/benchmarks/background.py [--stage 3] [--ranks 2] [--megabytes 400] [--rounds 7]
+
+One engine, one disk, one run; every way is taken once in each round, and what is printed are
+medians, and medians of ratios round by round. The same bytes are the state of all ranks, masters
+and Adam's two moments: copied within memory, which is the least that a snapshot can cost, and
+written and synced raw, one file for each rank, which is the least that a save can.
+
+``torch.distributed.checkpoint`` is given the same tensors, each rank its own, as plain tensors
+under the rank's name; its planner then writes them where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.multiprocessing.spawn import spawn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from save_load import (  # type: ignore[import-not-found] # a script, beside this one
+    BYTES_PER_PARAMETER,
+    LAYERS,
+    make_engine,
+    sync_tree,
+)
+
+TIMEOUT_S = 1500
+TRAIN_S = 0.5
+"""How long steps are timed without a save, in each round."""
+
+LEAST = {
+    "until": "raw write and fsync",
+    "raw": "raw write and fsync",
+    "step": "step, nothing written",
+    "": "copy in memory",
+}
+"""What a way is compared with, by a word in its name; the first that fits."""
+
+Figures = dict[str, list[float]]
+
+
+def together(work: Callable[[], object]) -> float:
+    """Give the seconds until the slowest rank has done its work."""
+    distributed.barrier()
+    began = time.perf_counter()
+    work()
+    seconds = torch.tensor(time.perf_counter() - began)
+    distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX)
+    return float(seconds)
+
+
+class Subject:
+    """One rank's engine, and all the ways to save it."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        from lightning_elastic_zero.engine import live_engine  # noqa: PLC0415 - slow to import
+        from lightning_elastic_zero.publication import Publication  # noqa: PLC0415
+        from lightning_elastic_zero.ranks import current_ranks  # noqa: PLC0415
+
+        self.engine = make_engine(options.stage, options.width)
+        self.batch = torch.randn(options.batch, options.width)
+        self.folder = folder
+        self.step()
+        self.ranks = current_ranks()
+        self.publication = Publication(background=True)
+        self.publication.start(distributed.get_rank())
+        self.gloo = distributed.new_group(backend="gloo")
+        state = live_engine(self.engine).rank_state(exclude_frozen=False, keep_module_weights=False)
+        self.tensors = [t for f in state.flats for t in (f.master, *f.elementwise.values())]
+        self.spare = [torch.zeros_like(t) for t in self.tensors]
+        self.pending: Any = None
+
+    def step(self) -> None:
+        """Take a training step, with the wait that the strategy has between backward and step."""
+        self.engine.backward(self.engine(self.batch))
+        if hasattr(self, "publication"):
+            self.publication.wait_for_copies()
+        self.engine.step()
+
+    def copy(self) -> None:
+        """Copy the state within memory."""
+        for to, source in zip(self.spare, self.tensors, strict=True):
+            to.copy_(source)
+
+    def write_raw(self) -> None:
+        """Write the state's bytes into one file, and sync it."""
+        path = self.folder / f"raw-{distributed.get_rank()}"
+        path.unlink(missing_ok=True)
+        with path.open("wb", buffering=0) as file:
+            for tensor in self.tensors:
+                data = tensor.detach().view(torch.uint8).numpy().data
+                for start in range(0, len(data), 8 << 20):
+                    file.write(data[start : start + (8 << 20)])
+            os.fsync(file.fileno())
+
+    def save_stock(self) -> None:
+        """Save as stock DeepSpeed does, with the fsync that it leaves to the system."""
+        self.engine.save_checkpoint(str(self.folder / "stock"), tag="checkpoint")
+        sync_tree(self.folder / "stock")
+
+    def _what(self) -> tuple[Any, Path, Any, dict[str, Any], Any]:
+        from lightning_elastic_zero.api import SaveOptions  # noqa: PLC0415
+
+        return self.engine, self.folder / "ours.ckpt", self.ranks, {}, SaveOptions()
+
+    def save_blocking(self) -> None:
+        """Save while training waits."""
+        self.publication.save(*self._what())
+
+    def save_behind(self) -> None:
+        """Save in the background."""
+        self.publication.save_behind(*self._what(), [])
+
+    def finish(self) -> None:
+        """Wait for the save in the background."""
+        self.publication.finish(self.ranks)
+
+    def save_dcp(self) -> None:
+        """Save as torch.distributed.checkpoint does in the background."""
+        rank = distributed.get_rank()
+        state = {f"{rank}.{i}": t.detach() for i, t in enumerate(self.tensors)}
+        target = self.folder / "dcp"
+        self.pending = async_save(state, checkpoint_id=target, process_group=self.gloo)
+
+    def finish_dcp(self) -> None:
+        """Wait for it."""
+        self.pending.result()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> tuple[Figures, int]:
+    """Time all of it, in turn, on this rank."""
+    subject = Subject(options, folder)
+    figures: Figures = {}
+    for _ in range(options.rounds + 1):
+        for name, seconds in one_round(subject).items():
+            figures.setdefault(name, []).append(seconds)
+    written = subject.publication.last_save
+    subject.publication.stop(interrupted=False)
+    subject.ranks.close()
+    first = {"ours behind, stall, first time": figures["ours behind, stall"][:1]}
+    size_bytes = written.bytes if written is not None else 0
+    return {**first, **{name: seconds[1:] for name, seconds in figures.items()}}, size_bytes
+
+
+def one_round(subject: Subject) -> dict[str, float]:
+    """Take every way once."""
+    found = {"copy in memory": together(subject.copy)}
+    found["raw write and fsync"] = together(subject.write_raw)
+    found["stock DeepSpeed, stall"] = together(subject.save_stock)
+    found["ours blocking, stall"] = together(subject.save_blocking)
+    found["ours behind, stall"] = together(subject.save_behind)
+    found["ours behind, until published"] = found["ours behind, stall"] + together(subject.finish)
+    found["dcp async_save, stall"] = together(subject.save_dcp)
+    found["dcp async_save, until done"] = found["dcp async_save, stall"] + together(
+        subject.finish_dcp
+    )
+    until = time.perf_counter() + TRAIN_S
+    found["step, nothing written"] = mean_step(subject, lambda: time.perf_counter() > until)
+    began = time.perf_counter()
+    subject.save_behind()
+    found["step, ours writing"] = mean_step(subject, lambda: not writing(subject))
+    subject.finish()
+    found["ours, until published in training"] = time.perf_counter() - began
+    figures = subject.publication.last_save
+    found["ours in training, stall in all"] = figures.waited_s if figures is not None else 0.0
+    subject.save_dcp()
+    found["step, dcp writing"] = mean_step(subject, lambda: bool(subject.pending.done()))
+    subject.finish_dcp()
+    return found
+
+
+def writing(subject: Subject) -> bool:
+    """Tell whether a background save is in flight."""
+    writer = subject.publication._writer  # noqa: SLF001 - nobody else asks
+    return writer is not None and writer.busy
+
+
+def mean_step(subject: Subject, over: Callable[[], bool]) -> float:
+    """Give the mean time of steps, until a rank says that it is over."""
+    distributed.barrier()
+    began, steps = time.perf_counter(), 0
+    while True:
+        subject.step()
+        steps += 1
+        done = torch.tensor(float(over()))
+        distributed.all_reduce(done, op=distributed.ReduceOp.MAX)
+        if done:
+            return (time.perf_counter() - began) / steps
+
+
+def work_as(rank: int, options: argparse.Namespace, port: int, folder: Path) -> None:
+    """Be one rank."""
+    variables = {"RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    sys.stdout = sys.stderr  # DeepSpeed prints on every rank
+    from lightning_elastic_zero.engine import use_accelerator  # noqa: PLC0415
+
+    use_accelerator("cpu")
+    import deepspeed  # noqa: PLC0415
+
+    deepspeed.init_distributed("gloo")
+    figures = measure(options, folder)
+    if rank == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def main() -> None:
+    """Run the ranks, and print what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=400, help="of optimizer state, all ranks")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=8, help="samples per step and rank")
+    parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
+    options = parser.parse_args()
+    numel = options.megabytes * 1e6 / BYTES_PER_PARAMETER
+    options.width = int((numel / LAYERS) ** 0.5)
+    state_bytes = LAYERS * (options.width**2 + options.width) * BYTES_PER_PARAMETER
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        ranks = (options, port, folder)
+        context = spawn(work_as, ranks, nprocs=options.ranks, join=False)  # type: ignore[no-untyped-call]
+        deadline = time.monotonic() + TIMEOUT_S
+        while not context.join(timeout=max(deadline - time.monotonic(), 0)):
+            if time.monotonic() > deadline:
+                sys.exit(f"the ranks took more than {TIMEOUT_S} s")
+        figures, written = json.loads((folder / "figures.json").read_text())
+        report(options, figures, state_bytes, written)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def report(options: argparse.Namespace, figures: Figures, state_bytes: int, written: int) -> None:
+    """Print medians and ratios."""
+    print(
+        f"ZeRO-{options.stage}, {options.ranks} ranks, {state_bytes / 1e6:.0f} MB of state, "
+        f"{options.rounds} rounds, seconds are medians; ours wrote {written / state_bytes:.4f} "
+        "times the state"
+    )
+    print(f"{'':36}{'seconds':>9}{'GB/s':>7}{'times the least':>17}")
+    for name, seconds in figures.items():
+        middle = statistics.median(seconds)
+        speed = "" if "step" in name else f"{state_bytes / middle / 1e9:.2f}"
+        base = figures[next(least for word, least in LEAST.items() if word in name)]
+        ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=False))
+        print(f"{name:36}{middle:9.4f}{speed:>7}{ratio:17.2f}")
+
+
+if __name__ == "__main__":
+    main()

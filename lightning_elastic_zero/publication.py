@@ -1,0 +1,217 @@
+"""Where checkpoints appear and vanish: saves, deletions and links, in an order that is safe.
+
+Saved while training waits, a checkpoint is there when ``save`` returns. Saved in the background, it
+is there later: what ``ModelCheckpoint`` deletes and links meanwhile waits for it, and stays as it
+was if it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.api import CheckpointFigures, SaveOptions, save_with
+from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, LiveState
+from lightning_elastic_zero.engine import live_engine, recovery_script
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.links import WaitingLinks
+from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
+from lightning_elastic_zero.retention import Retention
+from lightning_elastic_zero.storage import check_local_path, make_parents
+
+_WRITERS = RankTimes(absent_s=60.0)
+"""Writers come to a step together: training's threads have just agreed on a snapshot."""
+
+log = logging.getLogger(__name__)
+
+
+class Publication:
+    """Saves the checkpoints of a run, and deletes those that it does not need any more."""
+
+    def __init__(self, *, background: bool) -> None:
+        """Begin with no run.
+
+        Args:
+            background: whether saves go to the background during a run.
+        """
+        self.last_save: CheckpointFigures | None = None
+        """What the last save cost that was published."""
+        self._background = background
+        self._writer: BackgroundWriter | None = None
+        self._is_first = False
+        self._retention = Retention()
+        self._links = WaitingLinks()
+        self._failed = False
+
+    def start(self, rank: int) -> None:
+        """Begin a run. Every rank does, where saves go to the background."""
+        self._is_first = rank == 0
+        if self._background and self._writer is None:
+            ranks = current_ranks(_WRITERS, "elastic-zero in the background")
+            self._writer = BackgroundWriter(ranks, self._ended)
+
+    def resumed_from(self, path: str) -> None:
+        """Keep the checkpoint that the run was resumed from."""
+        self._retention.protect(path)
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+        path: str | os.PathLike[str],
+        ranks: Ranks,
+        client_state: Mapping[str, Any],
+        options: SaveOptions,
+    ) -> None:
+        """Save while training waits. Collective; no save is in flight (``finish``)."""
+        if not self._failed:
+            self._retention.retry()
+        self.last_save = save_with(engine, path, ranks, client_state, options)
+        self._failed = False
+
+    def save_behind(
+        self,
+        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+        path: str | os.PathLike[str],
+        ranks: Ranks,
+        client_state: Mapping[str, Any],
+        options: SaveOptions,
+        link_folders: Iterable[str],
+    ) -> bool:
+        """Save in the background, when the save before has ended. Collective.
+
+        Args:
+            engine: DeepSpeed's.
+            path: the checkpoint's directory.
+            ranks: training's own line.
+            client_state: the trainer's part.
+            options: what is written.
+            link_folders: where links to checkpoints may be made.
+
+        Returns:
+            False: there is no run any more; nothing was done.
+        """
+        if self._writer is None:
+            return False
+
+        def look() -> LiveState:
+            if self._is_first:
+                target = check_local_path(path)
+                _make_folder(target)
+                folders = (target.parent, *map(check_local_path, link_folders))
+                self._links.expect(target, folders)
+            return live_engine(engine)
+
+        script = recovery_script()
+        self._writer.save(path, look, ranks, client_state, options=options, recovery_script=script)
+        return True
+
+    def _ended(self, target: Path, figures: CheckpointFigures | None) -> None:
+        """In the writer's thread: go on with what waited for a checkpoint."""
+        self._failed = figures is None
+        if figures is not None:
+            self.last_save = figures
+        if self._is_first:
+            self._links.release(published=figures is not None)
+            if figures is not None:
+                self._retention.published(target)
+
+    def wait_for_copies(self) -> None:
+        """Wait until the optimizer may step; no collective."""
+        if self._writer is not None:
+            self._writer.wait_for_copies()
+
+    def then_wait_for_copies(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Give a closure (forward and backward) after which the optimizer may step."""
+
+        def forward_and_backward() -> Any:  # noqa: ANN401 - what a closure gives
+            result = closure()
+            self.wait_for_copies()
+            return result
+
+        return forward_and_backward
+
+    # -- deletions and links, on the first rank ------------------------------------------------
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint as soon as nothing needs it, and its successor is published."""
+        self._retention.doom(path)
+        if not (self._failed or (self._writer is not None and self._writer.busy)):
+            self._retention.retry()
+
+    def set_links_back(self) -> None:
+        """Let no link name what is not published yet."""
+        if self._is_first and self._writer is not None:
+            self._links.set_back()
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finish(self, ranks: Ranks) -> None:
+        """Wait for the save in flight. Collective.
+
+        Raises:
+            ElasticZeroError: it failed; the last published checkpoint is intact.
+        """
+        if self._writer is not None:
+            self._writer.finish(ranks)
+
+    def finish_alone(self) -> None:
+        """After an exception: let the save in flight end, or end it; no collective."""
+        if self._writer is not None and (failure := self._writer.settle_alone(PATIENCE_S)):
+            log.error("%s", failure)
+
+    def stop(self, *, interrupted: bool) -> ElasticZeroError | None:
+        """End the run, and delete what waited; no collective, since ranks may be gone.
+
+        Args:
+            interrupted: by an exception or a signal: the save in flight has to be quick.
+
+        Returns:
+            What the last save failed by, where nobody was told so far; interrupted, it is logged.
+        """
+        failure = None
+        if self._writer is not None:
+            failure = self._writer.stop(PATIENCE_S if interrupted else None)
+            self._writer = None
+        if self._is_first and not self._failed:
+            self._retention.retry()
+        if interrupted and failure is not None:
+            log.error("%s", failure)
+            return None
+        return failure
+
+
+def _make_folder(target: Path) -> None:
+    """Let a link be made beside a checkpoint that is not there yet."""
+    try:
+        make_parents(target)
+    except OSError as error:
+        msg = f"Could not make {target.parent} for a checkpoint: {error.strerror}."
+        raise SaveError(msg) from error
+
+
+def is_requeued(path: str | os.PathLike[str]) -> bool:
+    """Tell by Lightning's name for it whether SLURM ends the job right after this save."""
+    return Path(path).name.startswith("hpc_ckpt_")
+
+
+def what_was_not_resumed(folders: Iterable[str]) -> tuple[str, bool]:
+    """Say that training starts at step 0; and whether to be loud, since there is something."""
+    found = [p for folder in sorted(set(folders)) for p in sorted(Path(folder).glob("*.ckpt"))]
+    if dangling := [p for p in found if p.is_symlink() and not p.exists()]:
+        text = (
+            f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is "
+            "gone. Pass the checkpoint that you want as ckpt_path."
+        )
+    elif found:
+        text = (
+            f"Training starts from step 0, although {found[0].parent} holds {len(found)} "
+            f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
+        )
+    else:
+        text = "No checkpoint was loaded: training starts from step 0."
+    return text, bool(found)

@@ -1,0 +1,78 @@
+"""The memory of snapshots: allocated once, as large as the state, and used again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.checkpoint.host_memory import HostMemory
+from lightning_elastic_zero.checkpoint.snapshot import isolated
+
+STATE = [
+    torch.zeros(1000),
+    torch.zeros(7, 3, dtype=torch.bfloat16),
+    torch.zeros(0),
+    torch.zeros((), dtype=torch.int64),
+    torch.zeros(5, dtype=torch.uint8),
+]
+
+
+def test_what_is_given_is_alike_and_apart() -> None:
+    """Each tensor has its source's shape and type, and no two share a byte."""
+    given = HostMemory().like(STATE)
+    for value, (tensor, source) in enumerate(zip(given, STATE, strict=True)):
+        assert (tensor.shape, tensor.dtype) == (source.shape, source.dtype)
+        tensor.fill_(value)
+    assert [bool((tensor == value).all()) for value, tensor in enumerate(given)] == [True] * 5
+
+
+def test_memory_is_used_again() -> None:
+    """A second save of no larger state takes no new memory; a larger one takes what it needs."""
+    memory = HostMemory()
+    first = memory.like(STATE)[0].data_ptr()
+    size_bytes = memory.size_bytes
+    state_bytes = sum(t.numel() * t.element_size() for t in STATE)
+    assert state_bytes <= size_bytes <= state_bytes + 64 * len(STATE)
+    assert memory.like(STATE[:2])[0].data_ptr() == first
+    assert memory.size_bytes == size_bytes
+    memory.like([torch.zeros(5000)])
+    assert memory.size_bytes == 20032
+    memory.release()
+    assert memory.size_bytes == 0
+
+
+@pytest.mark.gpu
+def test_pinned_memory_takes_copies_behind() -> None:
+    """What a side stream copies into it is what the device held."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    source = torch.randn(1 << 20, device="cuda")
+    memory = HostMemory()
+    (target,) = memory.like([source])
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(target, source.cpu())
+    memory.release()
+
+
+def test_a_copy_of_plain_data_is_nobody_elses() -> None:
+    """Changing what was copied, however deep, changes nothing in the copy."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    tree: dict[str, Any] = {
+        "a": [1, {"t": torch.ones(2)}, (torch.ones(1),)],
+        "w": weight,
+        "same": weight,
+    }
+    copied = isolated(tree)
+    tree["a"][1]["t"].zero_()
+    tree["a"][2][0].zero_()
+    tree["a"].append(2)
+    weight.data.zero_()
+    assert len(copied["a"]) == 3
+    assert copied["a"][1]["t"].tolist() == [1.0, 1.0]
+    assert copied["a"][2][0].item() == 1.0
+    assert type(copied["w"]) is torch.nn.Parameter
+    assert copied["w"].tolist() == [1.0, 1.0]
+    assert copied["same"] is copied["w"]

@@ -1,0 +1,174 @@
+"""Trainers that save in the background, with writers that tests hold and let fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._fitting import SMALL_BUCKETS, Data, Net
+
+HELD_S = 60.0
+
+
+def in_background() -> bool:
+    """Tell whether this runs in a writer's thread."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+@dataclass
+class Gate:
+    """Part of a callback's state: holds the writer that pickles it, until a file is there."""
+
+    path: str
+    fails_on: int | None = None
+    """The rank whose writer fails here."""
+
+    def __reduce__(self) -> tuple[Callable[..., Gate], tuple[str, int | None]]:
+        """Wait or fail, if this is a writer's thread."""
+        end = time.monotonic() + HELD_S
+        while in_background() and not Path(self.path).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        if in_background() and self.fails_on == comm.get_rank():
+            raise OSError(5, "the disk is broken")
+        return Gate, (self.path, self.fails_on)
+
+
+Deeds = dict[int, Callable[[pl.Trainer], None]]
+
+
+class Director(Callback):
+    """Does deeds after given steps (0: before training, -1: at its end), and holds the gate."""
+
+    def __init__(self, gate: Gate | None, deeds: Deeds) -> None:
+        self.gate, self.deeds = gate, deeds
+        self.tensor, self.steps = torch.zeros(5), [0]
+        self.passes_on: tuple[type[Exception], ...] = ()
+        self.errors: dict[int, str] = {}
+        self.causes: dict[int, list[str]] = {}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Leave the gate, and what every step changes."""
+        return {"gate": self.gate, "tensor": self.tensor, "steps": self.steps}
+
+    def do(self, step: int, trainer: pl.Trainer) -> None:
+        """Do a deed, and keep what it raises."""
+        if step not in self.deeds:
+            return
+        try:
+            self.deeds[step](trainer)
+        except self.passes_on:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is what tests look at
+            self.errors[step] = f"{type(error).__name__}: {error}"
+            self.causes[step] = causes_of(error)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Act after a step."""
+        self.tensor += 1
+        self.steps.append(trainer.global_step)
+        self.do(trainer.global_step, trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Act at the end."""
+        self.do(-1, trainer)
+
+
+def causes_of(error: BaseException) -> list[str]:
+    """Give the classes of an error's causes."""
+    found = []
+    cause = error.__cause__
+    while cause is not None:
+        found.append(type(cause).__name__)
+        cause = cause.__cause__
+    return found
+
+
+@dataclass
+class Run:
+    """One fit of three epochs of two steps."""
+
+    root: str
+    stage: int = 2
+    async_save: bool = True
+    precision: Any = "32-true"
+    epochs: int = 3
+    checkpoint: dict[str, Any] | None = None
+    gated: bool = False
+    fails_on: int | None = None
+    deeds: Deeds = field(default_factory=dict)
+    net: type[Net] = Net
+
+    @property
+    def gate(self) -> Path:
+        """What the writer waits for."""
+        return Path(self.root) / "open"
+
+    def make(self) -> tuple[pl.Trainer, Net, Data, Director]:
+        """Make the Trainer and what it works on."""
+        warnings.simplefilter("ignore")
+        Path(self.root).mkdir(exist_ok=True, parents=True)
+        gate = Gate(str(self.gate), self.fails_on) if self.gated else None
+        director = Director(gate, self.deeds)
+        callbacks: list[Callback] = [director]
+        if self.checkpoint is not None:
+            folder = str(Path(self.root) / "kept")
+            kept = {"enable_version_counter": False, **self.checkpoint}
+            callbacks.append(ModelCheckpoint(dirpath=folder, **kept))
+        options: dict[str, Any] = {
+            "stage": self.stage,
+            "async_save": self.async_save,
+            "allow_pickle": True,
+            **SMALL_BUCKETS,
+        }
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=comm.get_world_size(),
+            strategy=ElasticDeepSpeedStrategy(**options),
+            precision=self.precision,
+            max_epochs=self.epochs,
+            callbacks=callbacks,
+            enable_checkpointing=self.checkpoint is not None,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        return trainer, self.net(), Data(), director
+
+
+def strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
+    """Give the strategy by its type."""
+    assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
+    return trainer.strategy
+
+
+def open_later(gate: Path, seconds: float) -> None:
+    """Let the writer go on in a while, on one rank for all."""
+    if comm.get_rank() == 0:
+        threading.Timer(seconds, gate.touch).start()
+
+
+def whole(path: Path) -> bool:
+    """Tell whether a checkpoint is published."""
+    return (path / "manifest.json").is_file()
+
+
+def kept(run: Run) -> dict[str, str]:
+    """Give the entries of ModelCheckpoint's folder, and what each leads to; "" is no checkpoint."""
+    found = sorted((Path(run.root) / "kept").iterdir())
+    return {p.name: p.resolve().name if whole(p) else "" for p in found if p.name[0] != "."}

@@ -1,0 +1,368 @@
+"""Saving behind training: what is written, when it is there, and who hears that it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.engine._pool import Pools
+from tests.trainer._background import Run, kept, open_later, strategy_of, whole
+
+pytestmark = pytest.mark.engine
+
+
+def save_in_the_midst(run: Run, step: int = 2) -> dict[str, Any]:
+    """Save after a step, train to the end, and only then let the writer write."""
+    seen: dict[str, Any] = {}
+    target = Path(run.root) / "a.ckpt"
+
+    def look(trainer: pl.Trainer) -> None:
+        seen["there at the end"] = target.exists()
+        run.gate.touch()
+
+    run.deeds = {step: lambda trainer: trainer.save_checkpoint(str(target)), -1: look}
+    trainer, net, data, director = run.make()
+    trainer.fit(net, data)
+    figures = strategy_of(trainer).last_save
+    assert figures is not None, (director.errors, director.causes)
+    return {**seen, "errors": director.errors, "figures": figures}
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    """Read all that was written, but for what tells one save from another."""
+    found: dict[str, Any] = {}
+    for file in sorted(checkpoint.rglob("*.pt")):
+        found[file.name] = _without_ids(torch.load(file, weights_only=True))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    return found | {
+        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files")}
+    }
+
+
+def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
+    if isinstance(tree, torch.Tensor):
+        return (
+            str(tree.dtype),
+            tuple(tree.shape),
+            tree.contiguous().view(-1).view(torch.uint8).tolist(),
+        )
+    if isinstance(tree, dict):
+        return {k: _without_ids(v) for k, v in tree.items() if k not in ("save_id", "pickle")}
+    if isinstance(tree, (list, tuple)):
+        return [_without_ids(v) for v in tree]
+    return tree
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "bf16-true"), (3, "32-true")])
+def test_it_equals_a_blocking_save(
+    stage: int, precision: str, pools: Pools, tmp_path: Path
+) -> None:
+    """What is written while training goes on is the state at the save, bit for bit."""
+    blocking = Run(str(tmp_path / "blocking"), stage, async_save=False, precision=precision)
+    behind = Run(str(tmp_path / "behind"), stage, precision=precision)
+    for run in (blocking, behind):
+        run.gated = True
+        pools.run(2, partial(save_in_the_midst, run))
+    expected = files_of(Path(blocking.root) / "a.ckpt")
+    found = files_of(Path(behind.root) / "a.ckpt")
+    assert found.keys() == expected.keys()
+    for name, tree in expected.items():
+        assert found[name] == tree, name
+
+
+def test_training_does_not_wait(pools: Pools, tmp_path: Path) -> None:
+    """While the writer is held, training goes on to its end, and nothing is published."""
+    for seen in pools.run(2, partial(save_in_the_midst, Run(str(tmp_path), gated=True))):
+        assert not seen["there at the end"]
+        assert seen["figures"].waited_s < seen["figures"].seconds
+    assert whole(tmp_path / "a.ckpt")
+
+
+def step_while_copying(run: Run) -> None:
+    """Save, with the thread that copies held until the next step is about to be taken."""
+    target = str(Path(run.root) / "a.ckpt")
+
+    def save(trainer: pl.Trainer) -> None:
+        writer = strategy_of(trainer)._publication._writer
+        assert writer is not None
+        writer._camera._thread.submit(time.sleep, 1.0)
+        trainer.save_checkpoint(target)
+
+    run.deeds = {2: save}
+    trainer, net, data, director = run.make()
+    trainer.fit(net, data)
+    assert not director.errors
+
+
+def test_the_step_waits_for_copies(pools: Pools, tmp_path: Path) -> None:
+    """What is copied behind forward and backward is what was there before the next step."""
+    blocking = Run(str(tmp_path / "blocking"), async_save=False)
+    pools.run(2, partial(save_in_the_midst, blocking))
+    behind = Run(str(tmp_path / "behind"))
+    pools.run(2, partial(step_while_copying, behind))
+    expected = files_of(Path(blocking.root) / "a.ckpt")
+    assert files_of(Path(behind.root) / "a.ckpt") == expected
+
+
+def save_twice(run: Run) -> dict[str, Any]:
+    """Save with a writer that fails, then twice more, the second time with one that does not."""
+    root = Path(run.root)
+    run.gate.touch()
+
+    def again(trainer: pl.Trainer) -> None:
+        director.gate = None
+        trainer.save_checkpoint(str(root / "c.ckpt"))
+
+    run.deeds = {
+        2: lambda trainer: trainer.save_checkpoint(str(root / "a.ckpt")),
+        4: lambda trainer: trainer.save_checkpoint(str(root / "b.ckpt")),
+        5: again,
+    }
+    trainer, net, data, director = run.make()
+    trainer.fit(net, data)
+    return {"errors": director.errors, "causes": director.causes}
+
+
+@pytest.mark.parametrize("fails_on", [0, 1])
+def test_a_failure_is_raised_at_the_next_save(fails_on: int, pools: Pools, tmp_path: Path) -> None:
+    """All ranks hear of it, with its cause; nothing is published, and later saves succeed."""
+    run = Run(str(tmp_path), gated=True, fails_on=fails_on)
+    ranks = pools.run(2, partial(save_twice, run))
+    for seen in ranks:
+        assert list(seen["errors"]) == [4]
+        assert "a.ckpt could not be saved in the background" in seen["errors"][4]
+        assert "the disk is broken" in seen["errors"][4]
+        assert f"rank {fails_on}" in seen["errors"][4]
+        assert seen["errors"][4].startswith("SaveError")
+        assert "SaveError" in seen["causes"][4]
+    assert "OSError" in ranks[fails_on]["causes"][4]
+    assert [p.name for p in sorted(tmp_path.glob("*.ckpt"))] == ["c.ckpt"]
+    assert not list(tmp_path.glob(".zero-*"))
+
+
+def fail_at_the_end(run: Run) -> str:
+    """Save with a writer that fails, and train to the end."""
+    run.gate.touch()
+    run.deeds = {5: lambda trainer: trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))}
+    trainer, net, data, director = run.make()
+    try:
+        trainer.fit(net, data)
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return f"nothing was raised but {director.errors}"
+
+
+def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:
+    """Without another save, all ranks hear of it when training ends."""
+    for error in pools.run(2, partial(fail_at_the_end, Run(str(tmp_path), gated=True, fails_on=1))):
+        assert error.startswith("SaveError")
+        assert "rank 1" in error
+        assert "the disk is broken" in error
+
+
+def save_other(run: Run, trainer: pl.Trainer) -> None:
+    """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
+    run.gate.touch()
+    trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
+    strategy_of(trainer).wait_for_save()
+    trainer.strategy.barrier()
+    run.gate.unlink(missing_ok=True)
+
+
+OTHER = {"other.ckpt": "other.ckpt"}
+
+
+def watch_folder(run: Run) -> dict[str, dict[str, str]]:
+    """Look at ModelCheckpoint's folder while its first and its second save are held, and after."""
+    seen: dict[str, dict[str, str]] = {}
+
+    def first(trainer: pl.Trainer) -> None:
+        trainer.strategy.barrier()
+        seen["first held"] = kept(run)
+        trainer.strategy.barrier()
+        run.gate.touch()
+        strategy_of(trainer).wait_for_save()
+        seen["first there"] = kept(run)
+        trainer.strategy.barrier()
+        run.gate.unlink(missing_ok=True)
+
+    def second(trainer: pl.Trainer) -> None:
+        seen["second held"] = kept(run)
+        trainer.strategy.barrier()
+        run.gate.touch()
+        if run.fails_on is not None and director.gate is not None:
+            director.gate.fails_on = run.fails_on
+        strategy_of(trainer).wait_for_save()
+        seen["second there"] = kept(run)
+
+    run.deeds = {1: partial(save_other, run), 3: first, 5: second}
+    trainer, net, data, director = run.make()
+    trainer.fit(net, data)
+    assert not director.errors, director.errors
+    seen["end"] = kept(run)
+    return seen
+
+
+def test_deletions_wait_for_their_successor(pools: Pools, tmp_path: Path) -> None:
+    """top-k deletes the old checkpoint when the new one is published, and not before."""
+    run = Run(str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"})
+    for seen in pools.run(2, partial(watch_folder, run)):
+        assert seen["first held"] == OTHER
+        assert seen["first there"] == OTHER | {"step=2.ckpt": "step=2.ckpt"}
+        assert seen["second held"] == seen["first there"]
+        assert seen["second there"] == OTHER | {"step=4.ckpt": "step=4.ckpt"}
+        assert seen["end"] == OTHER | {"step=6.ckpt": "step=6.ckpt"}
+
+
+def linked(name: str) -> dict[str, str]:
+    """Give a checkpoint and the link to it."""
+    return {"last.ckpt": name, name: name}
+
+
+def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
+    """last.ckpt leads to the last published checkpoint while the next one is written."""
+    options = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
+    for seen in pools.run(
+        2, partial(watch_folder, Run(str(tmp_path), gated=True, checkpoint=options))
+    ):
+        assert seen["first held"] == OTHER
+        assert seen["first there"] == OTHER | linked("step=2.ckpt")
+        assert seen["second held"] == seen["first there"]
+        assert seen["second there"] == OTHER | linked("step=4.ckpt")
+        assert seen["end"] == OTHER | linked("step=6.ckpt")
+
+
+def fail_the_second(run: Run) -> tuple[dict[str, str], str]:
+    """Let the writer of ModelCheckpoint's second save fail; give what is left."""
+
+    def other_first(trainer: pl.Trainer) -> None:
+        save_other(run, trainer)
+        trainer.strategy.barrier()
+        run.gate.touch()
+
+    def break_disk(_: pl.Trainer) -> None:
+        assert director.gate is not None
+        director.gate.fails_on = 1
+
+    run.deeds = {1: other_first, 3: break_disk}
+    trainer, net, data, director = run.make()
+    error = ""
+    try:
+        trainer.fit(net, data)
+    except Exception as raised:  # noqa: BLE001 - it is what the test looks at
+        error = str(raised)
+    return kept(run), error
+
+
+@pytest.mark.parametrize("save_last", [None, "link"])
+def test_a_failure_deletes_nothing(save_last: str | None, pools: Pools, tmp_path: Path) -> None:
+    """Where the successor could not be written, the old checkpoint and the link to it stay."""
+    options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
+    run = Run(str(tmp_path), gated=True, epochs=2, checkpoint=options)
+    old = linked("step=2.ckpt") if save_last else {"step=2.ckpt": "step=2.ckpt"}
+    for left, error in pools.run(2, partial(fail_the_second, run)):
+        assert "the disk is broken" in error
+        assert left == OTHER | old
+
+
+def do_now(what: str, trainer: pl.Trainer, first: Path) -> None:
+    """Do what has to wait for a save."""
+    if what == "save":
+        trainer.save_checkpoint(str(first.with_name("b.ckpt")))
+    elif what == "load":
+        trainer.strategy.load_checkpoint(str(first))
+    elif what == "hpc":
+        requeued = first.with_name("hpc_ckpt_1.ckpt")
+        trainer.save_checkpoint(str(requeued))
+        assert whole(requeued)
+    elif what == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        raise {"KeyboardInterrupt": KeyboardInterrupt, "exception": ZeroDivisionError}[what]
+
+
+def save_then(run: Run, what: str) -> dict[str, Any]:
+    """Save with a writer that is held for a second, and at once do something that has to wait."""
+    first = Path(run.root) / "a.ckpt"
+    seen: dict[str, Any] = {}
+
+    def act(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(str(first))
+        seen["before"] = whole(first)
+        trainer.strategy.barrier()
+        open_later(run.gate, 1.0)
+        do_now(what, trainer, first)
+        seen["after"] = whole(first)
+
+    run.deeds = {3: act}
+    trainer, net, data, director = run.make()
+    director.passes_on = (ZeroDivisionError,)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(net, data)
+    except (ZeroDivisionError, SystemExit, SIGTERMException) as error:
+        seen["raised"] = type(error).__name__
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return {**seen, "errors": director.errors, "end": whole(first)}
+
+
+@pytest.mark.parametrize("what", ["save", "load", "hpc"])
+def test_who_needs_it_waits_for_it(what: str, pools: Pools, tmp_path: Path) -> None:
+    """The next save, a load, and the save before SLURM's requeueing wait for the save in flight."""
+    for seen in pools.run(2, partial(save_then, Run(str(tmp_path), gated=True), what)):
+        assert not seen["errors"]
+        assert not seen["before"]
+        assert seen["after"]
+
+
+@pytest.mark.parametrize("what", ["exception", "SIGTERM", "KeyboardInterrupt"])
+def test_an_interrupted_run_ends_its_save(what: str, pools: Pools, tmp_path: Path) -> None:
+    """Where the run ends early, what is in flight is still published, and nothing is left over."""
+    for seen in pools.run(2, partial(save_then, Run(str(tmp_path), gated=True), what)):
+        assert "raised" in seen
+        assert not seen["before"]
+        assert seen["end"]
+    assert not list(tmp_path.glob(".zero-*"))
+
+
+def test_saving_in_an_exception(pools: Pools, tmp_path: Path) -> None:
+    """With a save in flight, ModelCheckpoint(save_on_exception=True) saves, and waits for it."""
+    options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
+    run = Run(str(tmp_path), gated=True, checkpoint=options)
+    for seen in pools.run(2, partial(save_then, run, "exception")):
+        assert seen["end"]
+    assert kept(run)["step=3.ckpt"] == "step=3.ckpt"
+    places = (tmp_path / "a.ckpt", tmp_path / "kept" / "step=3.ckpt")
+    first, second = ((place / "manifest.json").stat().st_mtime_ns for place in places)
+    assert first < second
+
+
+def save_after(run: Run) -> bool:
+    """Save when the fit is over."""
+    trainer, net, data, _ = run.make()
+    trainer.fit(net, data)
+    trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))
+    return whole(Path(run.root) / "a.ckpt")
+
+
+def test_after_the_fit_nothing_is_in_the_background(pools: Pools, tmp_path: Path) -> None:
+    """A checkpoint that is saved after the fit is there when the call returns."""
+    assert all(pools.run(2, partial(save_after, Run(str(tmp_path), epochs=1))))
+
+
+def test_one_rank(pools: Pools, tmp_path: Path) -> None:
+    """One rank, which has nobody to agree with, saves in the background too."""
+    run = Run(str(tmp_path), gated=True)
+    assert not pools.run(1, partial(save_in_the_midst, run))[0]["there at the end"]
+    assert whole(tmp_path / "a.ckpt")
