@@ -258,7 +258,7 @@ def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | 
         case "lambda":
             return {"scheduler": rates.LambdaLR(optimizer, _factor), "interval": "step"}
         case "plateau":
-            made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+            made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
             return {"scheduler": made, "interval": "epoch", "monitor": "val"}
     return None
 

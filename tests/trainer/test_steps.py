@@ -54,7 +54,7 @@ SCENARIOS: dict[str, Run] = {
     "validated over epochs": Run(
         validate=True, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
     ),
-    "plateau": Run(validate=True, schedule="plateau"),
+    "plateau": Run(validate=True, schedule="plateau", epochs=4),
     "epochs' schedule": Run(validate=True, schedule="epoch"),
     "every third step": Run(schedule="frequency"),
     "one cycle": Run(schedule="onecycle"),
@@ -92,7 +92,8 @@ class Reference:
             # The names tell steps of an epoch; epochs are shorter here.
             at |= {"epoch 0": self.steps, "starting 1": self.steps, "inside 1.0": self.steps}
             at |= {"step 1.3": self.steps + 3}
-        return {name: min(at[name], total) for name in at if name in made}
+        at |= {"end": total, "after": total}
+        return {name: at[name] for name in at if name in made}
 
     def resumed(self, point: str) -> Run:
         """Give the run that goes on from a save."""
