@@ -45,7 +45,7 @@ def files_of(checkpoint: Path) -> dict[str, Any]:
         found[file.name] = _without_ids(torch.load(file, weights_only=True))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     return found | {
-        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files")}
+        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files", "digest")}
     }
 
 
