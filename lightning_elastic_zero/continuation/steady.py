@@ -124,6 +124,19 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
             return dataloader
         return self._continuation.process_loader(dataloader, module.trainer, self.global_rank)
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Tell Lightning that DeepSpeed gathers gradients; but an epoch ends with a step.
+
+        Of data without a length the last window may be short. Lightning steps there with other
+        strategies; DeepSpeed would carry its gradients into the next epoch.
+        """
+        if (module := self.lightning_module) is None:
+            return True
+        progress = module.trainer.fit_loop.epoch_loop.batch_progress
+        return not (self._fitting() and progress.is_last_batch)
+
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

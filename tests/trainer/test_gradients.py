@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from deepspeed import comm, zero
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
@@ -63,8 +64,25 @@ def expected(length: int, size: int) -> list[float]:
     return weight.tolist()
 
 
+class Stream(IterableDataset[Any]):
+    """The same samples without a length, all of them on every rank."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = data(self.length)
+        yield from (samples[index] for index in range(self.length))
+
+
 def trained(
-    stage: int, length: int, batch_size: int, options: dict[str, Any], **trainer: Any
+    stage: int,
+    length: int,
+    batch_size: int,
+    options: dict[str, Any],
+    *,
+    is_stream: bool = False,
+    **trainer: Any,
 ) -> tuple[list[float], list[tuple[int, int]]]:
     """Fit one epoch; give the weights, and the steps that Lightning and DeepSpeed counted."""
     made = pl.Trainer(
@@ -79,7 +97,10 @@ def trained(
     )
     module = Line()
     pl.seed_everything(0, verbose=False)
-    made.fit(module, DataLoader(data(length), batch_size=batch_size, shuffle=True))
+    loader: DataLoader[Any] = DataLoader(data(length), batch_size=batch_size, shuffle=True)
+    if is_stream:
+        loader = DataLoader(Stream(length), batch_size=batch_size)
+    made.fit(module, loader)
     engine = made.strategy.deepspeed_engine  # type: ignore[attr-defined]
     full = engine.optimizer.single_partition_of_fp32_groups if stage < 3 else None
     del full
@@ -139,3 +160,23 @@ def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -
     for _, counted in worlds.run(2, fit):
         assert counted[-1] == (9, 9)
         assert all(lightning == deepspeed for lightning, deepspeed in counted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_epoch_without_a_length_ends_with_a_step(stage: int, worlds: Pools) -> None:
+    """Seven batches and windows of two: the fourth step is of one batch, and nothing is left over.
+
+    It counts for a half, as it does in Lightning with other strategies.
+    """
+    options = {"accumulate_grad_batches": 2, "max_epochs": 1}
+    fit = partial(trained, stage, 7, 1, {}, is_stream=True, **options)
+    (weight, counted), _ = worlds.run(2, fit)
+    assert counted[-1] == (4, 4)
+    expected = torch.ones(WIDTH)
+    for samples in torch.split(data(7).tensors[0], 2):  # type: ignore[no-untyped-call]
+        gradient = (2 * (samples @ expected)[:, None] * samples).sum(0) / 2
+        expected = expected - RATE * gradient
+    assert weight == pytest.approx(expected.tolist(), abs=1e-6)
+    _, counted = worlds.run(2, partial(fit, max_epochs=3))[0]
+    assert all(lightning == deepspeed for lightning, deepspeed in counted)
+    assert counted[-1] == (12, 12)
