@@ -7,7 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-MODES: dict[str, Mapping[str, Any]] = {"blocking": {}}
+MODES: dict[str, Mapping[str, Any]] = {
+    "blocking": {},
+    "background": {"async_save": True},
+}
 """Options of the strategy, by the name that the tables have."""
 
 

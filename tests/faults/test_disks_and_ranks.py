@@ -131,6 +131,8 @@ def test_a_rank_that_stalls(
     Where it was rank 0, the others' connection to the store that it hosts is lost for good: the run
     trains on, but has to be started anew to save again.
     """
+    if mode.get("async_save"):
+        pytest.skip("behind training, the ranks learn of it at the next save, which is not tried")
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
     options = {"short": short, "saves_again": rank > 0, "strategy": mode}

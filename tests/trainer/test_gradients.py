@@ -173,7 +173,7 @@ def test_an_epoch_without_a_length_ends_with_a_step(stage: int, worlds: Pools) -
     (weight, counted), _ = worlds.run(2, fit)
     assert counted[-1] == (4, 4)
     expected = torch.ones(WIDTH)
-    for samples in torch.split(data(7).tensors[0], 2):  # type: ignore[no-untyped-call]
+    for samples in torch.split(data(7).tensors[0], 2):
         gradient = (2 * (samples @ expected)[:, None] * samples).sum(0) / 2
         expected = expected - RATE * gradient
     assert weight == pytest.approx(expected.tolist(), abs=1e-6)
