@@ -24,12 +24,16 @@ class LiveLoops:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
 
-    def go_on_at(self, position: Position) -> None:
+    def go_on_at(self, position: Position, axis: int | None) -> None:
         """Let the loops begin there.
 
         Three things that Lightning would do otherwise: enter a finished epoch again for one more
         batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
         interrupted, and leave out the next update of ``ReduceLROnPlateau``.
+
+        Args:
+            position: where to go on.
+            axis: of the loggers, where it is not the number of optimizer steps; None if unknown.
         """
         fit, epoch = self._fit, self._epoch
         # Also where the loops were told to begin at a step of an epoch that starts over.
@@ -39,7 +43,9 @@ class LiveLoops:
             self._fill_up()
         fit._restarting = False  # noqa: SLF001
         if self._trainer.lightning_module.automatic_optimization:
-            epoch._batches_that_stepped = self._trainer.global_step - self._ends_batch()  # noqa: SLF001
+            axis = self._trainer.global_step
+        if axis is not None:
+            epoch._batches_that_stepped = axis - self._ends_batch()  # noqa: SLF001
 
     def show_epoch(self, position: Position) -> None:
         """Let the progress bar begin an epoch in its middle; else it does not know its length.
@@ -122,6 +128,14 @@ class LiveLoops:
             iter(fetcher)
             # Lightning ends such an epoch by asking for one more batch, which is not to be drawn.
             fetcher.done |= position.is_over
+
+
+def axis_of(trainer: pl.Trainer) -> int:
+    """Give the loggers' step for the next batch, which is counted when a batch has ended."""
+    epoch = trainer.fit_loop.epoch_loop
+    current = epoch.batch_progress.state_dict()["current"]
+    ending = current["completed"] < current["processed"] or trainer.validating
+    return int(epoch._batches_that_stepped) + ending  # noqa: SLF001
 
 
 def validation_interval(trainer: pl.Trainer) -> None:

@@ -22,6 +22,7 @@ from lightning_elastic_zero.continuation import reports
 from lightning_elastic_zero.continuation.batches import Batches
 from lightning_elastic_zero.continuation.live import (
     LiveLoops,
+    axis_of,
     planned_steps,
     validation_interval,
 )
@@ -152,6 +153,7 @@ class Continuation:
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": record.position.steps == 0
             and _is_ending(trainer.fit_loop.epoch_progress),
+            "axis": axis_of(trainer),
             "plateau_step_pending": _is_ending(trainer.fit_loop.epoch_loop.batch_progress),
         }
 
@@ -264,7 +266,7 @@ class Continuation:
         self._report(pending, now)
         live = LiveLoops(trainer)
         position = place_data(pending, _loaders(trainer), world_size, self._lost_data)
-        live.go_on_at(position)
+        live.go_on_at(position, pending.state.get("axis"))
         live.restore_metrics(pending.state, position)
         live.restart_data(position)
         live.show_epoch(position)

@@ -50,6 +50,8 @@ class Run:
     kind: str = "plain"
     """Of the data: see ``loaders_of``."""
     schedule: str = "none"
+    manual: bool = False
+    """Optimized by the module itself."""
     dropout: float = 0.0
     noise: float = 0.0
     """Drawn for each sample as it is fetched: in the process that fetches it."""
@@ -189,6 +191,7 @@ class Net(pl.LightningModule):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.of = run
+        self.automatic_optimization = not run.manual
         self.ids: list[tuple[int, list[int], float]] = []
         self.rates: dict[int, float] = {}
 
@@ -221,6 +224,11 @@ class Net(pl.LightningModule):
         self.ids.append((step, ids, float(total.detach()) * len(ids)))
         self.rates[step] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
         self.log("loss", total)
+        if self.of.manual:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(total)
+            optimizer.step()
         return total
 
     @override

@@ -67,6 +67,7 @@ SCENARIOS: dict[str, Run] = {
     "user's sampler": Run(kind="sampler"),
     "two loaders": Run(kind="two"),
     "positional arguments": Run(kind="positional"),
+    "manual optimization": Run(manual=True, batch_size=12, dropout=0.2, validate=True),
     "uneven": Run(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
 SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 4}
