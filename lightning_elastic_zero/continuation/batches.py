@@ -126,8 +126,9 @@ def _scale_settings(trainer: pl.Trainer, accumulate: int) -> None:
     """Turn counts of global batches into counts of micro-batches, which is what Lightning takes."""
     if isinstance(trainer.limit_train_batches, int):
         trainer.limit_train_batches *= accumulate
-    if isinstance(trainer.val_check_interval, int):
-        trainer.val_check_interval *= accumulate
+    # Where validation is a matter of time, Lightning's trainer has no such attribute.
+    if isinstance(interval := getattr(trainer, "val_check_interval", None), int):
+        trainer.val_check_interval = interval * accumulate
 
 
 def scale_frequency(configs: list[Any], accumulate: int) -> None:

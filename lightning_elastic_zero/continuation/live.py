@@ -143,11 +143,10 @@ def validation_interval(trainer: pl.Trainer) -> None:
 
     It is then the same step on every number of devices.
     """
-    interval, accumulate = trainer.val_check_interval, trainer.accumulate_grad_batches
-    batches = trainer.num_training_batches
+    # Where validation is a matter of time, there is no such attribute.
+    interval = getattr(trainer, "val_check_interval", None)
+    accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     if not isinstance(interval, float) or batches == float("inf"):
-        return
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
         return
     trainer.val_check_batch = max(1, int(batches // accumulate * interval)) * accumulate
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.continuation import reports
 from lightning_elastic_zero.continuation.loaders import elastic_of, resumer_of
@@ -35,9 +36,15 @@ class Pending:
 
 
 def place_data(
-    pending: Pending, loaders: Sequence[Any], world_size: int, lost_data: LostData
+    pending: Pending, combined: CombinedLoader, world_size: int, lost_data: LostData
 ) -> Position:
     """Let every loader begin at the position, or the epoch anew where that is allowed.
+
+    Args:
+        pending: what was loaded.
+        combined: the training loaders.
+        world_size: data-parallel ranks.
+        lost_data: what to do where a loader cannot begin there.
 
     Returns:
         Where the run goes on.
@@ -45,31 +52,32 @@ def place_data(
     Raises:
         CheckpointMismatchError: a loader cannot begin there, and the epoch is not to start over.
     """
-    position = pending.position
+    position, loaders = pending.position, combined.flattened
     lost = _why_lost(pending, loaders, world_size) if position.steps else ""
     if lost and lost_data == "refuse":
         raise CheckpointMismatchError(_refusal(pending, lost))
     if not lost:
-        _place_all(pending, loaders, position)
+        _place_all(pending, combined, position)
         return position
     rank_zero_warn(
         f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
         f"taken before: {lost}"
     )
     beginning = Position(position.epoch, 0)
-    _place_all(pending, loaders, beginning)
+    _place_all(pending, combined, beginning)
     return beginning
 
 
-def _place_all(pending: Pending, loaders: Sequence[Any], position: Position) -> None:
+def _place_all(pending: Pending, combined: CombinedLoader, position: Position) -> None:
     """Let every loader begin at a position."""
     states = iter(pending.loader_states if position.steps else ())
-    for index, loader in enumerate(loaders):
+    for index, loader in enumerate(combined.flattened):
         # Lightning keeps the states of those that have one, in order.
         state = next(states, None) if isinstance(loader, _Stateful) else None
         elastic, resumer = elastic_of(loader), resumer_of(loader)
         if elastic is not None:
-            _place_sampler(elastic, pending, index, position)
+            _take_seed(elastic, pending, index)
+            elastic.start_at(position.epoch, _step_of(elastic, combined, position))
         elif resumer is not None:
             samples = (pending.record.samples or 0) if position.steps else 0
             resumer.resume_at(position.epoch, samples)
@@ -79,16 +87,23 @@ def _place_all(pending: Pending, loaders: Sequence[Any], position: Position) -> 
             loader.load_state_dict(state)
 
 
-def _place_sampler(
-    elastic: ElasticSampler, pending: Pending, index: int, position: Position
-) -> None:
-    """Let a sampler begin at a position, in the order of the run that saved."""
+def _take_seed(elastic: ElasticSampler, pending: Pending, index: int) -> None:
+    """Let a sampler go on in the order of the run that saved."""
     if pending.is_ours and index < len(pending.record.loaders):
         seed = pending.record.loaders[index].get("seed")
         elastic.seed = seed if type(seed) is int else elastic.seed
-    # Of several loaders the shorter ones begin again and again within an epoch.
-    step = position.steps % max(elastic.steps, 1)
-    elastic.start_at(position.epoch, elastic.steps if position.is_over else step)
+
+
+def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Position) -> int:
+    """Give the step of its own order that a sampler begins at.
+
+    Of several loaders the shorter ones begin again within an epoch, or are exhausted.
+    """
+    if position.is_over:
+        return elastic.steps
+    if combined._mode == "max_size_cycle":  # noqa: SLF001 - there is no public way
+        return position.steps % max(elastic.steps, 1)
+    return min(position.steps, elastic.steps)
 
 
 def _why_lost(pending: Pending, loaders: Sequence[Any], world_size: int) -> str:

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 
 from lightning_elastic_zero.continuation import reports
@@ -139,7 +140,7 @@ class Continuation:
             steps_per_epoch=int(total) // accumulate if total != float("inf") else None,
             planned_steps=planned_steps(trainer, accumulate),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
-            settings={name: getattr(trainer, name) for name in reports.COUNTS_BATCHES},
+            settings={name: getattr(trainer, name, None) for name in reports.COUNTS_BATCHES},
         )
 
     def state(self, trainer: pl.Trainer, record: Record, device: torch.device) -> dict[str, Any]:
@@ -265,7 +266,7 @@ class Continuation:
         now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._report(pending, now)
         live = LiveLoops(trainer)
-        position = place_data(pending, _loaders(trainer), world_size, self._lost_data)
+        position = place_data(pending, _combined(trainer), world_size, self._lost_data)
         live.go_on_at(position, pending.state.get("axis"))
         live.restore_metrics(pending.state, position)
         live.restart_data(position)
@@ -318,8 +319,12 @@ def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: i
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
     """Give the training loaders, flat."""
+    return list(_combined(trainer).flattened)
+
+
+def _combined(trainer: pl.Trainer) -> CombinedLoader:
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - there is no public way
-    return list(combined.flattened) if combined is not None else []
+    return CombinedLoader([]) if combined is None else combined
 
 
 def _batches_done(trainer: pl.Trainer) -> int:

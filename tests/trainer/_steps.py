@@ -19,8 +19,16 @@ import lightning.pytorch as pl
 import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import CombinedLoader
 from torch import distributed, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
@@ -214,7 +222,9 @@ class Net(pl.LightningModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        parts = batch.values() if isinstance(batch, dict) else [batch]
+        several = isinstance(batch, dict) or not isinstance(batch[0], torch.Tensor)
+        of_loaders = batch.values() if isinstance(batch, dict) else batch
+        parts = [part for part in of_loaders if part is not None] if several else [batch]
         total, ids = torch.zeros(()), []
         for x, index in parts:
             total = total + self.loss(x).mean()
@@ -353,6 +363,14 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return DataLoader(Seeking(run.length), batch_size=run.batch_size)
         case "two, one uncut":
             return [made(data, shuffle=True), DataLoader(Stream(run.length), batch_size=3)]
+        case "own distributed sampler":
+            shared: DistributedSampler[Any] = DistributedSampler(
+                data, comm.get_world_size(), comm.get_rank(), shuffle=False
+            )
+            return made(data, sampler=shared)
+        case "two, as long as the longer":
+            two = [made(data, shuffle=True), made(Ids(29, 0.0), shuffle=True)]
+            return CombinedLoader(two, "max_size")
         case "own batches":
             return DataLoader(data, batch_sampler=OwnBatches(run.length, run.batch_size))
         case "torchdata":

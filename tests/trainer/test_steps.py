@@ -66,6 +66,12 @@ SCENARIOS: dict[str, Run] = {
     "last batch dropped": Run(loader={"drop_last": True}),
     "user's sampler": Run(kind="sampler"),
     "two loaders": Run(kind="two"),
+    "two loaders, the longer one": Run(kind="two, as long as the longer"),
+    "own distributed sampler": Run(
+        kind="own distributed sampler", trainer={"use_distributed_sampler": False}
+    ),
+    "loaders made anew": Run(trainer={"reload_dataloaders_every_n_epochs": 1}),
+    "validated by the clock": Run(validate=True, trainer={"val_check_interval": "00:01:00:00"}),
     "positional arguments": Run(kind="positional"),
     "manual optimization": Run(manual=True, batch_size=12, dropout=0.2, validate=True),
     "uneven": Run(global_batch=11, strategy={"allow_uneven_batches": True}),
