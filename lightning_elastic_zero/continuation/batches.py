@@ -13,6 +13,24 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.progress import BatchPlan, plan_batches
 
 
+class GivenSettings:
+    """The trainer's settings as the user has them, whatever was made of them for this fit."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def get(self, trainer: pl.Trainer, name: str) -> Any:  # noqa: ANN401 - of many types
+        """Give what the user has set; what was not made here is the user's."""
+        value = getattr(trainer, name, None)
+        given, made = self._made.get(name, (value, value))
+        return given if value == made else value
+
+    def make(self, trainer: pl.Trainer, name: str, value: object) -> None:
+        """Set a setting for this fit."""
+        self._made[name] = (self.get(trainer, name), value)
+        setattr(trainer, name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class Batches:
     """How many samples a loader gives at once, and how a step is made of them."""
@@ -39,7 +57,8 @@ class Batches:
         Raises:
             UnsupportedError: the plan has other micro-batches than the loader gives.
         """
-        plan, size = self.plan, batch_size_of(loader)
+        # A loader that says nothing is taken at the word of the user.
+        plan, size = self.plan, batch_size_of(loader) or self.most_samples
         if plan is None or (plan.is_even and plan.largest_micro_batch == size):
             return
         even = "" if plan.is_even else "up to "
@@ -80,6 +99,7 @@ class Batches:
 
 def settle_batches(
     trainer: pl.Trainer,
+    settings: GivenSettings,
     world_size: int,
     most_samples: int | None,
     global_batch_size: int | None,
@@ -94,8 +114,9 @@ def settle_batches(
     Raises:
         UnsupportedError: the global batch cannot be cut, or the accumulation was given too.
     """
+    given = int(settings.get(trainer, "accumulate_grad_batches"))
     if global_batch_size is None:
-        accumulate = trainer.accumulate_grad_batches
+        accumulate = given
         return Batches(most_samples, None, world_size, accumulate)
     if most_samples is None:
         msg = (
@@ -104,16 +125,24 @@ def settle_batches(
         )
         raise UnsupportedError(msg)
     plan = plan_batches(global_batch_size, most_samples, world_size, allow_uneven=allow_uneven)
-    if trainer.accumulate_grad_batches not in (1, plan.accumulate):
+    by_itself = not trainer.lightning_module.automatic_optimization
+    if by_itself and not (plan.accumulate == 1 and plan.is_even):
         msg = (
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
+            f"the module optimizes by itself, so each of its batches is a step: "
+            f"global_batch_size={global_batch_size} on {world_size} devices needs a loader with "
+            f"batch_size={-(-global_batch_size // world_size)}, and devices that divide it"
+        )
+        raise UnsupportedError(msg)
+    if given not in (1, plan.accumulate):
+        msg = (
+            f"Trainer(accumulate_grad_batches={given}) and "
             f"global_batch_size={global_batch_size} contradict each other: {world_size} devices "
             f"and micro-batches of {plan.largest_micro_batch} make it {plan.accumulate}. Leave "
             "accumulate_grad_batches out"
         )
         raise UnsupportedError(msg)
-    _scale_settings(trainer, plan.accumulate)
-    trainer.accumulate_grad_batches = plan.accumulate
+    _scale_settings(trainer, settings, plan.accumulate)
+    settings.make(trainer, "accumulate_grad_batches", plan.accumulate)
     even = "" if plan.is_even else "up to "
     rank_zero_info(
         f"Global batch of {global_batch_size}: {world_size} devices x {plan.accumulate} "
@@ -122,13 +151,14 @@ def settle_batches(
     return Batches(most_samples, plan, world_size, plan.accumulate)
 
 
-def _scale_settings(trainer: pl.Trainer, accumulate: int) -> None:
-    """Turn counts of global batches into counts of micro-batches, which is what Lightning takes."""
-    if isinstance(trainer.limit_train_batches, int):
-        trainer.limit_train_batches *= accumulate
-    # Where validation is a matter of time, Lightning's trainer has no such attribute.
-    if isinstance(interval := getattr(trainer, "val_check_interval", None), int):
-        trainer.val_check_interval = interval * accumulate
+def _scale_settings(trainer: pl.Trainer, settings: GivenSettings, accumulate: int) -> None:
+    """Turn counts of global batches into counts of micro-batches, which is what Lightning takes.
+
+    Where validation is a matter of time, Lightning's trainer has no ``val_check_interval``.
+    """
+    for name in ("limit_train_batches", "val_check_interval"):
+        if type(value := settings.get(trainer, name)) is int:
+            settings.make(trainer, name, value * accumulate)
 
 
 def scale_frequency(configs: list[Any], accumulate: int) -> None:
@@ -149,11 +179,8 @@ def batch_size_of(loaders: Any) -> int | None:  # noqa: ANN401 (a loader, or any
     """
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
-        sampler = getattr(loader, "batch_sampler", None)
-        for source in (sampler, loader):
+        for source in (getattr(loader, "batch_sampler", None), loader):
             size = getattr(source, "batch_size", None)
             if type(size) is int and size > 0:
                 return size
-        if sampler is None and hasattr(loader, "batch_size"):
-            return 1  # automatic batching is off: each sample is a batch
     return None

@@ -7,11 +7,13 @@ have; every private name of Lightning's that this library writes to is in this f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.progress import Position
 
@@ -46,6 +48,18 @@ class LiveLoops:
             axis = self._trainer.global_step
         if axis is not None:
             epoch._batches_that_stepped = axis - self._ends_batch()  # noqa: SLF001
+
+    def within_limit(self, position: Position) -> Position:
+        """Take an epoch for over that is shorter now than what was trained of it."""
+        reached = position.steps * self._trainer.accumulate_grad_batches
+        if position.is_over or not position.steps or reached < self._fit.max_batches:
+            return position
+        rank_zero_warn(
+            f"{position.steps} optimizer steps of epoch {position.epoch} were taken, and an epoch "
+            "has no more of them now: it ends here"
+        )
+        self._epoch.batch_progress.is_last_batch = True
+        return replace(position, is_over=True)
 
     def show_epoch(self, position: Position) -> None:
         """Let the progress bar begin an epoch in its middle; else it does not know its length.

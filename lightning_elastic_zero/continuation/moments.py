@@ -47,11 +47,20 @@ class LoaderStates:
     def __init__(self) -> None:
         self._latest: list[Any] | None = None
         self._before: list[Any] | None = None
+        self._is_new = False
+
+    def begin(self, trainer: pl.Trainer, given: list[Any]) -> None:
+        """Begin a fit whose loaders were given these states, and may be a batch ahead already."""
+        self._before = copy.deepcopy(given)
+        self._latest = copy.deepcopy(_states(trainer)) if _keeping(trainer) else None
+        self._is_new = True
 
     def fetched(self, trainer: pl.Trainer, *, is_first: bool) -> None:
         """Note the states, after a batch was fetched and before it is trained on."""
         if _keeping(trainer):
-            self._before = None if is_first else self._latest
+            # In later epochs nobody saw the state before the batch that is fetched ahead.
+            self._before = None if is_first and not self._is_new else self._latest
+            self._is_new = False
             self._latest = copy.deepcopy(_states(trainer))
 
     def now(self, trainer: pl.Trainer) -> list[Any]:

@@ -36,7 +36,7 @@ class Pending:
 
 
 def place_data(
-    pending: Pending, combined: CombinedLoader, world_size: int, lost_data: LostData
+    pending: Pending, combined: CombinedLoader | None, world_size: int, lost_data: LostData
 ) -> Position:
     """Let every loader begin at the position, or the epoch anew where that is allowed.
 
@@ -52,6 +52,8 @@ def place_data(
     Raises:
         CheckpointMismatchError: a loader cannot begin there, and the epoch is not to start over.
     """
+    if combined is None:
+        return pending.position
     position, loaders = pending.position, combined.flattened
     lost = _why_lost(pending, loaders, world_size) if position.steps else ""
     if lost and lost_data == "refuse":
@@ -110,13 +112,11 @@ def _why_lost(pending: Pending, loaders: Sequence[Any], world_size: int) -> str:
     """Say why the data cannot be taken up inside an epoch; empty where it can."""
     if pending.position.is_over:
         return ""
-    for loader in loaders:
-        if elastic_of(loader) is not None or resumer_of(loader) is not None:
-            continue
-        if lost := _why_unplaceable(loader, pending, world_size):
-            if pending.is_ours:
-                return lost
-            rank_zero_warn(f"Data begins with its first batch: {lost}")
+    uncut = [loader for loader in loaders if elastic_of(loader) is None]
+    for lost in filter(None, (_why_unplaceable(loader, pending, world_size) for loader in uncut)):
+        if pending.is_ours:
+            return lost
+        rank_zero_warn(f"Data begins with its first batch: {lost}")
     if not pending.is_ours:
         return ""
     here = [s.describe() if (s := elastic_of(loader)) is not None else {} for loader in loaders]
@@ -130,8 +130,18 @@ def _why_lost(pending: Pending, loaders: Sequence[Any], world_size: int) -> str:
 
 def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
     """Say why a loader whose order is its own cannot begin inside an epoch."""
+    if resumer_of(loader) is not None:
+        known = pending.record.samples is not None
+        return (
+            ""
+            if known
+            else (
+                "it is not known how many samples a step had: pass global_batch_size, and "
+                "logging_batch_size_per_gpu where the loader does not tell its batch_size"
+            )
+        )
     kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
-    if not pending.loader_states:
+    if not pending.loader_states or not isinstance(loader, _Stateful):
         return f"the {kind} cannot be told where to begin"
     saved = pending.record.world_size
     if saved != world_size:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 
 from lightning_elastic_zero.continuation import reports
-from lightning_elastic_zero.continuation.batches import Batches
+from lightning_elastic_zero.continuation.batches import Batches, GivenSettings
 from lightning_elastic_zero.continuation.live import (
     LiveLoops,
     axis_of,
@@ -34,9 +34,11 @@ from lightning_elastic_zero.continuation.loaders import (
 )
 from lightning_elastic_zero.continuation.moments import LoaderStates, Moment
 from lightning_elastic_zero.continuation.placing import LostData, Pending, place_data
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.progress import (
     LOADER_STATES,
+    ElasticSampler,
     Record,
     accumulation_of,
     derive_random_state,
@@ -53,22 +55,32 @@ STATE_KEY = "lightning_elastic_zero"
 class Continuation:
     """The part of the strategy that makes a resumed run take the steps of an uninterrupted one."""
 
-    def __init__(self, lost_data: LostData) -> None:
+    def __init__(self, lost_data: LostData, given: GivenSettings) -> None:
         self._lost_data = lost_data
+        self._given = given
         self._batches: Batches | None = None
         self._pending: Pending | None = None
         self._moment: Moment | None = None
         self._set_aside: dict[str, Any] | None = None
         self._loader_states = LoaderStates()
         self._validated_at = -1
-        self._limit: tuple[int | float, int] | None = None
+        self._limit: int | float = 1.0
+        self._lengths: list[int] = []
+        self._loaders_made = 0
+        self._seeds: list[int | None] = []
 
     # -- setting up --------------------------------------------------------------------------
 
-    def use(self, batches: Batches) -> None:
-        """Take how steps are made of samples, once that is settled."""
+    def use(self, batches: Batches, trainer: pl.Trainer) -> None:
+        """Take how steps are made of samples, once that is settled for a fit."""
         self._batches = batches
-        self._pending = self._moment = None
+        self._pending = self._moment = self._set_aside = None
+        self._validated_at = -1
+        limit = self._given.get(trainer, "limit_train_batches")
+        self._limit = limit * (batches.accumulate if type(limit) is int and batches.plan else 1)
+        self._given.make(trainer, "limit_train_batches", self._limit)
+        self._lengths, self._loaders_made, self._seeds = [], 0, []
+        self._loader_states = LoaderStates()
 
     @property
     def batches(self) -> Batches | None:
@@ -81,11 +93,29 @@ class Continuation:
             return loader
         if not trainer.training:
             return with_own_generator(loader, _seed(), rank)
+        if self._loaders_made and self._loaders_made >= len(_loaders(trainer)) > 0:
+            self._lengths, self._loaders_made = [], 0  # they are made anew
         loader = elastic_loader(loader, self._batches, rank, _seed())
-        if elastic_of(loader) is None:
+        if (elastic := elastic_of(loader)) is None:
             self._batches.check_uncut(loader)
+        else:
+            self._check_first(elastic)
+            if self._loaders_made < len(self._seeds):
+                elastic.seed = self._seeds[self._loaders_made] or elastic.seed
+        self._loaders_made += 1
         self._keep_whole_steps(loader, trainer, self._batches.accumulate)
         return loader
+
+    def _check_first(self, elastic: ElasticSampler) -> None:
+        """Refuse a first loader that is not cut as was settled by the batch size that it had."""
+        plan = self._batches.plan if self._batches is not None else None
+        if plan is not None and not self._loaders_made and elastic.plan != plan:
+            msg = (
+                f"global_batch_size={plan.global_batch_size} was cut for another batch_size than "
+                f"the training loader has, which would make it {elastic.plan.global_batch_size}: "
+                "let train_dataloader give the same batch_size each time that it is called"
+            )
+            raise UnsupportedError(msg)
 
     def _keep_whole_steps(self, loader: object, trainer: pl.Trainer, accumulate: int) -> None:
         """Let ``limit_train_batches`` end an epoch between two optimizer steps.
@@ -93,23 +123,24 @@ class Continuation:
         Lightning begins a new window with each epoch and DeepSpeed does not: gradients of a window
         that an epoch cuts off would flow into the next one's.
         """
-        given = trainer.limit_train_batches
-        if self._limit is not None and given == self._limit[1]:
-            given = self._limit[0]  # as the user has it
+        given = self._limit
         length = len(loader) if isinstance(loader, Sized) and _has_length(loader) else None
         if given == 0 or length is None:
             return
-        batches = min(length, given) if isinstance(given, int) else int(length * given)
+        self._lengths.append(length)
+        # Of several loaders the longest one ends the epoch; shorter ones begin again.
+        longest = max(self._lengths)
+        batches = min(longest, given) if isinstance(given, int) else int(longest * given)
         limit = max(1, batches // accumulate) * accumulate
-        if limit >= length or (isinstance(given, int) and limit == given):
+        if limit == batches or limit > longest:
+            self._given.make(trainer, "limit_train_batches", given)
             return
-        if isinstance(given, int) or given == 1.0:
+        if elastic_of(loader) is None or isinstance(given, int):
             rank_zero_warn(
                 f"{batches} batches per epoch are no multiple of the accumulation ({accumulate}): "
                 f"an epoch has {limit}, so that it ends with an optimizer step"
             )
-        self._limit = (given, limit)
-        trainer.limit_train_batches = limit
+        self._given.make(trainer, "limit_train_batches", limit)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -123,7 +154,9 @@ class Continuation:
             batches=trainer.num_training_batches,
             validating=trainer.state.fn == TrainerFn.FITTING and trainer.validating,
         )
-        if self._validated_at == _batches_done(trainer):
+        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+        # Inside a window the place is that of the step before, after which validation may have run.
+        if self._validated_at == _batches_done(trainer) - current["processed"] % accumulate:
             position = replace(position, is_validated=True)
         elastic = [elastic_of(loader) for loader in _loaders(trainer)]
         known = [sampler for sampler in elastic if sampler is not None]
@@ -191,6 +224,8 @@ class Continuation:
 
     def fetched(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Note what loaders keep, when a batch was fetched and is about to be trained on."""
+        if batch_idx == 0:
+            validation_interval(trainer)  # Lightning sets it anew where it makes loaders anew
         self._loader_states.fetched(trainer, is_first=batch_idx == 0)
 
     def validating(self, device: torch.device) -> None:
@@ -250,7 +285,8 @@ class Continuation:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._go_on(pending, trainer, rank, world_size, device)
-        self._loader_states.fetched(trainer, is_first=False)
+        inside = pending is not None and pending.position.steps > 0
+        self._loader_states.begin(trainer, pending.loader_states if pending and inside else [])
         if trainer.accumulate_grad_batches > 1:
             states = self._loader_states.now(trainer)
             self._moment = Moment.of(trainer.lightning_module, states, device)
@@ -266,8 +302,15 @@ class Continuation:
         now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._report(pending, now)
         live = LiveLoops(trainer)
+        self._seeds = [
+            seed if type(seed := loader.get("seed")) is int else None
+            for loader in pending.record.loaders
+        ]
         position = place_data(pending, _combined(trainer), world_size, self._lost_data)
+        position = live.within_limit(position)
         live.go_on_at(position, pending.state.get("axis"))
+        if position.is_validated:
+            self._validated_at = _batches_done(trainer)
         live.restore_metrics(pending.state, position)
         live.restart_data(position)
         live.show_epoch(position)
@@ -306,7 +349,10 @@ class Continuation:
 def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: int) -> Record:
     """Make a record from the counters of a checkpoint of another writer's."""
     progress = manifest.progress
-    accumulate = accumulation_of(loops)
+    # DeepSpeed's own config says it; counters cannot where epochs end within a window.
+    accumulate = max(progress.gradient_accumulation_steps, 1)
+    if accumulate == 1:
+        accumulate = accumulation_of(loops)
     position = position_of(loops, accumulate, batches=float("inf"), validating=True)
     return Record(
         position,
@@ -319,12 +365,12 @@ def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: i
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
     """Give the training loaders, flat."""
-    return list(_combined(trainer).flattened)
+    combined = _combined(trainer)
+    return [] if combined is None else list(combined.flattened)
 
 
-def _combined(trainer: pl.Trainer) -> CombinedLoader:
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - there is no public way
-    return CombinedLoader([]) if combined is None else combined
+def _combined(trainer: pl.Trainer) -> CombinedLoader | None:
+    return trainer.fit_loop._combined_loader  # noqa: SLF001 - there is no public way
 
 
 def _batches_done(trainer: pl.Trainer) -> int:

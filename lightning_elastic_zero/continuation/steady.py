@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_elastic_zero.continuation.batches import (
+    GivenSettings,
     batch_size_of,
     scale_frequency,
     settle_batches,
@@ -56,8 +57,10 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         super().__init__(*args, **kwargs)
         self._global_batch_size = global_batch_size
         self._allow_uneven_batches = allow_uneven_batches
-        self._continuation = Continuation(lost_data)
-        self._formatted_for: TrainerFn | None = None
+        self._given = GivenSettings()
+        self._continuation = Continuation(lost_data, self._given)
+        self._is_settled = False
+        self._told_batch_size: int | None = None
 
     def _fitting(self) -> bool:
         module = self.lightning_module
@@ -66,14 +69,21 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._init_config_if_needed()
-        if self._fitting() and self._formatted_for != TrainerFn.FITTING:
-            # The config was made for an evaluation, which knows no batches of training.
+        if self._fitting() and not self._is_settled:
+            # The config is of an evaluation, or of a fit before, which had other batches perhaps.
             config = self._config()
             del config["gradient_accumulation_steps"]
             del config["train_micro_batch_size_per_gpu"]
+            if self._told_batch_size is not None:
+                config["train_micro_batch_size_per_gpu"] = self._told_batch_size
             self._format_batch_size_and_grad_accum_config()
         super().setup(trainer)
         scale_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
+
+    @override
+    def teardown(self) -> None:
+        self._is_settled = False
+        super().teardown()
 
     def _config(self) -> dict[str, Any]:
         """Give DeepSpeed's config, which Lightning has loaded by now."""
@@ -84,32 +94,31 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def _format_batch_size_and_grad_accum_config(self) -> None:
         """Settle what a step is made of, before the engine is built with it."""
         module = self.lightning_module
-        if module is not None:
-            self._formatted_for = module.trainer.state.fn
-        if module is not None and self._fitting():
+        told = self._config().get("train_micro_batch_size_per_gpu")
+        self._told_batch_size = told if type(told) is int else None
+        self._is_settled = self._fitting()
+        if module is not None and self._is_settled:
             batches = settle_batches(
                 module.trainer,
+                self._given,
                 self.world_size,
                 self._batch_size_of_loader(),
                 self._global_batch_size,
                 allow_uneven=self._allow_uneven_batches,
             )
-            self._continuation.use(batches)
+            self._continuation.use(batches, module.trainer)
             if batches.plan is not None:
                 size = batches.plan.largest_micro_batch
                 self._config()["train_micro_batch_size_per_gpu"] = size
         super()._format_batch_size_and_grad_accum_config()
 
     def _batch_size_of_loader(self) -> int | None:
-        """Give the training loader's batch size: what the user told, or what the loader says."""
-        told = self._config().get("train_micro_batch_size_per_gpu")
-        if type(told) is int:
-            return told
+        """Give the training loader's batch size: what it says, else what the user told."""
         module = self.lightning_module
         source = module.trainer.fit_loop._data_source if module is not None else None  # noqa: SLF001
         if source is None or not source.is_defined():
-            return None
-        return batch_size_of(source.dataloader())
+            return self._told_batch_size
+        return batch_size_of(source.dataloader()) or self._told_batch_size
 
     @override
     def _auto_select_batch_size(self) -> int:
