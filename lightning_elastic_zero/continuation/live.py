@@ -113,6 +113,24 @@ class LiveLoops:
         if state.get("plateau_epoch_pending"):
             self._step_plateaus("epoch", position.epoch)
 
+    def hold_plateaus(self, state: Mapping[str, Any]) -> list[tuple[Any, int]]:
+        """Keep Lightning from updating plateaus where it ends a batch that had ended before.
+
+        Returns:
+            The schedulers' configs, with the frequency that they are to have again.
+        """
+        if not self._ends_batch() or state.get("plateau_step_pending", True):
+            return []
+        configs = [
+            config
+            for config in self._trainer.lr_scheduler_configs
+            if config.reduce_on_plateau and config.interval == "step"
+        ]
+        held = [(config, config.frequency) for config in configs]
+        for config in configs:
+            config.frequency = self._epoch.batch_idx + 2  # does not divide the batches so far
+        return held
+
     def _step_plateaus(self, interval: str, done: int) -> None:
         """Update the ``ReduceLROnPlateau`` schedulers that were about to be, when it was saved."""
         trainer = self._trainer
@@ -142,6 +160,13 @@ class LiveLoops:
             iter(fetcher)
             # Lightning ends such an epoch by asking for one more batch, which is not to be drawn.
             fetcher.done |= position.is_over
+
+
+def release(held: list[tuple[Any, int]]) -> None:
+    """Give schedulers back the frequency that they had; none is held after that."""
+    while held:
+        config, frequency = held.pop()
+        config.frequency = frequency
 
 
 def axis_of(trainer: pl.Trainer) -> int:

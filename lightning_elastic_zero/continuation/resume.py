@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
@@ -25,6 +25,7 @@ from lightning_elastic_zero.continuation.live import (
     LiveLoops,
     axis_of,
     planned_steps,
+    release,
     validation_interval,
 )
 from lightning_elastic_zero.continuation.loaders import (
@@ -62,6 +63,7 @@ class Continuation:
         self._pending: Pending | None = None
         self._moment: Moment | None = None
         self._set_aside: dict[str, Any] | None = None
+        self._held: list[tuple[Any, int]] = []
         self._loader_states = LoaderStates()
         self._validated_at = -1
         self._limit: int | float = 1.0
@@ -180,15 +182,15 @@ class Continuation:
         """Give what else of this moment belongs to the checkpoint, this rank's own."""
         moment = self._moment_of(trainer)
         # To ask for metrics may be to talk to the other ranks: not where they may be gone.
-        alone = trainer.state.status == TrainerStatus.INTERRUPTED
-        metrics = {} if alone else trainer.callback_metrics
+        metrics = trainer.callback_metrics if not trainer.interrupted else {}
         return {
             "random": dict(moment.random) if moment else self._set_aside or random_state(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": record.position.steps == 0
             and _is_ending(trainer.fit_loop.epoch_progress),
             "axis": axis_of(trainer),
-            "plateau_step_pending": _is_ending(trainer.fit_loop.epoch_loop.batch_progress),
+            "plateau_step_pending": not moment
+            and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
         }
 
     def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
@@ -224,6 +226,7 @@ class Continuation:
 
     def fetched(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Note what loaders keep, when a batch was fetched and is about to be trained on."""
+        release(self._held)
         if batch_idx == 0:
             validation_interval(trainer)  # Lightning sets it anew where it makes loaders anew
         self._loader_states.fetched(trainer, is_first=batch_idx == 0)
@@ -312,6 +315,7 @@ class Continuation:
         if position.is_validated:
             self._validated_at = _batches_done(trainer)
         live.restore_metrics(pending.state, position)
+        self._held = live.hold_plateaus(pending.state)
         live.restart_data(position)
         live.show_epoch(position)
         live.skip_repeated_saves()
@@ -350,9 +354,8 @@ def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: i
     """Make a record from the counters of a checkpoint of another writer's."""
     progress = manifest.progress
     # DeepSpeed's own config says it; counters cannot where epochs end within a window.
-    accumulate = max(progress.gradient_accumulation_steps, 1)
-    if accumulate == 1:
-        accumulate = accumulation_of(loops)
+    told = progress.gradient_accumulation_steps
+    accumulate = told if told > 1 else accumulation_of(loops)
     position = position_of(loops, accumulate, batches=float("inf"), validating=True)
     return Record(
         position,

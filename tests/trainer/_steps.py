@@ -252,7 +252,7 @@ class Net(pl.LightningModule):
         return optimizer if made is None else {"optimizer": optimizer, "lr_scheduler": made}
 
 
-def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: PLR0911
+def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911
     """Give the scheduler that a run asks for."""
     rates = torch.optim.lr_scheduler
     made: Any
@@ -275,6 +275,9 @@ def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | 
             return {"scheduler": made, "interval": "step"}
         case "lambda":
             return {"scheduler": rates.LambdaLR(optimizer, _factor), "interval": "step"}
+        case "plateau, stepwise":
+            made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+            return {"scheduler": made, "interval": "step", "monitor": "val", "strict": False}
         case "plateau":
             made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
             return {"scheduler": made, "interval": "epoch", "monitor": "val"}

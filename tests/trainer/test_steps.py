@@ -55,6 +55,9 @@ SCENARIOS: dict[str, Run] = {
         validate=True, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
     ),
     "plateau": Run(validate=True, schedule="plateau", epochs=4),
+    "plateau, stepwise": Run(
+        validate=True, schedule="plateau, stepwise", trainer={"val_check_interval": 0.5}
+    ),
     "epochs' schedule": Run(validate=True, schedule="epoch"),
     "every third step": Run(schedule="frequency"),
     "one cycle": Run(schedule="onecycle"),
