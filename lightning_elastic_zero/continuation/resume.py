@@ -102,8 +102,8 @@ class Continuation:
             self._batches.check_uncut(loader)
         else:
             self._check_first(elastic)
-            if self._loaders_made < len(self._seeds):
-                elastic.seed = self._seeds[self._loaders_made] or elastic.seed
+            kept = self._seeds[self._loaders_made : self._loaders_made + 1]
+            elastic.seed = kept[0] if kept and kept[0] is not None else elastic.seed
         self._loaders_made += 1
         self._keep_whole_steps(loader, trainer, self._batches.accumulate)
         return loader
@@ -181,8 +181,8 @@ class Continuation:
     def state(self, trainer: pl.Trainer, record: Record, device: torch.device) -> dict[str, Any]:
         """Give what else of this moment belongs to the checkpoint, this rank's own."""
         moment = self._moment_of(trainer)
-        # To ask for metrics may be to talk to the other ranks: not where they may be gone.
-        metrics = trainer.callback_metrics if not trainer.interrupted else {}
+        # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
+        metrics = trainer._logger_connector._callback_metrics  # noqa: SLF001
         return {
             "random": dict(moment.random) if moment else self._set_aside or random_state(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
