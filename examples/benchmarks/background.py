@@ -102,15 +102,16 @@ class Subject:
             to.copy_(source)
 
     def write_raw(self) -> None:
-        """Write the state's bytes into one file, and sync it."""
+        """Write the state's bytes into one file, sync it, and put it in the last one's place."""
         path = self.folder / f"raw-{distributed.get_rank()}"
-        path.unlink(missing_ok=True)
-        with path.open("wb", buffering=0) as file:
+        new = path.with_suffix(".new")
+        with new.open("wb", buffering=0) as file:
             for tensor in self.tensors:
                 data = tensor.detach().view(torch.uint8).numpy().data
                 for start in range(0, len(data), 8 << 20):
                     file.write(data[start : start + (8 << 20)])
             os.fsync(file.fileno())
+        new.replace(path)
 
     def save_stock(self) -> None:
         """Save as stock DeepSpeed does, with the fsync that it leaves to the system."""
