@@ -31,15 +31,17 @@ log = logging.getLogger(__name__)
 class Publication:
     """Saves the checkpoints of a run, and deletes those that it does not need any more."""
 
-    def __init__(self, *, background: bool) -> None:
+    def __init__(self, *, background: bool, snapshot_bytes: int | None = None) -> None:
         """Begin with no run.
 
         Args:
             background: whether saves go to the background during a run.
+            snapshot_bytes: the most host memory that a rank's copy of the state may take.
         """
         self.last_save: CheckpointFigures | None = None
         """What the last save cost that was published."""
         self._background = background
+        self._snapshot_bytes = snapshot_bytes
         self._writer: BackgroundWriter | None = None
         self._is_first = False
         self._retention = Retention()
@@ -51,7 +53,7 @@ class Publication:
         self._is_first = rank == 0
         if self._background and self._writer is None:
             ranks = current_ranks(_WRITERS, "elastic-zero in the background")
-            self._writer = BackgroundWriter(ranks, self._ended)
+            self._writer = BackgroundWriter(ranks, self._ended, self._snapshot_bytes)
 
     def resumed_from(self, path: str) -> None:
         """Keep the checkpoint that the run was resumed from."""
@@ -125,12 +127,15 @@ class Publication:
         if self._writer is not None:
             self._writer.wait_for_copies()
 
-    def then_wait_for_copies(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Give a closure (forward and backward) after which the optimizer may step."""
+    def then_wait_for_copies(
+        self, closure: Callable[[], Any], steps: Callable[[], bool]
+    ) -> Callable[[], Any]:
+        """Give a closure (forward and backward) after which the optimizer may step, if it does."""
 
         def forward_and_backward() -> Any:  # noqa: ANN401 - what a closure gives
             result = closure()
-            self.wait_for_copies()
+            if steps():
+                self.wait_for_copies()
             return result
 
         return forward_and_backward

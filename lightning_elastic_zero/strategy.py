@@ -68,6 +68,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         allow_pickle: bool = False,
         fall_back: bool = False,
         async_save: bool = False,
+        snapshot_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Take the parents' arguments, and those for saving and loading.
@@ -94,6 +95,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 ranks' state once more. Off by default: scripts that copy or link what they have
                 just saved rely on finding it, and a host that is almost full would run out of
                 memory at the first save; only you know whether yours can.
+            snapshot_bytes: with ``async_save``, the most host memory that a rank's copy of masters
+                and optimizer state may take; None: all that it needs. What does not fit is written
+                from where it is, and the next optimizer step waits until it has been.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -105,7 +109,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         )
         self._save_module_weights = save_module_weights
         self._ranks: Ranks | None = None
-        self._publication = Publication(background=async_save)
+        self._publication = Publication(background=async_save, snapshot_bytes=snapshot_bytes)
         self._resumed = False
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
@@ -268,7 +272,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, between backward and the step waiting for the copies that a save still makes."""
-        closure = self._publication.then_wait_for_copies(closure)
+        steps = self.deepspeed_engine.is_gradient_accumulation_boundary
+        closure = self._publication.then_wait_for_copies(closure, steps)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- loading -----------------------------------------------------------------------------

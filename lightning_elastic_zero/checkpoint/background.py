@@ -54,7 +54,10 @@ class BackgroundWriter:
     """
 
     def __init__(
-        self, ranks: Ranks, on_end: Callable[[Path, CheckpointFigures | None], None]
+        self,
+        ranks: Ranks,
+        on_end: Callable[[Path, CheckpointFigures | None], None],
+        memory_bytes: int | None = None,
     ) -> None:
         """Take what the writers use.
 
@@ -62,10 +65,11 @@ class BackgroundWriter:
             ranks: a line of the writers' own; ``stop`` closes it.
             on_end: called in the writer's thread when a save has ended, with its target, and what
                 it cost; None: it failed.
+            memory_bytes: the most that the copy of the state may take; see ``Camera``.
         """
         self._ranks = ranks
         self._on_end = on_end
-        self._camera = Camera()
+        self._camera = Camera(memory_bytes)
         self._job: _Job | None = None
         self._at_exit = _at_exit(weakref.ref(self))
         # Registered after the line's own exit hook, this runs before it.
@@ -111,20 +115,23 @@ class BackgroundWriter:
         target, snapshot = ranks.together(f"save {path}: take a snapshot", take)
 
         def work(go_on: Callable[[], None]) -> CheckpointFigures:
-            snapshot.wait()
-            return write(
-                target,
-                lambda: snapshot.draft,
-                self._ranks,
-                recovery_script=recovery_script,
-                go_on=go_on,
-            )
+            with snapshot.live.reading():
+                snapshot.wait_for_copies()
+                return write(
+                    target,
+                    lambda: snapshot.draft,
+                    self._ranks,
+                    recovery_script=recovery_script,
+                    go_on=go_on,
+                    on_read=snapshot.live.on_read,
+                )
 
-        self._job = _Job(target, snapshot, work, self._on_end, began)
-        self._job.start()
+        job = _Job(target, snapshot, work, self._on_end, began)
+        job.start()
+        self._job = job
 
     def wait_for_copies(self) -> None:
-        """Wait until what the optimizer step changes has been copied."""
+        """Wait until what the optimizer step changes has been copied, or written."""
         job = self._job
         if job is not None and not job.copied:
             began = time.monotonic()

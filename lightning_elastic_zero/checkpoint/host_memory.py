@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -38,10 +39,8 @@ class HostMemory:
 
         What was given before is given up: it is the same memory.
         """
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+        sizes = [tensor.nbytes for tensor in tensors]
+        starts = [0, *itertools.accumulate(map(placed_bytes, tensors))]
         block = self._of(starts[-1], pinned=any(tensor.is_cuda for tensor in tensors))
         return [
             block[start : start + size].view(tensor.dtype).view(tensor.shape)
@@ -63,6 +62,11 @@ class HostMemory:
         if self._block is not None and self._pinned and self.size_bytes:
             _cudart().cudaHostUnregister(self._block.data_ptr())
         self._block, self._pinned = None, False
+
+
+def placed_bytes(tensor: torch.Tensor) -> int:
+    """Tell how much memory a tensor's copy takes."""
+    return -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def _pages(size_bytes: int) -> torch.Tensor:

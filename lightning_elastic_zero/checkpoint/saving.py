@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
     LiveState,
@@ -27,7 +29,7 @@ from lightning_elastic_zero.formats.client_state import (
     pickled,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic_write import ClientPart, write_rank
+from lightning_elastic_zero.formats.elastic_write import ClientPart, Told, write_rank
 from lightning_elastic_zero.formats.names import LATEST, RECOVERY_SCRIPT, TAG
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.ranks import Ranks
@@ -72,6 +74,7 @@ def write(
     *,
     recovery_script: Path | None = None,
     go_on: Callable[[], None] = lambda: None,
+    on_read: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> CheckpointFigures:
     """Write what was drafted and publish it; see ``save``. Collective.
 
@@ -81,35 +84,35 @@ def write(
         ranks: to agree with, in the thread that runs this.
         recovery_script: DeepSpeed's, to be laid beside the files.
         go_on: called between stretches of bytes; what it raises ends the save.
+        on_read: told of each master and optimizer state that is not needed any more.
     """
     began = time.monotonic()
-    first = ranks.from_first("save: describe the run", lambda: draft().to_first(path))
+    first = ranks.from_first(f"save {path}: make a directory", lambda: _stage(draft(), path))
     target, save_id = Path(first["path"]), first["save_id"]
-    ranks.together("save: compare", lambda: draft().check_like(first, path, ranks.rank))
-    staging = staging_path(target, save_id)
     report = report_bytes("writing", ranks)
 
     def on_bytes(count: int) -> None:
         go_on()
         report(count)
 
+    told = Told(on_bytes, on_read)
+
+    def write_files() -> list[dict[str, Any]]:
+        draft().check_like(first, path, ranks.rank)
+        return _write_files(draft(), staging_path(target, save_id), first, ranks.rank, told)
+
+    def publish() -> list[float]:
+        entries = [entry for of_rank in files or [] for entry in of_rank]
+        _publish(draft(), target, save_id, entries, recovery_script)
+        return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
+
     try:
-        ranks.from_first(f"save {target}: make a directory", lambda: _stage(target, save_id))
-        files = ranks.gather(
-            f"save {target}: write", lambda: _write_files(draft(), staging, first, ranks, on_bytes)
-        )
-        ranks.from_first(
-            f"save {target}: publish",
-            lambda: _publish(draft(), target, save_id, files or [], recovery_script),
-        )
+        files = ranks.gather(f"save {target}: write", write_files)
+        seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
     except BaseException:
         if ranks.rank == 0:
             StagedDirectory(target, save_id).abandon()
         raise
-    size_bytes = sum(sum(entry["size_bytes"] for entry in of_rank) for of_rank in files or [])
-    seconds, size_bytes = ranks.from_first(
-        f"save {target}: done", lambda: [time.monotonic() - began, size_bytes]
-    )
     return CheckpointFigures(str(target), seconds, int(size_bytes), waited_s=seconds)
 
 
@@ -218,28 +221,35 @@ def _as_save_error(target: Path) -> Iterator[None]:
         raise SaveError(msg) from error
 
 
-def _stage(target: Path, save_id: str) -> None:
-    """Make the hidden directory beside the target, and what all files of it stand in."""
+def _stage(draft: Draft, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Rank 0: make the hidden directory beside the target; give what the others need of it."""
+    first = draft.to_first(path)
+    target, save_id = Path(first["path"]), first["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent)
         staged = StagedDirectory.create(target, save_id)
-        (staged.path / TAG).mkdir()
-        leave_token(staged.path, save_id)
+        try:
+            (staged.path / TAG).mkdir()
+            leave_token(staged.path, save_id)
+        except BaseException:
+            staged.abandon()
+            raise
+    return first
 
 
 def _write_files(
     draft: Draft,
     staging: Path,
     first: Mapping[str, Any],
-    ranks: Ranks,
-    on_bytes: Callable[[int], None],
+    rank: int,
+    told: Told,
 ) -> list[dict[str, Any]]:
     """Write this rank's files; give their records as plain data."""
     see_token(staging, first["save_id"])
     manifest = replace(draft.manifest, save_id=first["save_id"])
     state, client = draft.state, ClientPart(draft.client, draft.objects)
-    if ranks.rank:
+    if rank:
         theirs = fingerprints(dict(state.module_buffers))
         own = {n: t for n, t in state.module_buffers.items() if theirs[n] != first["buffers"][n]}
         state = replace(state, module_buffers=own)
@@ -249,10 +259,10 @@ def _write_files(
             own=differing(draft.client, first["client"]),
             own_objects=() if alike else draft.objects,
         )
-    records = write_rank(staging, manifest, ranks.rank, state, client, on_bytes)
+    records = write_rank(staging, manifest, rank, state, client, told)
     entries = [asdict(record) for record in records]
     kept = {
-        "buffers": bool(ranks.rank and state.module_buffers),
+        "buffers": bool(rank and state.module_buffers),
         "client_state": bool(client.own or client.own_objects),
     }
     return [{**entry, "kept": [k for k, is_kept in kept.items() if is_kept]} for entry in entries]
@@ -262,7 +272,7 @@ def _publish(
     draft: Draft,
     target: Path,
     save_id: str,
-    files: list[list[dict[str, Any]]],
+    entries: list[dict[str, Any]],
     recovery_script: Path | None,
 ) -> None:
     """Rank 0: write what DeepSpeed's tools look for, the manifest last, and publish."""
@@ -271,7 +281,6 @@ def _publish(
     if recovery_script is not None:
         with _as_save_error(target):
             shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
-    entries = [entry for of_rank in files for entry in of_rank]
     manifest = replace(
         draft.manifest,
         save_id=save_id,

@@ -2,12 +2,14 @@
 
 What changes in forward and in hooks is copied at once: buffers, frozen weights, counters, and what
 the trainer handed over. Masters and optimizer states change in the optimizer step only: they are
-copied behind forward and backward, and the step waits for it (``Snapshot.wait``).
+copied behind forward and backward, and the step waits for it (``Snapshot.wait``). Where memory is
+limited, those that are written first are not copied: the step waits until they have been written.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -17,7 +19,8 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.host_memory import HostMemory
+from lightning_elastic_zero.checkpoint.host_memory import HostMemory, placed_bytes
+from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
 from lightning_elastic_zero.checkpoint.saving import Draft
 from lightning_elastic_zero.formats.client_state import Objects, pickled
 from lightning_elastic_zero.state import FlatState, RankState
@@ -28,17 +31,24 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A draft whose tensors are copies, as soon as ``wait`` has returned."""
+    """A draft whose tensors are copies, as soon as ``wait_for_copies`` has returned."""
 
     draft: Draft
+    live: LiveTensors
+    """Those of its tensors that are no copies."""
     _on_host: Future[None]
     _on_device: tuple[torch.cuda.Event, ...]
 
-    def wait(self) -> None:
-        """Wait until nothing live is read any more. It may be called from any thread."""
+    def wait_for_copies(self) -> None:
+        """Wait until all copies are made. It may be called from any thread."""
         for event in self._on_device:
             event.synchronize()
         self._on_host.result()
+
+    def wait(self) -> None:
+        """Wait until nothing live is read any more; not for the thread that writes."""
+        self.wait_for_copies()
+        self.live.wait()
 
 
 class Camera:
@@ -50,8 +60,14 @@ class Camera:
     0.86 s after it), but that it hides the first touch of new memory.
     """
 
-    def __init__(self) -> None:
-        """Take nothing yet: no memory is allocated."""
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        """Take nothing yet: no memory is allocated.
+
+        Args:
+            memory_bytes: the most that copies may take, as far as they need not be made at once;
+                None: one times what is written.
+        """
+        self._most_bytes = math.inf if memory_bytes is None else memory_bytes
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1, "elastic-zero snapshot")
         self._last: Snapshot | None = None
@@ -73,13 +89,15 @@ class Camera:
             MemoryError: there is no memory for the copy.
         """
         if self._last is not None:
-            self._last.wait()
+            self._last.wait_for_copies()
         state = _needed(draft, with_weights=with_weights)
-        at_once, later = _large_at_once(state), _behind(state)
+        at_once = _large_at_once(state)
+        live, later = _split(_behind(state), self._most_bytes - sum(map(placed_bytes, at_once)))
         given = self._memory.like([*at_once, *later])
         now = list(zip(given[: len(at_once)], at_once, strict=True))
         behind = list(zip(given[len(at_once) :], later, strict=True))
-        copied = _placed(state, {id(source): to for to, source in now + behind})
+        copies = {id(source): to for to, source in now + behind}
+        copied = _placed(state, {**copies, **{id(tensor): tensor for tensor in live}})
         _copy(now)
         draft = replace(
             draft,
@@ -89,13 +107,13 @@ class Camera:
         )
         events = tuple(_copy_on_side_streams([pair for pair in behind if pair[1].is_cuda]))
         on_host = self._thread.submit(_copy, [pair for pair in behind if not pair[1].is_cuda])
-        self._last = Snapshot(draft, on_host, events)
+        self._last = Snapshot(draft, LiveTensors(live), on_host, events)
         return self._last
 
     def close(self) -> None:
         """Give the memory back, once nothing reads the last snapshot any more."""
         if self._last is not None:
-            self._last.wait()
+            self._last.wait_for_copies()
         self._thread.shutdown()
         self._last = None
         self._memory.release()
@@ -114,7 +132,20 @@ def _large_at_once(state: RankState) -> list[torch.Tensor]:
 
 
 def _behind(state: RankState) -> list[torch.Tensor]:
-    return [t for flat in state.flats for t in (flat.master, *flat.elementwise.values())]
+    """Give masters and optimizer states, in the order in which they are written."""
+    masters = [flat.master for flat in state.flats]
+    return masters + [t for flat in state.flats for t in flat.elementwise.values()]
+
+
+def _split(
+    tensors: list[torch.Tensor], room_bytes: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Give the first tensors, for which there is no room, and the last ones."""
+    first = len(tensors)
+    while first and placed_bytes(tensors[first - 1]) <= room_bytes:
+        first -= 1
+        room_bytes -= placed_bytes(tensors[first])
+    return tensors[:first], tensors[first:]
 
 
 def _placed(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:

@@ -248,12 +248,14 @@ class ElasticReader:
             return self._open[name]
         file = TorchFile.open(self._directory, self._record(name), self.manifest.save_id)
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
-        if stamp.get("save_id") != self.manifest.save_id:
+        held = stamp.get("save_id"), stamp.get("global_steps")
+        wanted = self.manifest.save_id, self.manifest.progress.global_steps
+        if held != wanted:
             file.close()
             msg = (
-                f"{self._directory / name} belongs to save {stamp.get('save_id')!r}, the manifest "
-                f"to save {self.manifest.save_id!r}: files of two checkpoints were mixed; "
-                "resume from another checkpoint"
+                f"{self._directory / name} belongs to save {held[0]!r} of step {held[1]}, the "
+                f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
+                "were mixed; resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
         if OPTIMIZER in file.tree:

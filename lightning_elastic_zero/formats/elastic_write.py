@@ -12,6 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,23 @@ class ClientPart:
     """Other ranks: all objects, where they are not rank 0's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Who is told how far the writing has come."""
+
+    on_bytes: Callable[[int], None]
+    """Of every stretch of bytes written."""
+    on_read: Callable[[torch.Tensor], None]
+    """Of each master and element-wise state, once all of it has been written."""
+
+
 def write_rank(
     directory: Path,
     manifest: Manifest,
     rank: int,
     state: RankState,
     client: ClientPart,
-    on_bytes: Callable[[int], None],
+    told: Told,
 ) -> list[FileRecord]:
     """Write a rank's files into a staged directory, synced to disk.
 
@@ -65,7 +76,7 @@ def write_rank(
         rank: this rank.
         state: what it holds. On ranks other than 0, ``module_buffers`` are those that differ.
         client: its part of the trainer's state.
-        on_bytes: told of every stretch of bytes written.
+        told: is told how far it has come: masters come first, then states, flat by flat.
 
     Returns:
         A record of each file, for the manifest.
@@ -73,7 +84,7 @@ def write_rank(
     Raises:
         SaveError: a file could not be written.
     """
-    write = _Write(directory, manifest, rank, on_bytes)
+    write = _Write(directory, manifest, rank, told)
     files = [write.optimizer_shard(state, client)]
     if writes_weights(manifest, rank):
         files.append(write.model_states(state, client))
@@ -94,7 +105,7 @@ class _Write:
     directory: Path
     manifest: Manifest
     rank: int
-    on_bytes: Callable[[int], None]
+    told: Told
 
     def optimizer_shard(self, state: RankState, client: ClientPart) -> FileRecord:
         """Write masters and lean optimizer states."""
@@ -106,7 +117,7 @@ class _Write:
             if zero_3
             else [manifest.world_size] * len(manifest.buffers),
             fp32_key(manifest.stage): [
-                _masters(builder, flat, padded=zero_3) for flat in state.flats
+                _masters(builder, flat, self.told, padded=zero_3) for flat in state.flats
             ],
             "loss_scaler": dict(state.loss_scaler),
         }
@@ -115,7 +126,7 @@ class _Write:
                 list(b.paddings) or [0] * len(b.names) for b in manifest.buffers
             ]
         if not manifest.weights_only:
-            inner[STATES] = [_lean_states(builder, flat) for flat in state.flats]
+            inner[STATES] = [_lean_states(builder, flat, self.told) for flat in state.flats]
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
         if client.own_objects:
             own["objects"] = _pickle(client.own_objects)
@@ -170,17 +181,18 @@ class _Write:
         return self._save(CLIENT_OBJECTS, tree, ShardBuilder())
 
     def _stamp(self) -> dict[str, Any]:
-        """Say which save a file belongs to: files of two saves never pass for one."""
+        """Say of which save and step a file is: those of two saves never pass for one."""
         return {
             "format_version": FORMAT_VERSION,
             "save_id": self.manifest.save_id,
             "rank": self.rank,
             "world_size": self.manifest.world_size,
+            "global_steps": self.manifest.progress.global_steps,
         }
 
     def _save(self, name: str, tree: object, builder: ShardBuilder) -> FileRecord:
         return builder.write(
-            tree, self.directory, name, save_id=self.manifest.save_id, on_bytes=self.on_bytes
+            tree, self.directory, name, save_id=self.manifest.save_id, on_bytes=self.told.on_bytes
         )
 
 
@@ -191,7 +203,7 @@ def _pickle(objects: Objects) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(list(objects))), dtype=torch.uint8)
 
 
-def _masters(builder: ShardBuilder, flat: FlatState, *, padded: bool) -> torch.Tensor:
+def _masters(builder: ShardBuilder, flat: FlatState, told: Told, *, padded: bool) -> torch.Tensor:
     """Add a flat buffer's masters, its padding zeroed; the tail cut where DeepSpeed cuts it."""
     pieces: list[torch.Tensor | int] = []
     reached = 0
@@ -201,15 +213,17 @@ def _masters(builder: ShardBuilder, flat: FlatState, *, padded: bool) -> torch.T
         reached = stop
     if padded:
         pieces.append(flat.master.numel() - reached)
-    return builder.add(PiecewiseSource(pieces, flat.master.dtype))
+    on_end = partial(told.on_read, flat.master)
+    return builder.add(PiecewiseSource(pieces, flat.master.dtype, on_end=on_end))
 
 
-def _lean_states(builder: ShardBuilder, flat: FlatState) -> dict[str, dict[str, Any]]:
+def _lean_states(builder: ShardBuilder, flat: FlatState, told: Told) -> dict[str, dict[str, Any]]:
     """Add a flat buffer's states: one storage for each key, a view of it for each parameter."""
     shards: dict[str, dict[str, Any]] = {f.name: {} for f in flat.fragments}
     for key, values in flat.elementwise.items():
         runs = [values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments]
-        whole = builder.add(PiecewiseSource(runs, values.dtype))
+        on_end = partial(told.on_read, values)
+        whole = builder.add(PiecewiseSource(runs, values.dtype, on_end=on_end))
         at = 0
         for fragment in flat.fragments:
             numel = fragment.stop - fragment.start

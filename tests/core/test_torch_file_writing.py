@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ class TestWriting:
         assert 400_000 < record.size_bytes < 550_000
         found = torch.load(tmp_path / record.name, weights_only=True)
         assert all(bits(found[f"p{i}"]) == bits(live[i * 100 : i * 100 + 100]) for i in range(1000))
+
+    def test_a_source_ends_with_its_last_byte(self, tmp_path: Path) -> None:
+        """It is told so before the next source's last byte is written; without bytes, at once."""
+        said: list[str] = []
+        builder = ShardBuilder()
+        tree = []
+        for name, numel in (("a", 5 << 20), ("none", 0), ("b", 5 << 20)):
+            source = PiecewiseSource([numel], torch.float32, on_end=partial(said.append, name))
+            tree.append(builder.add(source))
+        assert said == ["none"]
+        written = [0]
+
+        def on_bytes(size_bytes: int) -> None:
+            written[0] += size_bytes
+            if written[0] > 21 << 20:
+                said.append("written")
+
+        builder.write(tree, tmp_path, "x.pt", save_id="5a7e", on_bytes=on_bytes)
+        assert said.index("a") < said.index("written") < said.index("b")
 
     def test_pieces_are_cast(self, tmp_path: Path) -> None:
         """A piece of another type is written in the source's."""

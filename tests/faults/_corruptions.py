@@ -163,6 +163,16 @@ def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     return Damage(f"version {content['format_version']}", MANIFEST)
 
 
+def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
+    """Claim that it is of another step, with a digest that fits."""
+    from lightning_elastic_zero.seal import sealed
+
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    content["progress"]["global_steps"] += draw.randrange(1, 99)
+    (checkpoint / MANIFEST).write_text(sealed(content))
+    return Damage(f"of step {content['progress']['global_steps']}", MANIFEST, "of step")
+
+
 def unreadable_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Make a file one that cannot be opened: a link to itself, for root may read all others."""
     name = _any(checkpoint, draw)
@@ -213,6 +223,7 @@ KINDS: dict[str, tuple[Corruption, int]] = {
     "manifest of another save": (manifest_of_another_save, 1),
     "edited manifest": (edited_manifest, 10),
     "newer version": (newer_version, 1),
+    "another step": (another_step, 1),
     "unreadable file": (unreadable_file, 3),
     "foreign file": (foreign_file, 4),
     "foreign folder": (foreign_folder, 1),

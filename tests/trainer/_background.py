@@ -110,6 +110,8 @@ class Run:
     checkpoint: dict[str, Any] | None = None
     gated: bool = False
     fails_on: int | None = None
+    snapshot_bytes: int | None = None
+    accumulate: int = 1
     deeds: Deeds = field(default_factory=dict)
     net: type[Net] = Net
 
@@ -132,6 +134,7 @@ class Run:
         options: dict[str, Any] = {
             "stage": self.stage,
             "async_save": self.async_save,
+            "snapshot_bytes": self.snapshot_bytes,
             "allow_pickle": True,
             **SMALL_BUCKETS,
         }
@@ -141,6 +144,7 @@ class Run:
             strategy=ElasticDeepSpeedStrategy(**options),
             precision=self.precision,
             max_epochs=self.epochs,
+            accumulate_grad_batches=self.accumulate,
             callbacks=callbacks,
             enable_checkpointing=self.checkpoint is not None,
             logger=False,

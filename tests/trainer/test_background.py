@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.engine._pool import Pools
@@ -114,6 +115,50 @@ def test_the_step_waits_for_copies(pools: Pools, tmp_path: Path) -> None:
     assert files_of(Path(behind.root) / "a.ckpt") == expected
 
 
+def save_with_little_memory(run: Run) -> dict[str, Any]:
+    """Save after a step, and let the writer write only after the next micro-batch, or later."""
+    seen: dict[str, Any] = {}
+    target = str(Path(run.root) / "a.ckpt")
+
+    class Opens(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+            if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
+                trainer.save_checkpoint(target)
+            elif trainer.global_step == 1:
+                open_later(run.gate, 0.5)
+
+    trainer, net, data, director = run.make()
+    trainer.callbacks.append(Opens())  # type: ignore[attr-defined]
+
+    def look(trainer: pl.Trainer) -> None:
+        writer = strategy_of(trainer)._publication._writer
+        assert writer is not None
+        seen["memory"] = writer._camera.memory_bytes
+
+    director.deeds[-1] = look
+    trainer.fit(net, data)
+    figures = strategy_of(trainer).last_save
+    assert figures is not None, (director.errors, director.causes)
+    return {**seen, "figures": figures}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_little_memory(stage: int, pools: Pools, tmp_path: Path) -> None:
+    """What finds no room is what it was, too; only the optimizer step waits for it."""
+    saved, memory = {}, {}
+    for most in (None, 2500, 0):
+        run = Run(str(tmp_path / str(most)), stage, snapshot_bytes=most, gated=True, accumulate=2)
+        ranks = pools.run(2, partial(save_with_little_memory, run))
+        saved[most] = files_of(Path(run.root) / "a.ckpt")
+        memory[most] = [seen["memory"] for seen in ranks]
+        waited_s = min(seen["figures"].waited_s for seen in ranks)
+        assert (waited_s < 0.4) if most is None else (0.4 < waited_s < 20)
+    assert saved[2500] == saved[None]
+    assert saved[0] == saved[None]
+    assert memory[None][1] > 2500 >= memory[2500][1] > memory[0][1]
+    assert memory[0][1] == 0 or stage == 3  # its part of the frozen weights has to be copied
+
+
 def save_twice(run: Run) -> dict[str, Any]:
     """Save with a writer that fails, then twice more, the second time with one that does not."""
     root = Path(run.root)
@@ -133,10 +178,12 @@ def save_twice(run: Run) -> dict[str, Any]:
     return {"errors": director.errors, "causes": director.causes}
 
 
-@pytest.mark.parametrize("fails_on", [0, 1])
-def test_a_failure_is_raised_at_the_next_save(fails_on: int, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fails_on", "snapshot_bytes"), [(0, None), (1, None), (1, 0)])
+def test_a_failure_is_raised_at_the_next_save(
+    fails_on: int, snapshot_bytes: int | None, pools: Pools, tmp_path: Path
+) -> None:
     """All ranks hear of it, with its cause; nothing is published, and later saves succeed."""
-    run = Run(str(tmp_path), gated=True, fails_on=fails_on)
+    run = Run(str(tmp_path), gated=True, fails_on=fails_on, snapshot_bytes=snapshot_bytes)
     ranks = pools.run(2, partial(save_twice, run))
     for seen in ranks:
         assert list(seen["errors"]) == [4]

@@ -61,6 +61,7 @@ class PiecewiseSource:
         pieces: Sequence[torch.Tensor | int],
         dtype: torch.dtype,
         chunk_elements: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the pieces; nothing is copied yet.
 
@@ -70,6 +71,8 @@ class PiecewiseSource:
             dtype: The type to be written.
 
             chunk_elements: The most that ``chunks`` gives at once; by default ``COPY_BYTES``.
+
+            on_end: Called when no piece is needed any more.
 
         Raises:
             ValueError: A tensor is not contiguous, or a number of zeros is negative.
@@ -84,6 +87,7 @@ class PiecewiseSource:
         self.numel = sum(p if isinstance(p, int) else p.numel() for p in pieces)
         self._pieces = pieces
         self._chunk_elements = chunk_elements or COPY_BYTES // dtype.itemsize
+        self._on_end = on_end
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """Give all elements in order, at most ``chunk_elements`` at once."""
@@ -98,6 +102,7 @@ class PiecewiseSource:
                 for start in range(0, flat.numel(), self._chunk_elements):
                     part = flat[start : start + self._chunk_elements]
                     yield part.to(device="cpu", dtype=self.dtype)
+        self._on_end()
 
 
 class ShardBuilder:
@@ -114,6 +119,7 @@ class ShardBuilder:
         """
         size_bytes = source.numel * source.dtype.itemsize
         if not size_bytes:
+            next(source.chunks(), None)  # it comes to its end at once
             return torch.empty(0, dtype=source.dtype)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
@@ -263,10 +269,14 @@ class _Feed:
             part, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
             size_bytes -= part.nbytes
             yield part
+        if self._next == self._stop:
+            self._check_end()
 
     def check_complete(self) -> None:
         if self._next != self._stop:
             self._fail("no place in the tree")
+
+    def _check_end(self) -> None:
         if self._rest.nbytes or next(self._parts, None) is not None:
             self._fail("more elements than it said")
 
