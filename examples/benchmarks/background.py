@@ -81,7 +81,7 @@ class Subject:
         self.folder = folder
         self.step()
         self.ranks = current_ranks()
-        self.publication = Publication(background=True)
+        self.publication = Publication(background=True, snapshot_bytes=options.snapshot_bytes)
         self.publication.start(distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
         state = live_engine(self.engine).rank_state(exclude_frozen=False, keep_module_weights=False)
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=400, help="of optimizer state, all ranks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank")
+    parser.add_argument("--snapshot-bytes", type=int, default=None, help="the most for a rank")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
     options = parser.parse_args()
     numel = options.megabytes * 1e6 / BYTES_PER_PARAMETER
