@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_elastic_zero.api import CheckpointFigures, SaveOptions, save_with
 from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, LiveState
-from lightning_elastic_zero.engine import live_engine, recovery_script
+from lightning_elastic_zero.engine import before_each_step, live_engine, recovery_script
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.links import WaitingLinks
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
@@ -47,13 +47,15 @@ class Publication:
         self._retention = Retention()
         self._links = WaitingLinks()
         self._failed = False
+        self._unhook: Callable[[], None] = _nothing
 
-    def start(self, rank: int) -> None:
+    def start(self, engine: Any, rank: int) -> None:  # noqa: ANN401 (DeepSpeed is untyped)
         """Begin a run. Every rank does, where saves go to the background."""
         self._is_first = rank == 0
         if self._background and self._writer is None:
             ranks = current_ranks(_WRITERS, "elastic-zero in the background")
             self._writer = BackgroundWriter(ranks, self._ended, self._snapshot_bytes)
+            self._unhook = before_each_step(engine, self._writer.wait_for_copies)
 
     def resumed_from(self, path: str) -> None:
         """Keep the checkpoint that the run was resumed from."""
@@ -106,6 +108,7 @@ class Publication:
                 _make_folder(target)
                 folders = (target.parent, *map(check_local_path, link_folders))
                 self._links.expect(target, folders)
+                self._retention.begun(target)
             return live_engine(engine)
 
         script = recovery_script()
@@ -121,24 +124,6 @@ class Publication:
             self._links.release(published=figures is not None)
             if figures is not None:
                 self._retention.published(target)
-
-    def wait_for_copies(self) -> None:
-        """Wait until the optimizer may step; no collective."""
-        if self._writer is not None:
-            self._writer.wait_for_copies()
-
-    def then_wait_for_copies(
-        self, closure: Callable[[], Any], steps: Callable[[], bool]
-    ) -> Callable[[], Any]:
-        """Give a closure (forward and backward) after which the optimizer may step, if it does."""
-
-        def forward_and_backward() -> Any:  # noqa: ANN401 - what a closure gives
-            result = closure()
-            if steps():
-                self.wait_for_copies()
-            return result
-
-        return forward_and_backward
 
     # -- deletions and links, on the first rank ------------------------------------------------
 
@@ -167,6 +152,7 @@ class Publication:
     def finish_alone(self) -> None:
         """After an exception: let the save in flight end, or end it; no collective."""
         if self._writer is not None and (failure := self._writer.settle_alone(PATIENCE_S)):
+            self._failed = True  # or it may be: what waited for it is kept
             log.error("%s", failure)
 
     def stop(self, *, interrupted: bool) -> ElasticZeroError | None:
@@ -181,13 +167,19 @@ class Publication:
         failure = None
         if self._writer is not None:
             failure = self._writer.stop(PATIENCE_S if interrupted else None)
-            self._writer = None
+            self._unhook()
+            self._writer, self._unhook = None, _nothing
+            self._failed = self._failed or failure is not None
         if self._is_first and not self._failed:
             self._retention.retry()
         if interrupted and failure is not None:
             log.error("%s", failure)
             return None
         return failure
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _make_folder(target: Path) -> None:

@@ -44,6 +44,11 @@ class Retention:
         with self._lock:
             self._waiting[local] = _identity(local)
 
+    def begun(self, path: Path) -> None:
+        """Forget what was said of a path: it will be another checkpoint's."""
+        with self._lock:
+            self._waiting.pop(path, None)
+
     def published(self, path: Path) -> None:
         """Take notice of a new checkpoint, and delete what waited for it.
 

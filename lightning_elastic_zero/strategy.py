@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,8 @@ RESUME_END = "_CheckpointConnector.resume_end"
 """Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
 
 
-IN_EXCEPTION = RankTimes(absent_s=30.0)
-"""How long a rank that saves in an exception waits for the others to come."""
+AT_THE_END = RankTimes(absent_s=30.0)
+"""How long a rank that saves in an exception, or at SLURM's signal, waits for the others."""
 
 
 class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
@@ -147,7 +147,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
-        self._publication.start(self.global_rank)
+        self._publication.start(self.deepspeed_engine, self.global_rank)
 
     def _agree(self) -> Ranks:
         """Give the means of agreement between ranks, made when first needed."""
@@ -202,18 +202,16 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             module_weights=self._save_module_weights,
         )
         options = self._with_progress(options, client_state)
-        if self._interrupted():
-            # A rank that failed alone saves alone: the others will not come. Do not wait long.
+        if self._interrupted() or is_requeued(filepath):
+            # A rank that failed alone saves alone: the others will not come. SLURM's signal may
+            # come in the midst of another save, and the job ends as soon as this returns.
             self._publication.finish_alone()
-            with closing(current_ranks(IN_EXCEPTION, "elastic-zero in an exception")) as ranks:
+            with closing(current_ranks(AT_THE_END, "elastic-zero at the end")) as ranks:
                 saved = (self.deepspeed_engine, filepath, ranks, client_state, options)
                 self._publication.save(*saved)
             return
         saved = (self.deepspeed_engine, filepath, self._agree(), client_state, options)
-        # After SLURM's signal the job ends as soon as this returns.
-        if is_requeued(filepath) or not self._publication.save_behind(
-            *saved, self._checkpoint_folders()
-        ):
+        if not self._publication.save_behind(*saved, self._checkpoint_folders()):
             self._publication.finish(self._agree())
             self._publication.save(*saved)
 
@@ -262,19 +260,6 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         """Delete a checkpoint as soon as nothing needs it any more."""
         if self.is_global_zero:
             self._publication.remove(filepath)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step, between backward and the step waiting for the copies that a save still makes."""
-        steps = self.deepspeed_engine.is_gradient_accumulation_boundary
-        closure = self._publication.then_wait_for_copies(closure, steps)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class Subject:
         self.step()
         self.ranks = current_ranks()
         self.publication = Publication(background=True, snapshot_bytes=options.snapshot_bytes)
-        self.publication.start(distributed.get_rank())
+        self.publication.start(self.engine, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
         state = live_engine(self.engine).rank_state(exclude_frozen=False, keep_module_weights=False)
         self.tensors = [t for f in state.flats for t in (f.master, *f.elementwise.values())]
@@ -90,10 +90,8 @@ class Subject:
         self.pending: Any = None
 
     def step(self) -> None:
-        """Take a training step, with the wait that the strategy has between backward and step."""
+        """Take a training step; before it changes anything, it waits for the copies."""
         self.engine.backward(self.engine(self.batch))
-        if hasattr(self, "publication"):
-            self.publication.wait_for_copies()
         self.engine.step()
 
     def copy(self) -> None:

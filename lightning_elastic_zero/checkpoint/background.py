@@ -27,7 +27,12 @@ from typing import Any
 
 from lightning_elastic_zero.checkpoint.saving import Draft, write
 from lightning_elastic_zero.checkpoint.snapshot import Camera, Snapshot
-from lightning_elastic_zero.checkpoint.words import CheckpointFigures, LiveState, SaveOptions
+from lightning_elastic_zero.checkpoint.words import (
+    CheckpointFigures,
+    Course,
+    LiveState,
+    SaveOptions,
+)
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.formats.elastic_write import writes_weights
 from lightning_elastic_zero.ranks import Ranks
@@ -114,7 +119,7 @@ class BackgroundWriter:
 
         target, snapshot = ranks.together(f"save {path}: take a snapshot", take)
 
-        def work(go_on: Callable[[], None]) -> CheckpointFigures:
+        def work(go_on: Callable[[], None], commit: Callable[[], None]) -> CheckpointFigures:
             with snapshot.live.reading():
                 snapshot.wait_for_copies()
                 return write(
@@ -122,8 +127,7 @@ class BackgroundWriter:
                     lambda: snapshot.draft,
                     self._ranks,
                     recovery_script=recovery_script,
-                    go_on=go_on,
-                    on_read=snapshot.live.on_read,
+                    course=Course(go_on, snapshot.live.on_read, commit),
                 )
 
         job = _Job(target, snapshot, work, self._on_end, began)
@@ -179,11 +183,11 @@ class BackgroundWriter:
         job = self._job
         if job is None:
             return None
-        if not job.over.wait(patience_s):
-            log.warning("The save of %s is given up: the run has ended.", job.target)
-            job.give_up.set()
-            if not job.over.wait(_ABANDON_S):
-                return SaveError(f"{job.target} was not written: the disk does not answer")
+        if not job.end(patience_s):
+            return SaveError(
+                f"{job.target} was given up: the run has ended, and its writer waits for the disk "
+                "or for another rank. What was published before is intact"
+            )
         self._job = None
         return job.failure
 
@@ -195,7 +199,7 @@ class _Job(threading.Thread):
         self,
         target: Path,
         snapshot: Snapshot,
-        work: Callable[[Callable[[], None]], CheckpointFigures],
+        work: Callable[[Callable[[], None], Callable[[], None]], CheckpointFigures],
         on_end: Callable[[Path, CheckpointFigures | None], None],
         began: float,
     ) -> None:
@@ -204,7 +208,8 @@ class _Job(threading.Thread):
         self.snapshot = snapshot
         self.copied = False
         self.over = threading.Event()
-        self.give_up = threading.Event()
+        self._given_up = self._committed = self._ending = False
+        self._deciding = threading.Lock()
         self.failure: ElasticZeroError | None = None
         self.waited_s = time.monotonic() - began
         self._work = work
@@ -216,7 +221,7 @@ class _Job(threading.Thread):
         _stand_back()
         figures = None
         try:
-            figures = self._work(self._go_on)
+            figures = self._work(self._go_on, self._commit)
             seconds = time.monotonic() - self._began
             figures = replace(figures, seconds=seconds, waited_s=self.waited_s)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
@@ -227,10 +232,26 @@ class _Job(threading.Thread):
             self.failure = self.failure or _told(self.target, error)
         self.over.set()
 
+    def end(self, patience_s: float | None) -> bool:
+        """Let it end by itself, or give it up; tell whether it is over."""
+        if not self._ending and not self.over.wait(patience_s):
+            self._ending = True
+            with self._deciding:
+                self._given_up = not self._committed
+            log.warning("The save of %s is given up: the run has ended.", self.target)
+            self.over.wait(_ABANDON_S)
+        return self.over.is_set()
+
     def _go_on(self) -> None:
-        if self.give_up.is_set():
+        if self._given_up:
             msg = f"{self.target} was given up before it was written: the run has ended"
             raise SaveError(msg)
+
+    def _commit(self) -> None:
+        """Decide once whether it is published or given up: never the one after the other."""
+        with self._deciding:
+            self._go_on()
+            self._committed = True
 
     def raise_failure(self) -> None:
         """Raise what it failed by, once it is over."""

@@ -5,15 +5,27 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+
+from lightning_elastic_zero.errors import SaveError
 
 _ALIGNED_BYTES = 64
 """Where tensors begin, so that copies are not slowed down."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices."""
+
+
+_ADVICE = [
+    getattr(mmap, name)
+    # Large pages; and none for children, such as a loader's workers: what they share is copied
+    # once more when the next save fills it.
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK")
+    if hasattr(mmap, name)
+]
 
 
 class HostMemory:
@@ -38,6 +50,9 @@ class HostMemory:
         """Give a contiguous host tensor of the shape and type of each, without values.
 
         What was given before is given up: it is the same memory.
+
+        Raises:
+            SaveError: there is no memory.
         """
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(placed_bytes, tensors))]
@@ -73,9 +88,17 @@ def _pages(size_bytes: int) -> torch.Tensor:
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
     # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        msg = (
+            f"There are no {size_bytes / 1e9:.3g} GB of host memory for a copy of this rank's "
+            f"state ({error.strerror}): limit it by snapshot_bytes, or save without async_save"
+        )
+        raise SaveError(msg) from error
+    for advice in _ADVICE:
+        with suppress(OSError):  # it is for speed
+            pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -83,16 +106,16 @@ def _pin(block: torch.Tensor) -> None:
     """Lock pages in memory, so that the device copies into them by itself.
 
     Raises:
-        MemoryError: the system does not allow it.
+        SaveError: the system does not allow it.
     """
     failed = _cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE)
     if int(failed):
         msg = (
             f"{block.numel() / 1e9:.1f} GB of host memory could not be pinned for a snapshot of "
-            f"the state (CUDA's error {int(failed)}): save without async_save, or allow more "
-            "locked memory (ulimit -l)"
+            f"the state (CUDA's error {int(failed)}): limit it by snapshot_bytes, save without "
+            "async_save, or allow more locked memory (ulimit -l)"
         )
-        raise MemoryError(msg)
+        raise SaveError(msg)
 
 
 def _cudart() -> Any:  # noqa: ANN401 (torch has no types for it)

@@ -70,7 +70,7 @@ def _beside(asked: str | os.PathLike[str]) -> list[tuple[str, int]]:
         manifest = _manifest_of(path)
         if path == real or path.name.startswith(".") or manifest is None:
             continue
-        if mine is None or _can_replace(manifest, mine):
+        if _can_replace(manifest, mine) if mine else _was_before(path, (real, damaged), manifest):
             step = manifest.progress.global_steps
             rows.append(((_published_at(path), step), str(path), step))
     ordered = sorted(set(rows), reverse=True)
@@ -95,9 +95,16 @@ def _can_replace(other: Manifest, damaged: Manifest) -> bool:
     return older and (damaged.weights_only or not other.weights_only)
 
 
-def _published_at(path: Path) -> int:
-    with suppress(OSError):
-        return (path / MANIFEST_NAME).stat().st_mtime_ns
+def _was_before(path: Path, damaged: tuple[Path, ...], manifest: Manifest) -> bool:
+    """Tell the same where nothing is left of what the damaged one said of itself, by the clock."""
+    return _published_at(path) <= _published_at(*damaged) and not manifest.weights_only
+
+
+def _published_at(*paths: Path) -> int:
+    """Give the time, in nanoseconds, at which a manifest was written, or else a folder or link."""
+    for there in (paths[0] / MANIFEST_NAME, *paths):
+        with suppress(OSError):
+            return there.lstat().st_mtime_ns
     return 0
 
 

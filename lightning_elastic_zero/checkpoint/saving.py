@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
+    Course,
     LiveState,
     SaveOptions,
     report_bytes,
@@ -73,8 +72,7 @@ def write(
     ranks: Ranks,
     *,
     recovery_script: Path | None = None,
-    go_on: Callable[[], None] = lambda: None,
-    on_read: Callable[[torch.Tensor], None] = lambda _: None,
+    course: Course = Course(),  # noqa: B008 - it is frozen
 ) -> CheckpointFigures:
     """Write what was drafted and publish it; see ``save``. Collective.
 
@@ -83,19 +81,18 @@ def write(
         draft: gives what this rank writes; what it raises fails the save on all ranks.
         ranks: to agree with, in the thread that runs this.
         recovery_script: DeepSpeed's, to be laid beside the files.
-        go_on: called between stretches of bytes; what it raises ends the save.
-        on_read: told of each master and optimizer state that is not needed any more.
+        course: who is asked and told while it goes on.
     """
     began = time.monotonic()
-    first = ranks.from_first(f"save {path}: make a directory", lambda: _stage(draft(), path))
+    first = ranks.from_first("save: make a directory", lambda: _stage(draft(), path))
     target, save_id = Path(first["path"]), first["save_id"]
     report = report_bytes("writing", ranks)
 
     def on_bytes(count: int) -> None:
-        go_on()
+        course.go_on()
         report(count)
 
-    told = Told(on_bytes, on_read)
+    told = Told(on_bytes, course.on_read)
 
     def write_files() -> list[dict[str, Any]]:
         draft().check_like(first, path, ranks.rank)
@@ -103,7 +100,7 @@ def write(
 
     def publish() -> list[float]:
         entries = [entry for of_rank in files or [] for entry in of_rank]
-        _publish(draft(), target, save_id, entries, recovery_script)
+        _publish(draft(), target, save_id, entries, recovery_script, course.commit)
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
@@ -274,6 +271,7 @@ def _publish(
     save_id: str,
     entries: list[dict[str, Any]],
     recovery_script: Path | None,
+    commit: Callable[[], None],
 ) -> None:
     """Rank 0: write what DeepSpeed's tools look for, the manifest last, and publish."""
     staged = StagedDirectory(target, save_id)
@@ -290,4 +288,4 @@ def _publish(
     )
     remove_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())
-    staged.publish()
+    staged.publish(on_step=lambda step: commit() if step == "synced" else None)

@@ -22,7 +22,8 @@ import torch
 from lightning_elastic_zero.checkpoint.host_memory import HostMemory, placed_bytes
 from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
 from lightning_elastic_zero.checkpoint.saving import Draft
-from lightning_elastic_zero.formats.client_state import Objects, pickled
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.formats.client_state import Objects, Path, dotted, pickled
 from lightning_elastic_zero.state import FlatState, RankState
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -85,11 +86,10 @@ class Camera:
             with_weights: whether this rank writes frozen and low-precision weights.
 
         Raises:
-            SaveError: the trainer's state holds something that cannot be pickled.
-            MemoryError: there is no memory for the copy.
+            SaveError: the trainer's state holds something that cannot be pickled, or there is no
+                memory for the copy.
         """
-        if self._last is not None:
-            self._last.wait_for_copies()
+        self._forget_last()
         state = _needed(draft, with_weights=with_weights)
         at_once = _large_at_once(state)
         live, later = _split(_behind(state), self._most_bytes - sum(map(placed_bytes, at_once)))
@@ -112,11 +112,15 @@ class Camera:
 
     def close(self) -> None:
         """Give the memory back, once nothing reads the last snapshot any more."""
-        if self._last is not None:
-            self._last.wait_for_copies()
+        self._forget_last()
         self._thread.shutdown()
-        self._last = None
         self._memory.release()
+
+    def _forget_last(self) -> None:
+        """Hold nothing of the last snapshot's memory, which may have to be replaced."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait_for_copies()
 
 
 def _needed(draft: Draft, *, with_weights: bool) -> RankState:
@@ -224,6 +228,20 @@ def _isolated_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torc
 def _apart(objects: Objects) -> Objects:
     """Copy objects as a load would give them; what they share, the copies share."""
     for path, value in objects:
-        pickled(value, path)
+        _copied(value, path)
     copies: Iterable[Any] = pickle.loads(pickle.dumps(objects))  # noqa: S301 - just pickled here
     return tuple(copies)
+
+
+def _copied(value: object, path: Path) -> object:
+    try:
+        return pickle.loads(pickled(value, path))  # noqa: S301 - just pickled here
+    except SaveError:
+        raise
+    except Exception as error:
+        msg = (
+            f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that can be "
+            f"pickled but not be made of its pickle ({error}): no load could restore it; keep it "
+            "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
+        )
+        raise SaveError(msg) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_elastic_zero.engine.inference import InferenceEngine
+from lightning_elastic_zero.engine.stepping import before_each_step
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_supported,
@@ -23,6 +24,7 @@ from lightning_elastic_zero.engine.training import TrainingEngine
 __all__ = [
     "InferenceEngine",
     "TrainingEngine",
+    "before_each_step",
     "check_config",
     "check_supported",
     "live_engine",

@@ -1,0 +1,34 @@
+"""The moment at which masters and optimizer states change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.engine.support import optimizer_wrapper
+from lightning_elastic_zero.errors import UnsupportedError
+
+
+def before_each_step(engine: Any, call: Callable[[], None]) -> Callable[[], None]:  # noqa: ANN401
+    """Call something right before the optimizer changes what it owns, whoever lets it step.
+
+    DeepSpeed's wrappers do it through the ``step`` of the optimizer that they wrap, ZeRO-3 once for
+    each sub-group, and only where a window of micro-batches ends and no gradient overflows.
+
+    Returns:
+        What ends it.
+
+    Raises:
+        UnsupportedError: the wrapped optimizer is none of torch's kind.
+    """
+    if optimizer_wrapper(engine) is None:  # nothing steps
+        return lambda: None
+    inner = engine.optimizer.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        msg = f"{type(inner).__name__} is no torch.optim.Optimizer: save without async_save"
+        raise UnsupportedError(msg)
+    handle = inner.register_step_pre_hook(lambda *_: call())
+    remove: Callable[[], None] = handle.remove
+    return remove
