@@ -14,6 +14,9 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_elastic_zero.api import SaveOptions
+from lightning_elastic_zero.publication import Publication
+from lightning_elastic_zero.ranks import OneRank
 from tests.core._instants import at_every_instant
 from tests.engine._pool import Pools
 from tests.trainer._background import Run, kept, strategy_of, whole
@@ -160,3 +163,16 @@ def test_whose_links_are_made(pools: Pools, tmp_path: Path) -> None:
         assert seen["links"] == (["step=2.ckpt"], ["step=2.ckpt"], True)
     assert not (tmp_path / "Own-more" / "last.ckpt").is_symlink()
     assert whole(tmp_path / "Plain-more" / "last.ckpt")
+
+
+def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
+    """After a save of which not even a snapshot was taken, links are made at once."""
+    target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
+    target.mkdir()
+    publication = Publication(background=True)
+    publication.start(0)
+    with pytest.raises(AttributeError):
+        publication.save_behind("no engine", target, OneRank(), {}, SaveOptions())
+    publication.link(str(target), str(link), OneRank())
+    assert str(link.readlink()) == "a.ckpt"
+    assert publication.stop(interrupted=False) is None
