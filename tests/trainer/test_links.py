@@ -176,3 +176,26 @@ def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
     publication.link(str(target), str(link), OneRank())
     assert str(link.readlink()) == "a.ckpt"
     assert publication.stop(interrupted=False) is None
+
+
+def fail_on_all_ranks(run: Run) -> dict[str, str]:
+    """Raise on all ranks after the third step; give what is left."""
+
+    def fail(_: pl.Trainer) -> None:
+        raise ZeroDivisionError
+
+    run.deeds = {3: fail}
+    trainer, net, data, director = run.make()
+    director.passes_on = (ZeroDivisionError,)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, data)
+    comm.barrier()
+    return kept(run)
+
+
+@MODES
+def test_linking_in_an_exception(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
+    """What save_on_exception saved is what last.ckpt leads to."""
+    run = Run(str(tmp_path), async_save=async_save, checkpoint=LINKED | {"save_on_exception": True})
+    for left in pools.run(2, partial(fail_on_all_ranks, run)):
+        assert left["last.ckpt"] == "step=3.ckpt"
