@@ -1,70 +1,146 @@
-"""Links such as ``last.ckpt``, which name a checkpoint that is still being written.
+"""Links such as ``last.ckpt``: each is changed in one step, and names only what is published.
 
-``ModelCheckpoint(save_last="link")`` links to a checkpoint as soon as its save has returned. Where
-it is written in the background, the link is set back to what it named before, until the checkpoint
-is published: a run that is killed meanwhile finds the last whole one through it.
+A link is made under a hidden name beside its own, which it then takes by one rename, so that a kill
+at any instant leaves the old link or the new one. What a process that was killed in between has
+left under such a name is removed when that link is made again.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from lightning_elastic_zero.storage import sync_directory
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage import (
+    LINKING,
+    copy_directory,
+    delete,
+    exchange_names,
+    sync_directory,
+)
+
+_NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+"""What a filesystem says that has no links. Any other error would fail a copy too, or worse."""
+
+log = logging.getLogger(__name__)
 
 
-class WaitingLinks:
-    """The links to the one checkpoint that is being written. Used on one rank, by two threads."""
+def _no_work() -> None:
+    """Take no notice of work that goes on."""
+
+
+class Links:
+    """Makes links to checkpoints when these are published. Used on one rank, by two threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._target: Path | None = None
-        self._folders: frozenset[Path] = frozenset()
-        self._before: dict[Path, str] = {}
-        self._waiting: dict[Path, str] = {}
+        self._waiting: list[Path] = []
 
-    def expect(self, target: Path, folders: Iterable[Path]) -> None:
-        """Note what the links in some folders name, before a save of ``target`` has begun."""
-        with self._lock:
-            self._target = target
-            self._folders = frozenset(folders)
-            self._before = {link: os.readlink(link) for link in self._links()}  # noqa: PTH115
-            self._waiting = {}
+    def expect(self, target: Path | None) -> None:
+        """Let links to this checkpoint wait: it is about to be written in the background.
 
-    def set_back(self) -> None:
-        """Let no link name the target before it is there."""
+        None: no checkpoint is.
+        """
         with self._lock:
-            if self._target is None or os.path.lexists(self._target):
+            self._target, self._waiting = target, []
+
+    def make(self, target: Path, link: Path, on_work: Callable[[], None] = _no_work) -> None:
+        """Let a link name a checkpoint, now or when it is published.
+
+        Where nothing is, because its save has failed, the link stays what it was.
+
+        Raises:
+            SaveError: It could not be made, and is what it was.
+
+        """
+        with self._lock:
+            if target == self._target:
+                self._waiting.append(link)
+            elif target.exists():
+                make_link(target, link, on_work)
+            else:
+                log.warning("%s is not made to name %s, which is not there", link, target)
+
+    def release(self, target: Path, *, published: bool) -> None:
+        """Make the links that waited for this checkpoint; or forget them, if it failed.
+
+        Raises:
+            SaveError: One could not be made, and is what it was.
+
+        """
+        with self._lock:
+            if target != self._target:
                 return
-            for link in self._links():
-                text = os.readlink(link)  # noqa: PTH115 - as it is, relative or not
-                if os.path.abspath(link.parent / text) == str(self._target):  # noqa: PTH100
-                    self._waiting[link] = text
-                    _set(link, self._before.get(link))
-
-    def release(self, *, published: bool) -> None:
-        """Let the links name the target, now that it is published; or leave them, if it failed."""
-        with self._lock:
+            waiting = self._waiting
+            self._target, self._waiting = None, []
             if published:
-                for link, text in self._waiting.items():
-                    _set(link, text)
-            self._target, self._waiting = None, {}
-
-    def _links(self) -> Iterator[Path]:
-        for folder in self._folders:
-            if folder.is_dir():
-                yield from (entry for entry in folder.iterdir() if entry.is_symlink())
+                for link in waiting:
+                    make_link(target, link)
 
 
-def _set(link: Path, text: str | None) -> None:
-    """Let a link name something else, in one step; None: remove it."""
-    if text is None:
-        link.unlink(missing_ok=True)
-    else:
-        new = link.parent / f".zero-link-{link.name}.new"
-        new.unlink(missing_ok=True)
-        new.symlink_to(text)
+def make_link(target: Path, link: Path, on_work: Callable[[], None] = _no_work) -> None:
+    """Let a link name a checkpoint, in one step, whatever is in its place.
+
+    A file or a directory there gives way too: the latter in one step where the system can exchange
+    two names, otherwise the name is free for some microseconds.
+
+    Args:
+        target: The checkpoint, which is there.
+        link: Beside it or elsewhere; the link's text is relative.
+        on_work: Called while a large copy goes on: one is made where there are no links.
+
+    Raises:
+        SaveError: It could not be made, and is what it was.
+
+    """
+    if target == link:
+        return
+    new, old = (link.parent / f"{LINKING}{link.name}.{end}" for end in ("new", "old"))
+    try:
+        for hidden in (new, old):
+            delete(hidden)
+        _make(new, target, on_work)
+        _put(new, link, old)
+        sync_directory(link.parent)
+    except OSError as error:
+        msg = f"Could not let {link} name {target}, which is published: {error.strerror or error}."
+        raise SaveError(msg) from error
+    finally:
+        # The link is changed, or is not: a failure here is a matter of disk space.
+        for hidden in (new, old):
+            with suppress(OSError):
+                delete(hidden)
+
+
+def _make(new: Path, target: Path, on_work: Callable[[], None]) -> None:
+    try:
+        new.symlink_to(os.path.relpath(target, new.parent))
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # What Lightning does there too, but for files only.
+        copy_directory(target, new, on_work)
+
+
+def _put(new: Path, link: Path, old: Path) -> None:
+    """Give the new one the link's name; a directory that was there is then called new or old."""
+    with_directory = _is_directory(new) or _is_directory(link)
+    if not (with_directory and os.path.lexists(link)):
         new.replace(link)
-    sync_directory(link.parent)
+    elif not exchange_names(new, link):
+        link.rename(old)
+        try:
+            new.rename(link)
+        except OSError:
+            old.rename(link)
+            raise
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -10,20 +10,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.api import CheckpointFigures, SaveOptions, save_with
 from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, LiveState
 from lightning_elastic_zero.engine import before_each_step, live_engine, recovery_script
-from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.links import WaitingLinks
+from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.links import Links
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import check_local_path, make_parents
+from lightning_elastic_zero.storage import check_local_path
 
 _WRITERS = RankTimes(absent_s=60.0)
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
+
+AT_THE_END = RankTimes(absent_s=30.0)
+"""How long a rank that saves in an exception, or at SLURM's signal, waits for the others."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ class Publication:
         self._writer: BackgroundWriter | None = None
         self._is_first = False
         self._retention = Retention()
-        self._links = WaitingLinks()
+        self._links = Links()
         self._failed = False
         self._unhook: Callable[[], None] = _nothing
 
@@ -84,7 +88,6 @@ class Publication:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
-        link_folders: Iterable[str],
     ) -> bool:
         """Save in the background, when the save before has ended. Collective.
 
@@ -94,7 +97,6 @@ class Publication:
             ranks: training's own line.
             client_state: the trainer's part.
             options: what is written.
-            link_folders: where links to checkpoints may be made.
 
         Returns:
             False: there is no run any more; nothing was done.
@@ -105,9 +107,7 @@ class Publication:
         def look() -> LiveState:
             if self._is_first:
                 target = check_local_path(path)
-                _make_folder(target)
-                folders = (target.parent, *map(check_local_path, link_folders))
-                self._links.expect(target, folders)
+                self._links.expect(target)
                 self._retention.begun(target)
             return live_engine(engine)
 
@@ -115,28 +115,49 @@ class Publication:
         self._writer.save(path, look, ranks, client_state, options=options, recovery_script=script)
         return True
 
+    @staticmethod
+    def at_the_end() -> closing[Ranks]:
+        """Give what ranks agree by when a run may end: one that failed alone does not wait long."""
+        return closing(current_ranks(AT_THE_END, "elastic-zero at the end"))
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._writer is not None and self._writer.busy
+
     def _ended(self, target: Path, figures: CheckpointFigures | None) -> None:
         """In the writer's thread: go on with what waited for a checkpoint."""
         self._failed = figures is None
         if figures is not None:
             self.last_save = figures
         if self._is_first:
-            self._links.release(published=figures is not None)
-            if figures is not None:
-                self._retention.published(target)
+            try:
+                self._links.release(target, published=figures is not None)
+            finally:
+                if figures is not None:
+                    self._retention.published(target)
 
-    # -- deletions and links, on the first rank ------------------------------------------------
+    # -- deletions and links -------------------------------------------------------------------
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint as soon as nothing needs it, and its successor is published."""
+        """Delete a checkpoint when nothing needs it, and its successor is published; on rank 0."""
         self._retention.doom(path)
-        if not (self._failed or (self._writer is not None and self._writer.busy)):
+        if not (self._failed or self._busy):
             self._retention.retry()
 
-    def set_links_back(self) -> None:
-        """Let no link name what is not published yet."""
-        if self._is_first and self._writer is not None:
-            self._links.set_back()
+    def link(self, path: str, link: str, ranks: Ranks) -> None:
+        """Let a link name a checkpoint as soon as that is published. Collective.
+
+        Raises:
+            SaveError: it could not be made, and is what it was.
+        """
+
+        def make() -> None:
+            if not self._busy:
+                self._links.expect(None)  # what could not even begin is not waited for
+            self._links.make(check_local_path(path), check_local_path(link), ranks.progress)
+
+        ranks.from_first("link a checkpoint", make)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -182,23 +203,19 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _make_folder(target: Path) -> None:
-    """Let a link be made beside a checkpoint that is not there yet."""
-    try:
-        make_parents(target)
-    except OSError as error:
-        msg = f"Could not make {target.parent} for a checkpoint: {error.strerror}."
-        raise SaveError(msg) from error
-
-
 def is_requeued(path: str | os.PathLike[str]) -> bool:
     """Tell by Lightning's name for it whether SLURM ends the job right after this save."""
     return Path(path).name.startswith("hpc_ckpt_")
 
 
-def what_was_not_resumed(folders: Iterable[str]) -> tuple[str, bool]:
-    """Say that training starts at step 0; and whether to be loud, since there is something."""
-    found = [p for folder in sorted(set(folders)) for p in sorted(Path(folder).glob("*.ckpt"))]
+def what_was_not_resumed(places: Iterable[object]) -> tuple[str, bool]:
+    """Say that training starts at step 0; and whether to be loud, since there is something.
+
+    Args:
+        places: the folders into which callbacks save; None for one that has none.
+    """
+    folders = sorted({str(place) for place in places if place})
+    found = [p for folder in folders for p in sorted(Path(folder).glob("*.ckpt"))]
     if dangling := [p for p in found if p.is_symlink() and not p.exists()]:
         text = (
             f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is "

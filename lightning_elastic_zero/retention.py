@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
-import uuid
 from pathlib import Path
 from typing import TypeAlias
 
 from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.storage import DOOMED, check_local_path, sync_directory
+from lightning_elastic_zero.storage import LINKING, check_local_path, delete
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ class Retention:
             return False
         if _links_to(path):
             return False
-        _delete(path)
+        delete(path)
         return True
 
 
@@ -121,17 +119,7 @@ def _is_last_good(path: Path) -> bool:
 def _links_to(path: Path) -> bool:
     """Tell whether a link beside a checkpoint still names it."""
     real = os.path.realpath(path)
-    return any(e.is_symlink() and os.path.realpath(e) == real for e in path.parent.iterdir())
-
-
-def _delete(path: Path) -> None:
-    """Delete a file, or a directory that vanishes at once and is then emptied."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    for left_over in path.parent.glob(f"{DOOMED}*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    doomed = path.parent / f"{DOOMED}{uuid.uuid4().hex}"
-    path.rename(doomed)
-    sync_directory(path.parent)
-    shutil.rmtree(doomed, ignore_errors=True)
+    links = (entry for entry in path.parent.iterdir() if entry.is_symlink())
+    # What a killed process has left of one that it was making is nobody's.
+    mine = (link for link in links if not link.name.startswith(LINKING))
+    return any(os.path.realpath(link) == real for link in mine)

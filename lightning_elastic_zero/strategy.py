@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from lightning_elastic_zero.api import (
 )
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
 from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
+from lightning_elastic_zero.continuation.linking import Linking
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
@@ -32,7 +33,7 @@ from lightning_elastic_zero.engine import (
 )
 from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
-from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
+from lightning_elastic_zero.ranks import Ranks, current_ranks
 from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import keep_configured_rates
 
@@ -45,10 +46,6 @@ VERSION_KEY = "pytorch-lightning_version"
 
 RESUME_END = "_CheckpointConnector.resume_end"
 """Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
-
-
-AT_THE_END = RankTimes(absent_s=30.0)
-"""How long a rank that saves in an exception, or at SLURM's signal, waits for the others."""
 
 
 class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
@@ -110,6 +107,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._save_module_weights = save_module_weights
         self._ranks: Ranks | None = None
         self._publication = Publication(background=async_save, snapshot_bytes=snapshot_bytes)
+        self._linking = Linking()
         self._resumed = False
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
@@ -148,6 +146,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._resumed = False
         self._agree()
         self._publication.start(self.deepspeed_engine, self.global_rank)
+        self._linking.begin(trainer, self._link)
 
     def _agree(self) -> Ranks:
         """Give the means of agreement between ranks, made when first needed."""
@@ -206,20 +205,20 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             # A rank that failed alone saves alone: the others will not come. SLURM's signal may
             # come in the midst of another save, and the job ends as soon as this returns.
             self._publication.finish_alone()
-            with closing(current_ranks(AT_THE_END, "elastic-zero at the end")) as ranks:
+            with self._publication.at_the_end() as ranks:
                 saved = (self.deepspeed_engine, filepath, ranks, client_state, options)
                 self._publication.save(*saved)
             return
         saved = (self.deepspeed_engine, filepath, self._agree(), client_state, options)
-        if not self._publication.save_behind(*saved, self._checkpoint_folders()):
+        if not self._publication.save_behind(*saved):
             self._publication.finish(self._agree())
             self._publication.save(*saved)
 
-    def _checkpoint_folders(self) -> list[str]:
-        """Give the folders into which the trainer's callbacks save, and in which they link."""
-        module = self.lightning_module
-        callbacks = [] if module is None else module.trainer.checkpoint_callbacks
-        return [str(d) for c in callbacks if (d := getattr(c, "dirpath", None))]
+    def _link(self, path: str, link: str) -> None:
+        """Let a link such as ``last.ckpt`` name a checkpoint when it is published; collective."""
+        alone = self._publication.at_the_end() if self._interrupted() else None
+        with alone or nullcontext(self._agree()) as ranks:
+            self._publication.link(path, link, ranks)
 
     @property
     def last_save(self) -> CheckpointFigures | None:
@@ -339,7 +338,6 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; at the end of a resume, agree first on what was resumed."""
-        self._publication.set_links_back()
         if RESUME_END in (*args, kwargs.get("name")):
             self._agree_on_resume()
         super().barrier(*args, **kwargs)
@@ -356,7 +354,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     def _say_what_was_not_resumed(self) -> None:
         """Training starts at step 0: say so, loudly where there is something to resume."""
-        text, loud = what_was_not_resumed(self._checkpoint_folders())
+        module = self.lightning_module
+        callbacks = [] if module is None else module.trainer.checkpoint_callbacks
+        text, loud = what_was_not_resumed(getattr(c, "dirpath", None) for c in callbacks)
         (rank_zero_warn if loud else rank_zero_info)(text)
 
     # -- the end -----------------------------------------------------------------------------
@@ -370,6 +370,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         """End saving and agreeing, before tensors move; no collective, since ranks may be gone."""
+        self._linking.end()
         failure = self._publication.stop(interrupted=self._interrupted())
         if self._ranks is not None:
             self._ranks.close()

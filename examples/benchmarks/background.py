@@ -127,7 +127,7 @@ class Subject:
 
     def save_behind(self) -> None:
         """Save in the background."""
-        self.publication.save_behind(*self._what(), [])
+        self.publication.save_behind(*self._what())
 
     def finish(self) -> None:
         """Wait for the save in the background."""

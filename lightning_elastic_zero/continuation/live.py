@@ -1,7 +1,8 @@
 """Lightning's live loops, set to go on at a position.
 
 The counters were written when the checkpoint was loaded. What is set here is what only live loops
-have; every private name of Lightning's that this library writes to is in this file, as of 2.6.
+have; every private name of Lightning's that this library writes to is in this file, as of 2.6, but
+for the one method of ``ModelCheckpoint``'s that ``linking`` answers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 ``checksums`` writes a file together with the checksums of its chunks; ``verified`` reads runs of
 its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory under
-a hidden name and publishes it in one step. ``places`` knows which paths can be used at all, and
+a hidden name and publishes it in one step; ``deleting`` lets one vanish in one step, ``copying``
+makes another one of it. ``places`` knows which paths can be used at all, and
 proves that all ranks see the same one.
 """
 
@@ -16,6 +17,9 @@ from lightning_elastic_zero.storage.checksums import (
     no_progress,
     write_durably,
 )
+from lightning_elastic_zero.storage.copying import copy_directory
+from lightning_elastic_zero.storage.deleting import DOOMED, delete
+from lightning_elastic_zero.storage.exchange import exchange_names
 from lightning_elastic_zero.storage.places import (
     check_local_path,
     leave_token,
@@ -25,9 +29,8 @@ from lightning_elastic_zero.storage.places import (
 )
 from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file
 from lightning_elastic_zero.storage.staging import (
-    DOOMED,
+    LINKING,
     StagedDirectory,
-    make_parents,
     remove_leftovers,
     repair,
     repair_target,
@@ -38,6 +41,7 @@ from lightning_elastic_zero.storage.verified import VerifiedFile
 __all__ = [
     "CHUNK_BYTES",
     "DOOMED",
+    "LINKING",
     "READ_BYTES",
     "SUMS_SUFFIX",
     "ChecksummedWriter",
@@ -46,8 +50,10 @@ __all__ = [
     "StagedDirectory",
     "VerifiedFile",
     "check_local_path",
+    "copy_directory",
+    "delete",
+    "exchange_names",
     "leave_token",
-    "make_parents",
     "no_progress",
     "read_file",
     "remove_leftovers",

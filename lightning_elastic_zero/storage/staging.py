@@ -28,6 +28,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.deleting import DOOMED, delete
 from lightning_elastic_zero.storage.exchange import exchange_names
 from lightning_elastic_zero.storage.owner import Owner
 from lightning_elastic_zero.storage.places import sync_directory
@@ -37,8 +38,8 @@ _log = logging.getLogger(__name__)
 _STAGING = ".zero-staging-"
 _PREVIOUS = ".zero-previous-"
 _OWNER = ".zero-owner-"
-DOOMED = ".zero-removed-"
-"""Prefix of a checkpoint that is being deleted: renamed first, so that none is half there."""
+LINKING = ".zero-link-"
+"""Prefix of a link that is being made; it is gone in an instant, unless a kill came in between."""
 
 _SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
@@ -174,12 +175,17 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
     That is what belongs to a process that is certainly dead, or is older than ``LEFTOVER_AGE_S``,
     and what was being deleted, by whomever: it is no checkpoint any more. Targets that were lost
-    between two renames are restored first. What cannot be removed is left.
+    between two renames are restored first. What cannot be removed is left. A link in the making
+    goes by its age: whoever makes that link again removes it before.
     """
     repair(parent)
     removed = list(parent.glob(f"{DOOMED}*"))
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
+    for path in [path for path in parent.glob(f"{LINKING}*") if _age_s(path) > LEFTOVER_AGE_S]:
+        with suppress(OSError):
+            delete(path)
+            removed.append(path)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
         owner_path = _owner_path(parent, save_id)
         owner = Owner.read(owner_path)

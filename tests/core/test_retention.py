@@ -9,7 +9,7 @@ import pytest
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import DOOMED
+from lightning_elastic_zero.storage import DOOMED, LINKING
 
 
 def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
@@ -170,7 +170,18 @@ class TestWaiting:
         retention.retry()
         assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
 
-    @pytest.mark.parametrize("hidden", [".zero-staging-5a7e", ".zero-previous-5a7e", DOOMED + "0"])
+    def test_a_link_that_was_being_made_needs_nothing(self, tmp_path: Path) -> None:
+        """What a killed process has left of it does not keep a checkpoint."""
+        old = checkpoint(tmp_path, "old.ckpt")
+        checkpoint(tmp_path, "new.ckpt")
+        link(tmp_path / f"{LINKING}last.ckpt.new", "old.ckpt")
+        Retention().remove(old)
+        assert not old.exists()
+
+    @pytest.mark.parametrize(
+        "hidden",
+        [".zero-staging-5a7e", ".zero-previous-5a7e", DOOMED + "0", LINKING + "last.ckpt.old"],
+    )
     def test_what_is_hidden_is_no_other_good_one(self, tmp_path: Path, hidden: str) -> None:
         """A save in the making, or the rest of a deletion, may have a manifest."""
         checkpoint(tmp_path, hidden)

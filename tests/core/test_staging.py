@@ -15,6 +15,7 @@ import pytest
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import (
     DOOMED,
+    LINKING,
     StagedDirectory,
     remove_leftovers,
     repair,
@@ -287,6 +288,20 @@ class TestLeftovers:
         doomed = tmp_path / f"{DOOMED}5a7e"
         (doomed / "checkpoint").mkdir(parents=True)
         assert remove_leftovers(tmp_path) == [doomed]
+        assert names_in(tmp_path) == []
+
+    @pytest.mark.parametrize("kind", ["link", "directory"])
+    def test_a_link_in_the_making_goes_by_its_age(self, kind: str, tmp_path: Path) -> None:
+        """It may be another process's, and of this instant, unless it is old."""
+        made = tmp_path / f"{LINKING}last.ckpt.new"
+        if kind == "link":
+            made.symlink_to("a.ckpt")
+        else:
+            (made / "checkpoint").mkdir(parents=True)
+        assert remove_leftovers(tmp_path) == []
+        assert names_in(tmp_path) == [made.name]
+        os.utime(made, (0, 0), follow_symlinks=False)
+        assert remove_leftovers(tmp_path) == [made]
         assert names_in(tmp_path) == []
 
     def test_other_names_are_left_alone(self, tmp_path: Path) -> None:

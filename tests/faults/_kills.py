@@ -55,6 +55,8 @@ class Chain:
     _count: int = 0
     _began: int = 0
     """The step that the last run has begun at."""
+    _linked: bool = False
+    """Whether ``last.ckpt`` was there, so that it must never be gone."""
 
     def kill(self, killing: Killing) -> bool:
         """Kill a run at a step, and check all that is left; tell whether it came to that."""
@@ -170,12 +172,11 @@ class Chain:
             if max(sound, default=0) < min(floor.get(name, 0), self._began + 1):
                 self._note("last-good losses", f"{what}: {name} has {sound}, had {floor[name]}")
         last = self.root / "top" / "last.ckpt"
-        if last.is_symlink() and not (last / "manifest.json").exists():
-            if self.strategy.get("async_save"):
-                # Lightning links what is in flight; the strategy sets that back a moment later.
-                KILLS.count(self.row, "links to nothing")
-                return
-            self._note("links to nothing", f"{what}: last.ckpt leads to {last.readlink()}")
+        if (last / "manifest.json").exists():
+            self._linked = True
+        elif last.is_symlink() or self._linked:
+            leads = f"leads to {last.readlink()}" if last.is_symlink() else "is gone"
+            self._note("links to nothing", f"{what}: last.ckpt {leads}")
 
     def _is_sound(self, step: int, path: Path, what: str) -> bool:
         KILLS.count(self.row, "checkpoints checked")

@@ -38,8 +38,9 @@ STEPS = (
     "between two renames",
     "after the renames",
     "while the replaced one is deleted",
+    "after the link is asked for",
     "before the link is changed",
-    "while the link is away",
+    "while the new link is hidden",
     "after the link is changed",
     "before top-k deletes",
     "while top-k deletes",
@@ -77,6 +78,7 @@ class Witness:
         self._rank, self._world = rank, world
         self._count = 0
         self._placed = False
+        self._linked = False
         self._lock = threading.Lock()
         alone = killing.whom == OTHER and killing.step in BY_EACH_RANK
         self._acts = rank == (min(1, world - 1) if alone else 0)
@@ -86,12 +88,7 @@ class Witness:
     def watch(self) -> None:
         """Look at this process's system calls from now on."""
         os.write, os.fsync = self._on_write, self._on_fsync  # type: ignore[assignment]
-        symlink, exchange = os.symlink, staging.exchange_names  # type: ignore[attr-defined]
-
-        def on_symlink(*args: Any, **kwargs: Any) -> None:
-            self.reach("while the link is away")
-            symlink(*args, **kwargs)
-            self.reach("after the link is changed")
+        exchange = staging.exchange_names  # type: ignore[attr-defined]
 
         def on_exchange(one: Path, other: Path) -> bool:
             if self._killing.step in TWO_RENAMES:
@@ -102,7 +99,6 @@ class Witness:
             self.reach("after the exchange")
             return done
 
-        os.symlink = on_symlink
         staging.exchange_names = on_exchange  # type: ignore[attr-defined]
         sys.addaudithook(self._on_event)
 
@@ -136,8 +132,11 @@ class Witness:
         return count
 
     def _on_fsync(self, descriptor: int) -> None:
-        self._fsync(descriptor)
         path = _path_of(descriptor)
+        if self._linked and path.is_dir():
+            self._linked = False
+            self.reach("after the link is changed")
+        self._fsync(descriptor)
         if path.name.endswith("_optim_states.pt"):
             self.reach("after a shard's fsync")
         elif path.name.endswith(".sums"):
@@ -165,17 +164,20 @@ class Witness:
             self.reach("before two renames")
         elif _name(target).startswith(".zero-removed-"):
             self.reach("before top-k deletes")
+        elif _name(source).startswith(".zero-link-"):
+            self._linked = True
+            self.reach("while the new link is hidden")
         elif _name(source).startswith(".zero-staging-"):
             parent = Path(os.fsdecode(source)).parent
             aside = any(n.startswith(".zero-previous-") for n in map(_name, parent.iterdir()))
             self._placed = True
             self.reach("between two renames" if aside else "before a rename to a free name")
 
-    def _on_remove(self, path: Any, folder: int) -> None:  # noqa: ANN401
-        name = _name(path)
-        if name == "last.ckpt":
+    def _on_symlink(self, _: object, path: Any, *__: object) -> None:  # noqa: ANN401
+        if _name(path).startswith(".zero-link-"):
             self.reach("before the link is changed")
-            return
+
+    def _on_remove(self, _: object, folder: int) -> None:
         where = str(_path_of(folder)) if folder >= 0 else ""
         if ".zero-removed-" in where:
             self.reach("while top-k deletes")
@@ -186,6 +188,7 @@ class Witness:
         "os.mkdir": _on_mkdir,
         "open": _on_open,
         "os.rename": _on_rename,
+        "os.symlink": _on_symlink,
         "os.remove": _on_remove,
     }
 

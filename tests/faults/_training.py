@@ -138,6 +138,7 @@ class Ledger(Callback):
     def __init__(self, training: Training) -> None:
         self.training = training
         self.held: Table = {}
+        self.witness: Witness | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at what was restored; begin to watch for the step."""
@@ -145,7 +146,8 @@ class Ledger(Callback):
             self.held[trainer.global_step] = held_by(trainer, pl_module)
         killing, root = self.training.killing, Path(self.training.root)
         if killing is not None:
-            Witness(killing, root, comm.get_rank(), comm.get_world_size()).watch()
+            self.witness = Witness(killing, root, comm.get_rank(), comm.get_world_size())
+            self.witness.watch()
             trainer.strategy.barrier()
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self.training.steps
         if comm.get_rank() == 0:
@@ -164,6 +166,19 @@ class Ledger(Callback):
             self.held[trainer.global_step] = held_by(trainer, pl_module)
         if self.training.saves:
             trainer.save_checkpoint(self.training.over / "same.ckpt")
+
+
+class Linked(ModelCheckpoint):
+    """Links to what it saved last; the link may then still wait for that to be published."""
+
+    def __init__(self, ledger: Ledger, **options: Any) -> None:
+        super().__init__(**options)
+        self.ledger = ledger
+
+    def _save_last_checkpoint(self, *args: Any) -> None:
+        super()._save_last_checkpoint(*args)
+        if self.ledger.witness is not None:
+            self.ledger.witness.reach("after the link is asked for")
 
 
 def published(folder: Path) -> dict[int, Path]:
@@ -191,7 +206,8 @@ def train(training: Training) -> Table:
     ledger = Ledger(training)
     callbacks: list[Callback] = [ledger]
     if training.saves:
-        checkpoints = ModelCheckpoint(
+        checkpoints = Linked(
+            ledger,
             dirpath=training.top,
             filename="{step}",
             monitor="step",

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"formats", "match", "storage", "ranks", "state", "manifest", "layout", "errors"},
     "api": {"engine", "checkpoint", "match", "ranks", "storage", "state", "manifest", "errors"},
     "retention": {"manifest", "storage", "errors"},
-    "links": {"storage"},
+    "links": {"storage", "errors"},
     "publication": {
         "api",
         "checkpoint",

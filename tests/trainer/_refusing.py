@@ -14,7 +14,7 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_elastic_zero import load_checkpoint, save_checkpoint, strategy
+from lightning_elastic_zero import load_checkpoint, publication, save_checkpoint
 from lightning_elastic_zero.api import SaveOptions, save_with
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
 from tests.trainer._fitting import SMALL_BUCKETS, Plan, error_of, fit
@@ -124,7 +124,7 @@ class Fails(Callback):
 
 def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
     """Train with save_on_exception until some ranks raise."""
-    strategy.AT_THE_END = SHORT
+    publication.AT_THE_END = SHORT
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = Plan(root, 2, checkpoint=options)
     trainer, net, data, _ = plan.make()
