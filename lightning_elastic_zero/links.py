@@ -50,6 +50,11 @@ class Links:
         with self._lock:
             self._target, self._waiting = target, []
 
+    def expects(self, target: Path) -> bool:
+        """Tell whether this checkpoint is being written."""
+        with self._lock:
+            return target == self._target
+
     def make(self, target: Path, link: Path, on_work: Callable[[], None] = _no_work) -> None:
         """Let a link name a checkpoint, now or when it is published.
 

@@ -145,6 +145,10 @@ class Publication:
         if not (self._failed or self._busy):
             self._retention.retry()
 
+    def is_written(self, path: str) -> bool:
+        """Tell whether a checkpoint is being written in the background; on the first rank."""
+        return self._busy and self._links.expects(check_local_path(path))
+
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Let a link name a checkpoint as soon as that is published. Collective.
 

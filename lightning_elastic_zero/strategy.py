@@ -23,8 +23,8 @@ from lightning_elastic_zero.api import (
     load_with,
 )
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
+from lightning_elastic_zero.continuation.answers import Answers
 from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
-from lightning_elastic_zero.continuation.linking import Linking
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
@@ -107,7 +107,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._save_module_weights = save_module_weights
         self._ranks: Ranks | None = None
         self._publication = Publication(background=async_save, snapshot_bytes=snapshot_bytes)
-        self._linking = Linking()
+        self._answers = Answers(self._link, self._publication.is_written)
         self._resumed = False
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
@@ -146,7 +146,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._resumed = False
         self._agree()
         self._publication.start(self.deepspeed_engine, self.global_rank)
-        self._linking.begin(trainer, self._link)
+        self._answers.begin(trainer)
 
     def _agree(self) -> Ranks:
         """Give the means of agreement between ranks, made when first needed."""
@@ -201,6 +201,13 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             module_weights=self._save_module_weights,
         )
         options = self._with_progress(options, client_state)
+        with self._answers.saving():
+            self._save(filepath, client_state, options)
+
+    def _save(
+        self, filepath: str | os.PathLike[str], client_state: dict[str, Any], options: SaveOptions
+    ) -> None:
+        """Save at once or in the background, as this moment allows."""
         if self._interrupted() or is_requeued(filepath):
             # A rank that failed alone saves alone: the others will not come. SLURM's signal may
             # come in the midst of another save, and the job ends as soon as this returns.
@@ -231,7 +238,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         Raises:
             ElasticZeroError: it could not be; the checkpoint published before is intact.
         """
-        self._publication.finish(self._agree())
+        with self._answers.saving():
+            self._publication.finish(self._agree())
 
     def _with_progress(self, options: SaveOptions, client_state: dict[str, Any]) -> SaveOptions:
         """Add where the run stands, in samples, and what of this moment only the trainer has."""
@@ -370,7 +378,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         """End saving and agreeing, before tensors move; no collective, since ranks may be gone."""
-        self._linking.end()
+        self._answers.end()
         failure = self._publication.stop(interrupted=self._interrupted())
         if self._ranks is not None:
             self._ranks.close()

@@ -3,7 +3,7 @@
 ``batches`` settles how a global batch is cut; ``loaders`` puts samplers into training loaders that
 take up an epoch anywhere, and ``placing`` lets them begin there; ``moments`` keeps what belongs to
 the last optimizer step; ``reports`` says what changed since the save; ``live`` is all that is
-written to Lightning's live loops, ``linking`` what is answered in ``ModelCheckpoint``'s place;
+written to Lightning's live loops, ``answers`` what is answered in ``ModelCheckpoint``'s place;
 ``resume`` is the story that a strategy follows; ``steady`` is that strategy.
 """
 

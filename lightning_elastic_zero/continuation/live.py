@@ -2,7 +2,7 @@
 
 The counters were written when the checkpoint was loaded. What is set here is what only live loops
 have; every private name of Lightning's that this library writes to is in this file, as of 2.6, but
-for the one method of ``ModelCheckpoint``'s that ``linking`` answers.
+for what ``answers`` answers in ``ModelCheckpoint``'s place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""What ``ModelCheckpoint`` asks and does about files, answered in its place while a run lasts.
+
+It knows nothing of a checkpoint that is being written in the background: it would take its name for
+free and give it to another one, and with ``save_last="link"`` it removes its link and makes it
+anew, to what is not there yet, as soon as the save has returned; killed in between, there is none.
+Nothing else of Lightning's stands between, so that these two methods are answered here: on the
+instance, from the strategy's setup to its teardown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_elastic_zero.errors import ElasticZeroError
+
+
+class Answers:
+    """Answers the trainer's ``ModelCheckpoint`` callbacks."""
+
+    def __init__(self, link: Callable[[str, str], None], is_written: Callable[[str], bool]) -> None:
+        """Take who knows.
+
+        Args:
+            link: lets a link name a checkpoint: called on all ranks, with the checkpoint's path and
+                the link's.
+            is_written: tells, on the first rank, whether a checkpoint of that path is being
+                written.
+        """
+
+        def link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+            link(filepath, linkpath)
+            trainer.strategy.barrier()
+
+        def file_exists(filepath: str, trainer: pl.Trainer) -> bool:
+            there = os.path.exists(filepath) or is_written(filepath)  # noqa: PTH110 (a string)
+            return trainer.strategy.broadcast(there)
+
+        # The first is private, as of Lightning's 2.6.
+        self._answers: Mapping[str, Callable[..., Any]] = {
+            "_link_checkpoint": link_checkpoint,
+            "file_exists": file_exists,
+        }
+        self._given: list[tuple[ModelCheckpoint, str]] = []
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Answer the trainer's callbacks; whoever has a way of his own keeps it."""
+        self.end()
+        for callback in trainer.checkpoint_callbacks:
+            for name, answer in self._answers.items():
+                if isinstance(callback, ModelCheckpoint) and _is_lightnings_own(callback, name):
+                    vars(callback)[name] = answer
+                    self._given.append((callback, name))
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let no callback go on naming a checkpoint that could not be saved."""
+        try:
+            yield
+        except ElasticZeroError:
+            for callback in {callback for callback, _ in self._given}:
+                _forget_what_is_not_there(callback)
+            raise
+
+    def end(self) -> None:
+        """Leave the callbacks as they were."""
+        for callback, name in self._given:
+            vars(callback).pop(name, None)
+        self._given = []
+
+
+def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
+    """Go back to the best of what is there."""
+    scores = {p: s for p, s in callback.best_k_models.items() if os.path.exists(p)}  # noqa: PTH110
+    callback.best_k_models = scores
+    if not os.path.exists(callback.last_model_path):  # noqa: PTH110
+        callback.last_model_path = ""
+    if not os.path.exists(callback.best_model_path):  # noqa: PTH110
+        best = min if callback.mode == "min" else max
+        path = best(scores, key=scores.__getitem__) if scores else ""
+        callback.best_model_path, callback.best_model_score = path, scores.get(path)
+
+
+def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
+    """Tell whether a callback does something the way that Lightning does."""
+    lightnings = getattr(ModelCheckpoint, name, None)
+    of_its_class = getattr(type(callback), name, None)
+    return lightnings is not None and of_its_class is lightnings and name not in vars(callback)
