@@ -10,11 +10,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.checkpoint import saving
 from lightning_elastic_zero.storage import write_durably
-from tests.trainer._background import HELD_S, Gate, Run, in_background, open_later, strategy_of
+from tests.trainer._background import (
+    HELD_S,
+    Gate,
+    Run,
+    in_background,
+    open_later,
+    strategy_of,
+    whole,
+)
 from tests.trainer._fitting import Net
 
 
@@ -139,3 +147,32 @@ class Counting(Net):
         """Log the step."""
         self.log("count", float(self.global_step))
         return self._loss(batch)
+
+
+CALLBACKS: dict[str, list[dict[str, Any]]] = {
+    "two of the same name": [{"monitor": "val_loss", "mode": "max"}, {"every_n_epochs": 1}],
+    "one name for three": [
+        {
+            "filename": "best",
+            "save_top_k": 3,
+            "every_n_train_steps": 1,
+            "monitor": "count",
+            "mode": "min",
+        }
+    ],
+}
+
+
+def best_of(run: Run, callbacks: str) -> dict[str, bool]:
+    """Train with slow writers; give the name of each callback's best one, and whether it is there.
+
+    Rank 0 deletes while others have ended already: who lists the folder does so afterwards.
+    """
+    folder = Path(run.root) / "kept"
+    made = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
+    trainer, net, data, director = run.make()
+    director.gate = Slow(str(run.gate))
+    trainer.callbacks.extend(made)  # type: ignore[attr-defined]
+    trainer.fit(net, data)
+    best = [Path(callback.best_model_path) for callback in made]
+    return {path.name: whole(path) for path in best}

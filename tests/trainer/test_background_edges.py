@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import signal
 import threading
@@ -14,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from deepspeed import comm
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from tests.engine._pool import Pools
@@ -31,7 +32,14 @@ from tests.trainer._background import (
     wait_for_writers,
     whole,
 )
-from tests.trainer._background_edges import PLACES, Counting, HeldManifest, Holder, Slow
+from tests.trainer._background_edges import (
+    CALLBACKS,
+    PLACES,
+    Counting,
+    HeldManifest,
+    Holder,
+    best_of,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
 
@@ -91,6 +99,7 @@ def give_up_the_second(run: Run) -> list[dict[str, str]]:
         shorten_patience(patch, 0.5, 0.5)
         with suppress(ZeroDivisionError):
             trainer.fit(net, data)
+        comm.barrier()
         seen = [kept(run)]
         comm.barrier()
         run.gate.touch()
@@ -303,31 +312,72 @@ def test_what_cannot_be_unpickled(pools: Pools, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".zero-*"))
 
 
-CALLBACKS: dict[str, list[dict[str, Any]]] = {
-    "two of the same name": [{"monitor": "val_loss", "mode": "max"}, {"every_n_epochs": 1}],
-    "one name for three": [
-        {
-            "filename": "best",
-            "save_top_k": 3,
-            "every_n_train_steps": 1,
-            "monitor": "count",
-            "mode": "min",
-        }
-    ],
-}
+def save_without_memory(run: Run) -> dict[int, str]:
+    """Save where rank 1 gets no memory, and then where it does."""
+    root = Path(run.root)
 
+    def refuse(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-def names_kept(run: Run, callbacks: str) -> tuple[dict[str, int], dict[str, bool]]:
-    """Train with slow writers; give the steps that are kept, and each callback's best one."""
-    folder = Path(run.root) / "kept"
-    made = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
+    def save_poor(trainer: pl.Trainer) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.get_rank() == 1:
+                patch.setattr(mmap, "mmap", refuse)
+            trainer.save_checkpoint(str(root / "a.ckpt"))
+
+    run.deeds = {2: save_poor, 4: lambda trainer: trainer.save_checkpoint(str(root / "b.ckpt"))}
     trainer, net, data, director = run.make()
-    director.gate = Slow(str(run.gate))
-    trainer.callbacks.extend(made)  # type: ignore[attr-defined]
     trainer.fit(net, data)
-    steps = {path.name: step_of(path) for path in sorted(folder.iterdir())}
-    best = [Path(callback.best_model_path) for callback in made]
-    return steps, {path.name: whole(path) for path in best}
+    return director.errors
+
+
+def test_no_memory_on_one_rank(pools: Pools, tmp_path: Path) -> None:
+    """All ranks are told which one has no memory, and what helps; later saves succeed."""
+    for errors in pools.run(2, partial(save_without_memory, Run(str(tmp_path))), FAILS_IN_S):
+        assert list(errors) == [2]
+        assert errors[2].startswith("SaveError")
+        for text in ("rank 1", "snapshot_bytes", "async_save"):
+            assert text in errors[2]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["b.ckpt"]
+    assert not list(tmp_path.glob(".zero-*"))
+
+
+def save_what_was_doomed(run: Run) -> dict[int, str]:
+    """Save anew to a path whose deletion waits for a link, and only then move the link on."""
+    root = Path(run.root)
+    link, doomed, other = (root / f"{name}.ckpt" for name in ("last", "a", "other"))
+
+    def point(trainer: pl.Trainer, target: Path) -> None:
+        if comm.get_rank() == 0:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target.name)
+        trainer.strategy.barrier()
+
+    def save(trainer: pl.Trainer, path: Path) -> None:
+        trainer.save_checkpoint(str(path))
+        strategy_of(trainer).wait_for_save()
+        trainer.strategy.barrier()
+
+    def doom(trainer: pl.Trainer) -> None:
+        save(trainer, doomed)
+        save(trainer, other)
+        point(trainer, doomed)
+        strategy_of(trainer).remove_checkpoint(doomed)
+        save(trainer, doomed)
+        point(trainer, other)
+
+    run.deeds = {2: doom, 4: lambda trainer: save(trainer, root / "b.ckpt")}
+    trainer, net, data, director = run.make()
+    trainer.fit(net, data)
+    return director.errors
+
+
+def test_what_is_saved_anew_is_not_deleted(pools: Pools, tmp_path: Path) -> None:
+    """That a path was to be deleted is said of what was there, not of what is saved there later."""
+    for errors in pools.run(2, partial(save_what_was_doomed, Run(str(tmp_path))), FAILS_IN_S):
+        assert not errors
+    assert whole(tmp_path / "a.ckpt")
+    assert whole(tmp_path / "b.ckpt")
 
 
 @pytest.mark.parametrize("callbacks", CALLBACKS)
@@ -336,8 +386,9 @@ def test_names_are_those_of_a_blocking_run(callbacks: str, pools: Pools, tmp_pat
     found = {}
     for name in ("blocking", "behind"):
         run = Run(str(tmp_path / name), async_save=name == "behind", net=Counting)
-        found[name] = pools.run(2, partial(names_kept, run, callbacks), FAILS_IN_S)
+        best = pools.run(2, partial(best_of, run, callbacks), FAILS_IN_S)
+        found[name] = ({file: step_of(Path(run.root) / "kept" / file) for file in kept(run)}, best)
     assert found["behind"] == found["blocking"]
-    steps, best = found["blocking"][0]
+    steps, best = found["blocking"]
     assert len(steps) > 1
-    assert all(best.values())
+    assert all(best[0].values())
