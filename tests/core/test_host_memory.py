@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +13,9 @@ import torch
 
 from lightning_elastic_zero.checkpoint.host_memory import HostMemory
 from lightning_elastic_zero.checkpoint.snapshot import isolated
+from lightning_elastic_zero.errors import SaveError
+from tests.core._memory import MB, zeros
+from tests.engine._pool import ROOT, environment
 
 STATE = [
     torch.zeros(1000),
@@ -41,6 +48,54 @@ def test_memory_is_used_again() -> None:
     assert memory.size_bytes == 20032
     memory.release()
     assert memory.size_bytes == 0
+
+
+def measured(program: str) -> int:
+    """Give the bytes that a program of ``_memory`` counts, in a process of its own."""
+    command = [sys.executable, "-m", "tests.core._memory", program]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
+def test_forked_children_cost_nothing() -> None:
+    """While a loader's worker lives, the next save does not take the block's memory once more."""
+    assert measured("fork") < 16 * MB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
+@pytest.mark.parametrize("when", ["at once", "behind"])
+def test_a_block_that_grows_is_not_held_twice(when: str) -> None:
+    """Where a state has outgrown the block, the old one is given back before there is a new one."""
+    assert 0.9 <= measured(f"grow {when}") / (192 * MB) <= 1.1
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how much was wanted, and both ways in which a save needs less."""
+
+    def refuse(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(SaveError, match=r"\b2\.0 GB\b") as raised:
+        HostMemory().like([zeros(2000 * MB)])
+    assert "snapshot_bytes" in str(raised.value)
+    assert "async_save" in str(raised.value)
+
+
+def test_a_system_without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel takes no advice on pages, memory is given all the same."""
+
+    class Unadvised(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Unadvised)
+    (given,) = HostMemory().like([torch.zeros(1000)])
+    assert given.fill_(2.0).sum() == 2000
 
 
 @pytest.mark.gpu

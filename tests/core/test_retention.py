@@ -220,3 +220,67 @@ class TestWaiting:
         checkpoint(tmp_path, "other.ckpt")
         retention.retry()
         assert best.exists()
+
+
+class TestSavedAnew:
+    """A save to a path that is doomed: what was said before is of what was there before."""
+
+    def doomed(self, folder: Path, retention: Retention) -> Path:
+        """Leave one that is doomed and waits for a link, with another good one beside it."""
+        old = checkpoint(folder, "best.ckpt")
+        link(folder / "last.ckpt", "best.ckpt")
+        checkpoint(folder, "other.ckpt")
+        retention.remove(old)
+        assert old.exists()
+        return old
+
+    def publish(self, path: Path) -> None:
+        """Put a new checkpoint in a path's place."""
+        again = checkpoint(path.parent, "staged")
+        path.rename(path.parent / ".gone")
+        again.rename(path)
+
+    def test_an_old_doom_is_forgotten(self, tmp_path: Path) -> None:
+        """What is published anew stays when the link that the old one waited for moves on."""
+        retention = Retention()
+        best = self.doomed(tmp_path, retention)
+        retention.begun(best)
+        self.publish(best)
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.published(best)
+        retention.retry()
+        assert (best / MANIFEST_NAME).exists()
+
+    def test_even_where_the_save_fails(self, tmp_path: Path) -> None:
+        """The callback counts on a checkpoint at that path again: the old one is better than none.
+
+        Nothing is deleted while the new one is being written either.
+        """
+        retention = Retention()
+        best = self.doomed(tmp_path, retention)
+        retention.begun(best)
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.retry()
+        assert (best / MANIFEST_NAME).exists()
+
+    def test_a_later_doom_counts(self, tmp_path: Path) -> None:
+        """Doomed while it is being written, it is deleted as soon as nothing needs it."""
+        retention = Retention()
+        best = self.doomed(tmp_path, retention)
+        retention.begun(best)
+        retention.doom(best)
+        self.publish(best)
+        retention.published(best)
+        assert (best / MANIFEST_NAME).exists()
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.retry()
+        assert not best.exists()
+
+    def test_others_stay_doomed(self, tmp_path: Path) -> None:
+        """A save forgets the doom of its own path only; there need not be any."""
+        retention = Retention()
+        best = self.doomed(tmp_path, retention)
+        retention.begun(tmp_path / "new.ckpt")
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.published(checkpoint(tmp_path, "new.ckpt"))
+        assert not best.exists()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.checkpoint.older import find_older
+from lightning_elastic_zero.manifest import MANIFEST_NAME
+from lightning_elastic_zero.ranks import OneRank
 from tests.engine import _damage
 from tests.engine._pool import Pools
 from tests.engine._programs import Saved, train_and_save
@@ -108,6 +112,59 @@ def test_the_newest_is_the_one_published_last(pools: Pools, folder: Path) -> Non
     os.utime(folder / "b.ckpt" / "manifest.json", (1e9, 1e9))
     for rank in loaded(pools, folder / "last.ckpt"):
         assert str(folder / "a.ckpt") in rank.said
+
+
+def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
+    """Make a manifest unreadable as a bad disk does: nobody writes, and no time changes."""
+    manifest = checkpoint / MANIFEST_NAME
+    times = {path: path.stat().st_mtime_ns for path in (checkpoint, manifest)}
+    damage(checkpoint)
+    for path, time_ns in times.items():
+        if path.exists():
+            os.utime(path, ns=(time_ns, time_ns))
+
+
+def proposed_for(checkpoint: Path) -> str | None:
+    """Give the name of the checkpoint that is proposed in place of another."""
+    older = find_older(checkpoint, OneRank())
+    return None if older is None else Path(older.path).name
+
+
+@pytest.mark.parametrize("damage", [_damage.cut_manifest, _damage.lose_manifest])
+def test_without_a_manifest_times_tell_what_is_older(
+    damage: Callable[[Path], object], folder: Path
+) -> None:
+    """Where nothing says at which step the damaged one was, none that came after it is proposed."""
+    rot_manifest(folder / "b.ckpt", damage)
+    assert proposed_for(folder / "b.ckpt") == "a.ckpt"
+    rot_manifest(folder / "a.ckpt", damage)
+    assert proposed_for(folder / "a.ckpt") is None
+    assert proposed_for(folder / "b.ckpt") is None
+    assert proposed_for(folder / "last.ckpt") is None
+
+
+def test_only_a_newer_one_is_none(pools: Pools, folder: Path) -> None:
+    """With leave to fall back, all ranks fail for the first checkpoint, and name no other."""
+    rot_manifest(folder / "a.ckpt", _damage.cut_manifest)
+    for rank in loaded(pools, folder / "a.ckpt", "b", fall_back=True):
+        assert rank.said
+        assert not rank.instead_of
+        assert "b.ckpt" not in rank.said
+        assert "c.ckpt" not in rank.said
+
+
+def test_weights_alone_are_none(pools: Pools, folder: Path) -> None:
+    """Where nothing says that the damaged one was of weights only, none such is proposed for it."""
+    light = Saved(SETUP, str(folder / "light.ckpt"), {"weights_only": True})
+    pools.run(2, partial(train_and_save, light, steps=2))
+    before_c = (folder / "c.ckpt" / MANIFEST_NAME).stat().st_mtime - 0.01
+    for path in (Path(light.path), Path(light.path) / MANIFEST_NAME):
+        os.utime(path, (before_c, before_c))
+    rot_manifest(folder / "c.ckpt", _damage.cut_manifest)
+    assert proposed_for(folder / "c.ckpt") == "b.ckpt"
+    for name in "ab":
+        shutil.rmtree(folder / f"{name}.ckpt")
+    assert proposed_for(folder / "c.ckpt") is None
 
 
 def test_a_trainer_goes_on_from_it(pools: Pools, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero import ElasticDeepSpeedStrategy, publication
+from lightning_elastic_zero.checkpoint import background
 from tests.trainer._fitting import SMALL_BUCKETS, Data, Net
 
 HELD_S = 60.0
@@ -176,3 +179,60 @@ def kept(run: Run) -> dict[str, str]:
     """Give the entries of ModelCheckpoint's folder, and what each leads to; "" is no checkpoint."""
     found = sorted((Path(run.root) / "kept").iterdir())
     return {p.name: p.resolve().name if whole(p) else "" for p in found if p.name[0] != "."}
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    """Read all that was written, but for what tells one save from another."""
+    found: dict[str, Any] = {}
+    for file in sorted(checkpoint.rglob("*.pt")):
+        found[file.name] = _without_ids(torch.load(file, weights_only=True))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    return found | {
+        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files", "digest")}
+    }
+
+
+def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
+    if isinstance(tree, torch.Tensor):
+        return (
+            str(tree.dtype),
+            tuple(tree.shape),
+            tree.contiguous().view(-1).view(torch.uint8).tolist(),
+        )
+    if isinstance(tree, dict):
+        return {k: _without_ids(v) for k, v in tree.items() if k not in ("save_id", "pickle")}
+    if isinstance(tree, (list, tuple)):
+        return [_without_ids(v) for v in tree]
+    return tree
+
+
+def save_other(run: Run, trainer: pl.Trainer) -> None:
+    """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
+    run.gate.touch()
+    trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
+    strategy_of(trainer).wait_for_save()
+    trainer.strategy.barrier()
+    run.gate.unlink(missing_ok=True)
+
+
+OTHER = {"other.ckpt": "other.ckpt"}
+
+
+def shorten_patience(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: float) -> None:
+    """Let a run that has ended give up its save in flight sooner."""
+    patch.setattr(publication, "PATIENCE_S", patience_s)
+    patch.setattr(background, "_ABANDON_S", abandon_s)
+
+
+def wait_for_writers() -> None:
+    """Wait, on all ranks, until no writer's thread is left of those that were given up."""
+    end = time.monotonic() + 20.0
+    while any(thread.name.startswith("elastic-zero saves") for thread in threading.enumerate()):
+        assert time.monotonic() < end, "a writer does not end"
+        time.sleep(0.01)
+    comm.barrier()
+
+
+def step_of(checkpoint: Path) -> int:
+    """Give the step at which a checkpoint was saved."""
+    return int(json.loads((checkpoint / "manifest.json").read_text())["progress"]["global_steps"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -12,12 +11,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.engine._pool import Pools
-from tests.trainer._background import Run, kept, open_later, strategy_of, whole
+from tests.trainer._background import (
+    OTHER,
+    Run,
+    files_of,
+    kept,
+    open_later,
+    save_other,
+    strategy_of,
+    whole,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -37,31 +44,6 @@ def save_in_the_midst(run: Run, step: int = 2) -> dict[str, Any]:
     figures = strategy_of(trainer).last_save
     assert figures is not None, (director.errors, director.causes)
     return {**seen, "errors": director.errors, "figures": figures}
-
-
-def files_of(checkpoint: Path) -> dict[str, Any]:
-    """Read all that was written, but for what tells one save from another."""
-    found: dict[str, Any] = {}
-    for file in sorted(checkpoint.rglob("*.pt")):
-        found[file.name] = _without_ids(torch.load(file, weights_only=True))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    return found | {
-        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files", "digest")}
-    }
-
-
-def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
-    if isinstance(tree, torch.Tensor):
-        return (
-            str(tree.dtype),
-            tuple(tree.shape),
-            tree.contiguous().view(-1).view(torch.uint8).tolist(),
-        )
-    if isinstance(tree, dict):
-        return {k: _without_ids(v) for k, v in tree.items() if k not in ("save_id", "pickle")}
-    if isinstance(tree, (list, tuple)):
-        return [_without_ids(v) for v in tree]
-    return tree
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "bf16-true"), (3, "32-true")])
@@ -218,18 +200,6 @@ def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:
         assert error.startswith("SaveError")
         assert "rank 1" in error
         assert "the disk is broken" in error
-
-
-def save_other(run: Run, trainer: pl.Trainer) -> None:
-    """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
-    run.gate.touch()
-    trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
-    strategy_of(trainer).wait_for_save()
-    trainer.strategy.barrier()
-    run.gate.unlink(missing_ok=True)
-
-
-OTHER = {"other.ckpt": "other.ckpt"}
 
 
 def watch_folder(run: Run) -> dict[str, dict[str, str]]:

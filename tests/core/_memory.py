@@ -1,0 +1,72 @@
+"""What snapshots take of a machine's memory, each measured in a process of its own.
+
+Run as ``python -m tests.core._memory fork``; it prints bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_elastic_zero.checkpoint.host_memory import HostMemory
+from lightning_elastic_zero.checkpoint.saving import Draft
+from lightning_elastic_zero.checkpoint.snapshot import Camera
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.state import FlatState, RankState
+
+MB = 1_000_000
+
+
+def field_bytes(file: str, name: str) -> int:
+    """Give a figure of a process."""
+    (line,) = (ln for ln in Path(file).read_text().splitlines() if ln.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def share_bytes(pid: int | str) -> int:
+    """Give what a process holds; of what it shares with others, its share."""
+    return field_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
+
+
+def zeros(size_bytes: int) -> torch.Tensor:
+    """Give a state of some size that takes no memory itself."""
+    return torch.zeros(1).expand(size_bytes // 4)
+
+
+def fork() -> int:
+    """Fill a block, fork, fill it again; give how much more the two then hold together."""
+    state, memory = [zeros(64 * MB)], HostMemory()
+    memory.like(state)[0].copy_(state[0])
+    before = share_bytes("self")
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        memory.like(state)[0].fill_(1.0)
+        return share_bytes("self") + share_bytes(child) - before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def grow(*, at_once: bool) -> int:
+    """Take a snapshot, and then a larger one; give the most that was held of both."""
+    camera, before = Camera(), field_bytes("/proc/self/status", "VmRSS:")
+    for size_bytes in (128 * MB, 192 * MB):
+        camera.take(_draft(zeros(size_bytes), at_once=at_once), with_weights=True).wait()
+    return field_bytes("/proc/self/status", "VmHWM:") - before
+
+
+def _draft(tensor: torch.Tensor, *, at_once: bool) -> Draft:
+    manifest = Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ())
+    flats = () if at_once else (FlatState((), tensor, {}, {}),)
+    return Draft(manifest, RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {}), {}, ())
+
+
+if __name__ == "__main__":
+    print(fork() if sys.argv[1] == "fork" else grow(at_once=sys.argv[1] == "grow at once"))

@@ -1,0 +1,178 @@
+"""Modules, callbacks and objects with which saving behind training is hard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_elastic_zero.checkpoint import saving
+from lightning_elastic_zero.storage import write_durably
+from tests.trainer._background import (
+    HELD_S,
+    Gate,
+    Run,
+    in_background,
+    open_later,
+    strategy_of,
+    whole,
+)
+from tests.trainer._fitting import Net
+
+
+class Clipping(Net):
+    """Saves at its second step, where gradients are clipped."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Save."""
+        assert self.trainer is not None
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SaveOnce):
+                callback.act(self.trainer)
+
+
+class ByHand(Net):
+    """Calls DeepSpeed's engine itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Step, in a way in which the strategy takes no part."""
+        loss = self._loss(batch)
+        engine: Any = self.trainer.model
+        engine.backward(loss)
+        engine.step()
+        loop = self.trainer.fit_loop.epoch_loop.manual_optimization
+        loop.optim_step_progress.increment_completed()
+        return loss
+
+
+class SaveOnce(Callback):
+    """Saves the second time, with the thread that copies held for a second."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.times = run, 0
+
+    def act(self, trainer: pl.Trainer) -> None:
+        """Save, if it is time."""
+        self.times += 1
+        if self.times != 2:
+            return
+        if (writer := strategy_of(trainer)._publication._writer) is not None:
+            writer._camera._thread.submit(time.sleep, 1.0)
+        open_later(self.run.gate, 1.0)
+        trainer.save_checkpoint(str(Path(self.run.root) / "a.ckpt"))
+
+
+class BeforeStep(SaveOnce):
+    """Saves before the optimizer steps."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Save."""
+        self.act(trainer)
+
+
+class AfterBatch(SaveOnce):
+    """Saves after a batch: what tears the snapshot, if anything does, is the next step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Save."""
+        self.act(trainer)
+
+
+PLACES: dict[str, tuple[type[Net], type[SaveOnce]]] = {
+    "before the step": (Net, BeforeStep),
+    "clipping": (Clipping, SaveOnce),
+    "by hand": (ByHand, AfterBatch),
+}
+
+
+class HeldManifest:
+    """Stands for ``write_durably``: the first manifest that a writer writes waits."""
+
+    def __init__(self) -> None:
+        self.free, self.held = threading.Event(), False
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Take its place."""
+
+        def write(path: Path, data: bytes) -> None:
+            if path.name == "manifest.json" and in_background() and not self.held:
+                self.held = True
+                self.free.wait(HELD_S)
+            write_durably(path, data)
+
+        patch.setattr(saving, "write_durably", write)
+
+
+class Strange(Exception):  # noqa: N818 - an object like any other
+    """Can be pickled and not be built again, as many an exception."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+class Holder(Callback):
+    """Has such an object in its state, for a while."""
+
+    strange: Strange | None = Strange("a", "b")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Leave it."""
+        return {"last_error": self.strange}
+
+
+class Slow(Gate):
+    """Holds the writer that pickles it for a while."""
+
+    def __reduce__(self) -> Any:  # noqa: ANN401 - as Gate's
+        """Wait, if this is a writer's thread."""
+        if in_background():
+            time.sleep(0.1)
+        return Slow, (self.path, self.fails_on)
+
+
+class Counting(Net):
+    """Logs how far it is."""
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Log the step."""
+        self.log("count", float(self.global_step))
+        return self._loss(batch)
+
+
+CALLBACKS: dict[str, list[dict[str, Any]]] = {
+    "two of the same name": [{"monitor": "val_loss", "mode": "max"}, {"every_n_epochs": 1}],
+    "one name for three": [
+        {
+            "filename": "best",
+            "save_top_k": 3,
+            "every_n_train_steps": 1,
+            "monitor": "count",
+            "mode": "min",
+        }
+    ],
+}
+
+
+def best_of(run: Run, callbacks: str) -> dict[str, bool]:
+    """Train with slow writers; give the name of each callback's best one, and whether it is there.
+
+    Rank 0 deletes while others have ended already: who lists the folder does so afterwards.
+    """
+    folder = Path(run.root) / "kept"
+    made = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
+    trainer, net, data, director = run.make()
+    director.gate = Slow(str(run.gate))
+    trainer.callbacks.extend(made)  # type: ignore[attr-defined]
+    trainer.fit(net, data)
+    best = [Path(callback.best_model_path) for callback in made]
+    return {path.name: whole(path) for path in best}
