@@ -92,7 +92,7 @@ def _pages(size_bytes: int) -> torch.Tensor:
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         msg = (
-            f"There are no {size_bytes / 1e9:.3g} GB of host memory for a copy of this rank's "
+            f"There are no {size_bytes / 1e9:.1f} GB of host memory for a copy of this rank's "
             f"state ({error.strerror}): limit it by snapshot_bytes, or save without async_save"
         )
         raise SaveError(msg) from error
