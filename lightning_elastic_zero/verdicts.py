@@ -370,6 +370,7 @@ class Judge:
             for seq, part in itertools.product(self._passed, parts):
                 self._store.delete_key(f"{seq}/{part}")
             self._passed = []
+        self._here_at = time.monotonic()  # a stop until now is no matter of the next step
         self._passed.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""

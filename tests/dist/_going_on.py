@@ -32,15 +32,15 @@ def stop(pid: int) -> None:
     wakes.wait()
 
 
-def works(ranks: StoreRanks) -> int:
-    """Do all that ranks can do, again and again; give how many steps failed before the first."""
-    tries = 0
+def works(ranks: StoreRanks) -> list[str]:
+    """Do all that ranks can do, again and again; say what failed before the first step worked."""
+    failed: list[str] = []
     while True:
         try:
             ranks.together("meet", lambda: None)
-        except RanksError:
-            tries += 1
-            if tries > 50:
+        except RanksError as error:
+            failed.append(str(error))
+            if len(failed) > 50:
                 raise
         else:
             break
@@ -56,7 +56,7 @@ def works(ranks: StoreRanks) -> int:
         assert found == wanted, found
         failing = raising({1: SaveError("x")}, ranks.rank)
         assert attempt(lambda: ranks.together("fails", failing))["error"] == "SaveError"  # noqa: B023
-    return tries
+    return failed
 
 
 Scene = Callable[[StoreRanks], object]
@@ -158,7 +158,7 @@ def host_goes_on(job: Job) -> None:
     if job.rank == 0:
         stopping.join()
     dist.barrier()
-    job.note("tries", works(ranks))
+    job.note("after stopped", works(ranks))
     ranks.close()
     dist.barrier()
     if host is not None:
