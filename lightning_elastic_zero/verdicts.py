@@ -225,7 +225,7 @@ class Watch:
                 f"alive, but not here after {open_s:.0f} s, {beat.last_seen()}; this call must be "
                 "made on every rank: `trainer.save_checkpoint(...)` on one rank only cannot work"
             )
-        if beat.seq < seq and beat.doing == "gone" and still_s >= self._times.stalled_s:
+        if beat.seq < seq and beat.doing == "gone" and open_s >= self._times.stalled_s:
             return f"alive, but it has given up step {beat.name!r}, which others have finished"
         if beat.seq == seq and beat.doing == "working" and still_s >= self._times.stalled_s:
             return f"alive, but without progress for {still_s:.0f} s, {beat.last_seen()}"

@@ -51,14 +51,14 @@ def happening(fault: Fault, folder: Path, rank: int) -> Iterator[None]:
         else:
             yield
     elif rank == fault.rank:
-        with _at_write(fault.nth, ACTS[fault.kind](folder), every=fault.kind == "slow disk"):
+        with at_write(fault.nth, ACTS[fault.kind](folder), every=fault.kind == "slow disk"):
             yield
     else:
         yield
 
 
 @contextmanager
-def _at_write(nth: int, act: Act, *, every: bool) -> Iterator[None]:
+def at_write(nth: int, act: Act, *, every: bool) -> Iterator[None]:
     """Do something when a shard is written to for the nth time."""
     real, count = os.write, 0
 
