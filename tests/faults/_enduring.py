@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
-from tests.faults._faults import Fault, happening
+from tests.faults._faults import Fault, hangs_at, happening
 from tests.faults._modes import settle
 from tests.faults._reading import read_whole
 from tests.faults._training import Known, Table, held_by
@@ -39,6 +39,9 @@ class Endured:
 
     said: str = "nothing was raised"
     seconds: float = 0.0
+    again: str = ""
+    """What was raised by another save while the fault lasted."""
+    again_s: float = 0.0
     held: Table = field(default_factory=dict)
     """What the run held after each step."""
     good: dict[str, str] = field(default_factory=dict)
@@ -98,6 +101,8 @@ class Meets(Callback):
             self._save_badly(trainer)
         if trainer.global_step == STEPS and hears == NEXT_SAVE:
             self._ask(lambda: trainer.save_checkpoint(self.path))
+            if self.enduring.fault.kind == "hanging disk":
+                self._ask_again(trainer)
             self._look_at_the_last_good()
         if trainer.global_step == 1 or (trainer.global_step == STEPS and hears != END):
             self._save(trainer)
@@ -118,6 +123,15 @@ class Meets(Callback):
         except ElasticZeroError as error:
             self.endured.said = f"{type(error).__name__}: {error}"
         self.endured.seconds = time.monotonic() - began
+
+    def _ask_again(self, trainer: pl.Trainer) -> None:
+        """Save while the disk still does not answer; then let it."""
+        first, first_s = self.endured.said, self.endured.seconds
+        self._ask(lambda: trainer.save_checkpoint(self.path))
+        self.endured.again, self.endured.said = self.endured.said, first
+        self.endured.again_s, self.endured.seconds = self.endured.seconds, first_s
+        comm.barrier()
+        hangs_at(self.path.parent).unlink(missing_ok=True)
 
     def _look_at_the_last_good(self) -> None:
         comm.barrier()
@@ -149,6 +163,9 @@ class Meets(Callback):
     def _wake(self, in_s: float) -> subprocess.Popen[bytes] | None:
         """Let go on who is stopped, once it is; it cannot do that itself."""
         fault = self.enduring.fault
+        if fault.kind == "hanging disk":
+            while not hangs_at(self.path.parent).exists():
+                time.sleep(0.01)
         if fault.kind != "a rank stalls" or comm.get_rank() == fault.rank:
             return None
         pid = (self.pids / f"pid-{fault.rank}").read_text()

@@ -100,12 +100,27 @@ def _die(_: Path) -> Act:
     return lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hangs_at(folder: Path) -> Path:
+    """Name the file that is there while the disk below a folder does not answer."""
+    return folder.with_name("hangs")
+
+
+def _hang(folder: Path) -> Act:
+    def act() -> None:
+        hangs_at(folder).touch()
+        while hangs_at(folder).exists():
+            time.sleep(0.01)
+
+    return act
+
+
 ACTS: dict[str, Callable[[Path], Act]] = {
     "I/O error": _raising(errno.EIO),
     "no space": _raising(errno.ENOSPC),
     "quota": _raising(errno.EDQUOT),
     "slow disk": lambda _: lambda: time.sleep(SLOW_S),
     "the directory vanishes": _vanish,
+    "hanging disk": _hang,
     "a rank stalls": _stop,
     "a rank dies": _die,
 }

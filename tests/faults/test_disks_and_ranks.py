@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightning_elastic_zero.checkpoint import PATIENCE_S
 from tests.engine._pool import Pools
 from tests.faults._enduring import END, NEXT_SAVE, SHORT, STEPS, Endured, Enduring, endure
 from tests.faults._faults import ON_TMPFS, Fault, tmpfs
@@ -159,6 +160,23 @@ def test_a_rank_that_stalls_behind_training(
     for seen in ranks:
         assert "could not be saved in the background" in seen.said, seen.said
     check(ranks, f"{fault.kind} (background)", table, f"rank {rank}", RAISED_S)
+
+
+@pytest.mark.parametrize(
+    "rank", [1, pytest.param(0, marks=pytest.mark.long)], ids=["rank 1", "rank 0"]
+)
+def test_a_disk_that_hangs_behind_training(
+    rank: int, pools: Pools, table: Table, tmp_path: Path
+) -> None:
+    """Neither that save nor the ones after it hang; once it answers, the next one is sound."""
+    fault = Fault("hanging disk", rank, 2)
+    (tmp_path / "saves").mkdir()
+    ranks = run(pools, tmp_path / "saves", fault, table, "background", hears=NEXT_SAVE)
+    says = f"rank {rank} of 2: alive, but without progress"
+    check(ranks, "hanging disk (background)", table, says, SHORT.stalled_s + RAISED_S)
+    for seen in ranks:
+        assert "is still being written" in seen.again, seen.again
+        assert seen.again_s < PATIENCE_S + RAISED_S
 
 
 @pytest.mark.parametrize(
