@@ -6,7 +6,7 @@ It sees the job through a key-value store only, in which these keys are::
     <seq>/step             kind and name of a step, set by the first rank that comes to it
     <seq>/report/<rank>    a result or a failure, where there is one
     <seq>/done, /failed    how many ranks have reported, and how many of them a failure
-    <seq>/verdict          set once, by rank 0, or by a rank that has given up rank 0
+    <seq>/verdict          set once, by rank 0, or by a rank that has given up rank 0 or the step
 
 The cost is in proportion to the ranks: two counters are read while the step runs, the beats of all
 ranks once per ``beat_s``. No key stays behind once every rank has come to a later step.
@@ -152,7 +152,8 @@ class Beat:
     name: str
 
     doing: str
-    """``working`` or ``waiting`` in that step, ``done`` with it, or ``closed``."""
+    """``working`` or ``waiting`` in that step, ``done`` with it, ``gone`` although the others have
+    finished it, or ``closed``."""
 
     progress: int
     """How often it has shown progress."""
@@ -224,6 +225,8 @@ class Watch:
                 f"alive, but not here after {open_s:.0f} s, {beat.last_seen()}; this call must be "
                 "made on every rank: `trainer.save_checkpoint(...)` on one rank only cannot work"
             )
+        if beat.seq < seq and beat.doing == "gone" and open_s >= self._times.stalled_s:
+            return f"alive, but it has given up step {beat.name!r}, which others have finished"
         if beat.seq == seq and beat.doing == "working" and still_s >= self._times.stalled_s:
             return f"alive, but without progress for {still_s:.0f} s, {beat.last_seen()}"
         return None
@@ -287,7 +290,7 @@ class Judge:
         last = self._seq - 1
         return last == 0 or all(
             beat is not None
-            and (beat.seq > last or (beat.seq == last and beat.doing in {"done", "closed"}))
+            and (beat.seq > last or (beat.seq == last and beat.doing in {"done", "gone", "closed"}))
             for beat in self._beats()
         )
 
@@ -367,6 +370,7 @@ class Judge:
             for seq, part in itertools.product(self._passed, parts):
                 self._store.delete_key(f"{seq}/{part}")
             self._passed = []
+        self._here_at = time.monotonic()  # a stop until now is no matter of the next step
         self._passed.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""

@@ -7,7 +7,9 @@ long with a thread and 2.14 times with a process (5 rounds, 2 busy cores); with 
 
 The writers of all ranks agree over a line of their own, and take no part in the collectives of
 training. What fails one of them fails all of them; training hears of it at its next ``save`` or
-``finish``, which are collective. ``stop`` is not: it is for a run that has ended by an exception.
+``finish``, which are collective. Each failure is raised once: where the ranks could not even wait
+for a save together, because one was stopped, that has told them, and the next save is a new one.
+``stop`` is not collective: it is for a run that has ended by an exception.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ _GLANCE_S = 1.0
 
 _ABANDON_S = 5.0
 """How long a writer that was told to stop may take for it."""
+
+_BUT = "was saved in the background, but"
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +121,8 @@ class BackgroundWriter:
             with_weights = writes_weights(draft.manifest, ranks.rank)
             return target, self._camera.take(draft, with_weights=with_weights)
 
-        target, snapshot = ranks.together(f"save {path}: take a snapshot", take)
+        with self._telling():
+            target, snapshot = ranks.together(f"save {path}: take a snapshot", take)
 
         def work(go_on: Callable[[], None], commit: Callable[[], None]) -> CheckpointFigures:
             with snapshot.live.reading():
@@ -149,18 +154,42 @@ class BackgroundWriter:
         Raises:
             ElasticZeroError: it failed.
         """
-        if self._job is not None:
-            step = f"wait for the save of {self._job.target}"
-            ranks.together(step, lambda: self._settle(ranks.progress))
+        # Also where there is none: a rank that was interrupted may have ended its own.
+        with self._telling():
+            ranks.together("wait for the save in flight", lambda: self._settle(ranks.progress))
+        self._job = None
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Wait for the save in flight in here: if that fails, it fails on all ranks.
+
+        Who of them has seen the save end may differ: all keep it, to make the same calls later.
+        """
+        try:
+            yield
+        except ElasticZeroError:
+            if self._job is not None:
+                self._job.told = True
+            raise
 
     def _settle(self, progress: Callable[[], None]) -> None:
         job = self._job
         if job is None:
             return
+        began = time.monotonic()
         while not job.over.wait(_GLANCE_S):
             progress()
-        self._job = None
-        job.raise_failure()
+            if job.told and time.monotonic() - began > PATIENCE_S:
+                msg = (
+                    f"{job.target} is still being written, long after a wait for it had failed: "
+                    "the disk may not answer"
+                )
+                raise SaveError(msg)
+        failure, job.failure = job.failure, None
+        if failure is not None and not job.told:
+            raise failure
+        if failure is not None:
+            log.error("%s", failure)
 
     def stop(self, patience_s: float | None = None) -> ElasticZeroError | None:
         """Let the save in flight end, or end it, and give all back; no collective.
@@ -207,10 +236,13 @@ class _Job(threading.Thread):
         self.target = target
         self.snapshot = snapshot
         self.copied = False
+        self.told = False
+        """All ranks have raised that they could not wait for it."""
         self.over = threading.Event()
         self._given_up = self._committed = self._ending = False
         self._deciding = threading.Lock()
         self.failure: ElasticZeroError | None = None
+        """What it failed by, until somebody was told."""
         self.waited_s = time.monotonic() - began
         self._work = work
         self._on_end = on_end
@@ -229,7 +261,7 @@ class _Job(threading.Thread):
         try:
             self._on_end(self.target, figures)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
-            self.failure = self.failure or _told(self.target, error)
+            self.failure = self.failure or _told(self.target, error, _BUT)
         self.over.set()
 
     def end(self, patience_s: float | None) -> bool:
@@ -253,16 +285,13 @@ class _Job(threading.Thread):
             self._go_on()
             self._committed = True
 
-    def raise_failure(self) -> None:
-        """Raise what it failed by, once it is over."""
-        if self.failure is not None:
-            raise self.failure
 
-
-def _told(target: Path, error: BaseException) -> ElasticZeroError:
+def _told(
+    target: Path, error: BaseException, what: str = "could not be saved in the background"
+) -> ElasticZeroError:
     """Give an error as training's thread raises it, later, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
-    told = made(f"{target} could not be saved in the background: {error}")
+    told = made(f"{target} {what}: {error}")
     told.__cause__ = error
     return told
 

@@ -1,4 +1,19 @@
-"""The line from a rank to the store of the job, and the thread that serves it."""
+"""The line from a rank to the store of the job, and the thread that serves it.
+
+A store may fall silent and answer again: its host was stopped, and goes on. Meanwhile a caller who
+waits gives its step up and raises, but the thread only waits, in the call that is not answered, and
+then does in their order all things that it was told to. So these hold, whoever was stopped:
+
+- Steps are numbered by the thread, and each call of the caller's is one, given up or not. Ranks
+  that make the same calls have the same numbers, without asking each other.
+- A step that a rank has given up without a verdict gets one from this rank: it has failed. So it
+  fails on all ranks, whether they have come to it or not, and the next one is the same for all.
+- Where there is a verdict by then, that stands. Is it a success, this rank raised what the others
+  have finished, and is *behind*: they may be waiting for it in steps that it will not come to. Rank
+  0 ends such a step (``verdicts``), and this rank passes it by when it comes to its next one.
+
+Only a connection that breaks, a process group that is destroyed or ``close`` end a line for good.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +45,26 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _MOST_POLLS_PER_S = 5000
 """What the waiting ranks, however many, may ask of the store together."""
 
+_ANSWER_S = 7 * 86400.0
+"""How long a key that is there may take to be read: it is the host that is waited for."""
+
+_SILENT = (
+    "the job's store has not answered for {:g} s: rank 0, or whatever process hosts it, died or is "
+    "stopped"
+)
+
 
 @dataclass(slots=True, eq=False)
 class Step:
     """One step as this rank sees it, shared by the caller's thread and the line's."""
 
-    seq: int
-    """Counted from 1, alike on all ranks."""
-
     kind: str
     """The method that was called."""
 
     name: str
+
+    seq: int = 0
+    """Counted from 1, alike on all ranks, when the line's thread comes to it."""
 
     arrived: threading.Event = field(default_factory=threading.Event)
     """The store knows that this rank is here; a verdict that is there already has been read."""
@@ -54,6 +77,9 @@ class Step:
 
     report_held: bool = False
     """The store holds a report of this rank, for this rank to delete."""
+
+    failed_here: bool = False
+    """This rank has reported a failure."""
 
     failure: ElasticZeroError | None = None
     """The verdict, if the step has failed."""
@@ -78,7 +104,7 @@ class Line(threading.Thread):
         self, store: Store, rank: int, world_size: int, name: str, times: RankTimes
     ) -> None:
         super().__init__(name=f"{name} rank {rank}", daemon=True)
-        self.step = Step(0, "", "")
+        self.step = Step("", "")
         self.step.end(None)
         self.step.reported.set()
         self.progress = 0
@@ -86,18 +112,19 @@ class Line(threading.Thread):
         self._rank, self._world_size, self._prefix, self._times = rank, world_size, name, times
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lost = ""  # why this rank can talk no more
+        self._behind = False
         self._closing = False
         self._judge: Judge | None = None
         self._first = Watch(times)
         self._grouped = dist.is_initialized()
         self._at, self._doing, self._count = self.step, "done", 0
+        self._seq = 0
         self._beat_at = self._answered_at = time.monotonic()
         self._poll_s = _FIRST_POLL_S
 
     def begin(self, step: Step) -> None:
         """Come to a step; return once it is known whether it has failed already."""
         self.step = step
-        self.check()
         self._orders.put(lambda: self._arrive(step))
         self.wait(step.arrived)
 
@@ -105,24 +132,29 @@ class Line(threading.Thread):
         """Report how the work went; return at once."""
         self._orders.put(lambda: self._report(step, text, failed=failed))
 
+    def give_up(self, step: Step, error: BaseException) -> None:
+        """Let a step fail whose verdict the caller does not wait for any more; return at once."""
+        why = f"it has given this step up ({str(error) or type(error).__name__})"
+        self._orders.put(lambda: self._give_up(step, why))
+
     def wait(self, event: threading.Event) -> None:
         """Wait for the thread, but not for one that will not answer."""
-        while not event.wait(_GLANCE_S):
+        while not event.wait(0.0 if self._lost else _GLANCE_S):
             self.check()
 
     def check(self) -> None:
         """Raise if the store does not answer."""
+        why = self._lost or self._silence()
+        if why and not self.step.over.is_set():
+            raise RanksError(why)
+
+    def _silence(self) -> str:
         answered_at = self._answered_at
-        if not self._lost and time.monotonic() - answered_at > self._times.dead_s:
-            # All of this process may have been stopped: give the thread the time to go on.
-            time.sleep(2 * self._times.beat_s)
-            if self._answered_at == answered_at:
-                self._lost = (
-                    f"the job's store has not answered for {self._times.dead_s:g} s: rank 0, or "
-                    "whatever process hosts it, died or is stopped"
-                )
-        if self._lost and not self.step.over.is_set():
-            raise RanksError(self._lost)
+        if time.monotonic() - answered_at <= self._times.dead_s:
+            return ""
+        # All of this process may have been stopped: give the thread the time to go on.
+        time.sleep(2 * self._times.beat_s)
+        return _SILENT.format(self._times.dead_s) if self._answered_at == answered_at else ""
 
     def close(self) -> None:
         """Stop, unless the thread is held by a store that does not answer."""
@@ -153,7 +185,7 @@ class Line(threading.Thread):
         store, self._source = self._source, None  # held, it would outlive its process group
         with contextlib.suppress(AttributeError):  # older ones have one connection only
             store = store.clone()
-            store.set_timeout(timedelta(seconds=self._times.dead_s))
+            store.set_timeout(timedelta(seconds=_ANSWER_S))
         made = PrefixStore(self._prefix, store).add(f"made/{self._rank}", 1)
         self._store: Store = PrefixStore(f"{self._prefix}/{made}", store)
         if self._rank == 0:
@@ -176,15 +208,15 @@ class Line(threading.Thread):
             self._say()
         if self._judge is not None:
             self._judge.look()
-        if not self.step.over.is_set():
-            self._look(self.step, beat=beat)
+        if not self._at.over.is_set():
+            self._look(self._at, beat=beat)
         self._answered_at = time.monotonic()
 
     def _pause_s(self) -> float:
         pause_s = max(0.0, self._beat_at - time.monotonic())
-        if self.step.over.is_set():
+        if self._at.over.is_set():
             return pause_s
-        if not self.step.reported.is_set():
+        if not self._at.reported.is_set():
             return min(pause_s, _GLANCE_S)
         longest_s = max(_LAST_POLL_S, self._world_size / _MOST_POLLS_PER_S)
         self._poll_s = min(1.5 * self._poll_s, longest_s)
@@ -192,7 +224,8 @@ class Line(threading.Thread):
 
     def _arrive(self, step: Step) -> None:
         label = verdicts.pack([step.kind, step.name])
-        held = self._store.compare_set(f"{step.seq}/step", "", label)
+        held = self._next_step(label)
+        step.seq = self._seq
         self._at, self._poll_s = step, _FIRST_POLL_S
         self._say("working")
         self._look(step)
@@ -200,7 +233,27 @@ class Line(threading.Thread):
             self._report(step, verdicts.pack(verdicts.mismatch_report()), failed=True)
         step.arrived.set()
 
+    def _next_step(self, label: str) -> bytes:
+        """Name the step that this rank has come to; give the name that it has."""
+        while True:
+            self._seq += 1
+            held = self._store.compare_set(f"{self._seq}/step", "", label)
+            passed = self._behind and held != label.encode()
+            if not (passed and self._store.check([f"{self._seq}/verdict"])):
+                self._behind = False
+                return held
+
+    def _give_up(self, step: Step, why: str) -> None:
+        if not (step.over.is_set() or step.failed_here):
+            loss = verdicts.loss(step.name, {self._rank: why}, self._world_size)
+            self._store.compare_set(f"{step.seq}/verdict", "", verdicts.pack(loss))
+            self._look(step)
+        if step.over.is_set() and step.failure is None:
+            self._behind = True
+            self._say("gone")
+
     def _report(self, step: Step, text: str, *, failed: bool) -> None:
+        step.failed_here = failed
         if step.over.is_set():
             step.reported.set()
             return

@@ -34,7 +34,6 @@ class StoreRanks:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._seq = 0
         self._running = threading.Lock()
         self._line = Line(store, rank, world_size, name, times)
         self._line.start()
@@ -82,14 +81,12 @@ class StoreRanks:
         if not self._running.acquire(blocking=False):
             msg = f"step {name!r} was begun within another step; a thread needs its own StoreRanks"
             raise RanksError(msg)
+        step = Step(kind, name)
         try:
-            self._seq += 1
-            step = Step(self._seq, kind, name)
-            self._line.begin(step)
-            own = None
-            if not (step.over.is_set() or step.reported.is_set()):
-                own = self._work(step, work)
-            self._line.wait(step.over)
+            own = self._do(step, work)
+        except BaseException as error:
+            self._line.give_up(step, error)
+            raise
         finally:
             step.reported.set()  # no work goes on that progress() could end
             self._running.release()
@@ -97,6 +94,15 @@ class StoreRanks:
             return step.values
         # Where progress() raised it in the midst of work, it is no cause of itself.
         raise step.failure from (None if own is step.failure else own)
+
+    def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
+        """Come to a step, do this rank's part and wait for the verdict; give what was raised."""
+        self._line.begin(step)
+        own = None
+        if not (step.over.is_set() or step.reported.is_set()):
+            own = self._work(step, work)
+        self._line.wait(step.over)
+        return own
 
     def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
         """Run this rank's work and report how it went; give what it raised."""

@@ -108,7 +108,7 @@ def _start(arguments: list[str], said: Path) -> subprocess.Popen[bytes]:
 
 def _result(returncode: int, said: Path) -> RankResult:
     lines = said.with_suffix(".out").read_text().splitlines()
-    notes = dict(json.loads(line) for line in lines)
+    notes = dict(json.loads(line) for line in lines if line.startswith('["'))  # not DeepSpeed's
     return RankResult(notes, returncode, said.with_suffix(".err").read_text())
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
-from tests.faults._faults import Fault, happening
+from tests.faults._faults import Fault, hangs_at, happening
 from tests.faults._modes import settle
 from tests.faults._reading import read_whole
 from tests.faults._training import Known, Table, held_by
@@ -30,12 +29,19 @@ STEPS = 3
 SHORT = RankTimes(beat_s=0.2, dead_s=4.0, stalled_s=6.0, absent_s=8.0)
 
 
+WAITING, NEXT_SAVE, END = "waiting", "the next save", "the end"
+"""When ranks hear of a save that goes on behind training; of one that does not, at once."""
+
+
 @dataclass
 class Endured:
     """What one rank saw."""
 
     said: str = "nothing was raised"
     seconds: float = 0.0
+    again: str = ""
+    """What was raised by another save while the fault lasted."""
+    again_s: float = 0.0
     held: Table = field(default_factory=dict)
     """What the run held after each step."""
     good: dict[str, str] = field(default_factory=dict)
@@ -56,8 +62,13 @@ class Enduring:
     short: bool = True
     """Ranks wait for one another for seconds, and not as long as they do for users."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    saves_again: bool = True
-    """Save after the last step too."""
+    hears: str = WAITING
+    """When the ranks ask for that save, and so hear what became of it."""
+
+    @property
+    def stopped_s(self) -> float:
+        """How long a rank is stopped, where nobody notices: longer than it is waited for."""
+        return 8.0 if self.short else 45.0
 
 
 class Meets(Callback):
@@ -67,6 +78,7 @@ class Meets(Callback):
         self.enduring, self.endured = enduring, Endured()
         self.path = Path(enduring.folder) / "good.ckpt"
         self.pids = Path(enduring.folder).parent
+        self.trained_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say who this is; make the waiting short."""
@@ -75,48 +87,91 @@ class Meets(Callback):
         assert isinstance(strategy, ElasticDeepSpeedStrategy)
         if self.enduring.short:
             strategy._ranks = current_ranks(SHORT, "short")
+            if (writer := strategy._publication._writer) is not None:
+                writer._ranks.close()
+                writer._ranks = current_ranks(SHORT, "short in the background")
         comm.barrier()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Save."""
+        hears = self.enduring.hears
         if trainer.global_step == 2:
             self._save_badly(trainer)
-        elif trainer.global_step == 1 or self.enduring.saves_again:
-            trainer.save_checkpoint(self.path)
-            settle(trainer)
+        if trainer.global_step == STEPS and hears == NEXT_SAVE:
+            self._ask(lambda: trainer.save_checkpoint(self.path))
+            if self.enduring.fault.kind == "hanging disk":
+                self._ask_again(trainer)
+            self._look_at_the_last_good()
+        if trainer.global_step == 1 or (trainer.global_step == STEPS and hears != END):
+            self._save(trainer)
             if comm.get_rank() == 0:
                 self.endured.last = read_whole(self.path)
         self.endured.held[trainer.global_step] = held_by(trainer, pl_module)
+        self.trained_at = time.monotonic()
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.path)
+        settle(trainer)
+
+    def _ask(self, call: Callable[[], object]) -> None:
+        """Hear what became of the save."""
+        began = time.monotonic()
+        try:
+            call()
+        except ElasticZeroError as error:
+            self.endured.said = f"{type(error).__name__}: {error}"
+        self.endured.seconds = time.monotonic() - began
+
+    def _ask_again(self, trainer: pl.Trainer) -> None:
+        """Save while the disk still does not answer; then let it."""
+        first, first_s = self.endured.said, self.endured.seconds
+        self._ask(lambda: trainer.save_checkpoint(self.path))
+        self.endured.again, self.endured.said = self.endured.said, first
+        self.endured.again_s, self.endured.seconds = self.endured.seconds, first_s
+        comm.barrier()
+        hangs_at(self.path.parent).unlink(missing_ok=True)
+
+    def _look_at_the_last_good(self) -> None:
+        comm.barrier()
+        if comm.get_rank() == 0:
+            self.endured.good = read_whole(self.path)
+        comm.barrier()
 
     def _save_badly(self, trainer: pl.Trainer) -> None:
-        fault, began = self.enduring.fault, time.monotonic()
+        fault = self.enduring.fault
         comm.barrier()
         with happening(fault, self.path.parent, comm.get_rank()):
-            try:
+            if self.enduring.hears == WAITING:
+                self._ask(lambda: self._save(trainer))
+                wakes = self._wake(in_s=0.0)
+            else:
                 trainer.save_checkpoint(self.path)
-                settle(trainer)
-            except ElasticZeroError as error:
-                self.endured.said = f"{type(error).__name__}: {error}"
-            self.endured.seconds = time.monotonic() - began
-            self._wake()
+                wakes = self._wake(in_s=self.enduring.stopped_s)
             if fault.kind == "a rank dies":
                 # There is nobody left to train with.
                 said = json.dumps([self.endured.said, self.endured.seconds])
                 (self.pids / "survivor").write_text(said)
                 os._exit(0)
             comm.barrier()
-        comm.barrier()
-        if comm.get_rank() == 0:
-            self.endured.good = read_whole(self.path)
+            if wakes is not None:
+                wakes.wait()
+        if self.enduring.hears == WAITING:
+            self._look_at_the_last_good()
 
-    def _wake(self) -> None:
-        """Let go on who was stopped."""
-        if self.enduring.fault.kind == "a rank stalls":
-            pid = (self.pids / f"pid-{self.enduring.fault.rank}").read_text()
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGCONT)
+    def _wake(self, in_s: float) -> subprocess.Popen[bytes] | None:
+        """Let go on who is stopped, once it is; it cannot do that itself."""
+        fault = self.enduring.fault
+        if fault.kind == "hanging disk":
+            while not hangs_at(self.path.parent).exists():
+                time.sleep(0.01)
+        if fault.kind != "a rank stalls" or comm.get_rank() == fault.rank:
+            return None
+        pid = (self.pids / f"pid-{fault.rank}").read_text()
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        return subprocess.Popen(["/bin/sh", "-c", f"sleep {in_s}; kill -CONT {pid}"])
 
 
 def endure(enduring: Enduring) -> Endured:
@@ -136,7 +191,13 @@ def endure(enduring: Enduring) -> Endured:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Known())
+    if enduring.hears == END:
+        meets._ask(lambda: trainer.fit(Known()))
+        meets.endured.seconds = time.monotonic() - meets.trained_at
+    else:
+        trainer.fit(Known())
     if comm.get_rank() == 0:
+        if enduring.hears == END:
+            meets.endured.good = read_whole(meets.path)
         meets.endured.left = sorted(p.name for p in Path(enduring.folder).iterdir())
     return meets.endured

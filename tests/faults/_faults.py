@@ -51,14 +51,14 @@ def happening(fault: Fault, folder: Path, rank: int) -> Iterator[None]:
         else:
             yield
     elif rank == fault.rank:
-        with _at_write(fault.nth, ACTS[fault.kind](folder), every=fault.kind == "slow disk"):
+        with at_write(fault.nth, ACTS[fault.kind](folder), every=fault.kind == "slow disk"):
             yield
     else:
         yield
 
 
 @contextmanager
-def _at_write(nth: int, act: Act, *, every: bool) -> Iterator[None]:
+def at_write(nth: int, act: Act, *, every: bool) -> Iterator[None]:
     """Do something when a shard is written to for the nth time."""
     real, count = os.write, 0
 
@@ -100,12 +100,27 @@ def _die(_: Path) -> Act:
     return lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hangs_at(folder: Path) -> Path:
+    """Name the file that is there while the disk below a folder does not answer."""
+    return folder.with_name("hangs")
+
+
+def _hang(folder: Path) -> Act:
+    def act() -> None:
+        hangs_at(folder).touch()
+        while hangs_at(folder).exists():
+            time.sleep(0.01)
+
+    return act
+
+
 ACTS: dict[str, Callable[[Path], Act]] = {
     "I/O error": _raising(errno.EIO),
     "no space": _raising(errno.ENOSPC),
     "quota": _raising(errno.EDQUOT),
     "slow disk": lambda _: lambda: time.sleep(SLOW_S),
     "the directory vanishes": _vanish,
+    "hanging disk": _hang,
     "a rank stalls": _stop,
     "a rank dies": _die,
 }

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from lightning_elastic_zero.checkpoint import PATIENCE_S
 from tests.engine._pool import Pools
-from tests.faults._enduring import SHORT, STEPS, Endured, Enduring, endure
+from tests.faults._enduring import END, NEXT_SAVE, SHORT, STEPS, Endured, Enduring, endure
 from tests.faults._faults import ON_TMPFS, Fault, tmpfs
 from tests.faults._modes import MODES
 from tests.faults._reading import read_whole
@@ -60,55 +61,62 @@ def same(wanted: Mapping[str, str], found: Mapping[str, str]) -> bool:
 
 
 @pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Mapping[str, Any]:
-    """Give the strategy's options of each way to save."""
-    return MODES[request.param]
+def mode(request: pytest.FixtureRequest) -> str:
+    """Give the name of each way to save."""
+    return str(request.param)
 
 
-def run(pools: Pools, folder: Path, fault: Fault, table: Table, **options: Any) -> list[Endured]:
+def run(
+    pools: Pools, folder: Path, fault: Fault, table: Table, mode: str, **options: Any
+) -> list[Endured]:
     """Run two ranks through it; what they hold after each step is what it would have been."""
-    FAULTS.count(fault.kind, "tried")
-    ranks = pools.run(2, partial(endure, Enduring(str(folder), fault, **options)), timeout_s=150)
+    row = f"{fault.kind} ({mode})"
+    FAULTS.count(row, "tried")
+    enduring = Enduring(str(folder), fault, strategy=MODES[mode], **options)
+    ranks = pools.run(2, partial(endure, enduring), timeout_s=150)
     for rank in ranks:
         assert rank.held == {step: table[step] for step in range(1, STEPS + 1)}
-    FAULTS.count(fault.kind, "training intact")
-    if options.get("saves_again", True):
+    FAULTS.count(row, "training intact")
+    assert ranks[0].left == ["good.ckpt"]
+    if enduring.hears != END:
         assert same(table[STEPS], ranks[0].last), "the next save is not what was trained"
-        assert ranks[0].left == ["good.ckpt"]
-        FAULTS.count(fault.kind, "next save sound")
+        FAULTS.count(row, "next save sound")
     return ranks
+
+
+def check(ranks: list[Endured], row: str, table: Table, says: str, within_s: float) -> None:
+    """See that all ranks raised what they should in time, and that the last good one is whole."""
+    for rank in ranks:
+        assert says in rank.said, rank.said
+        assert rank.seconds < within_s
+    FAULTS.count(row, "raised on all ranks")
+    assert same(table[1], ranks[0].good)
+    FAULTS.count(row, "last good sound")
 
 
 @pytest.mark.parametrize("fault", RAISING, ids=str)
 def test_what_a_disk_does(
-    fault: Fault, mode: Mapping[str, Any], pools: Pools, table: Table, tmp_path: Path
+    fault: Fault, mode: str, pools: Pools, table: Table, tmp_path: Path
 ) -> None:
     """All ranks raise the same within 10 s; the last good one is whole; the run goes on."""
     folder = tmp_path / "saves"
     if fault.kind in ON_TMPFS:
         try:
             with tmpfs(folder):
-                ranks = run(pools, folder, fault, table, strategy=mode)
+                ranks = run(pools, folder, fault, table, mode)
         except PermissionError as error:
             pytest.skip(str(error))
     else:
         folder.mkdir()
-        ranks = run(pools, folder, fault, table, strategy=mode)
-    for rank in ranks:
-        assert rank.said.startswith("SaveError"), rank.said
-        assert SAYS[fault.kind] in rank.said
-        assert rank.seconds < RAISED_S
-    FAULTS.count(fault.kind, "raised on all ranks")
-    assert same(table[1], ranks[0].good)
-    FAULTS.count(fault.kind, "last good sound")
+        ranks = run(pools, folder, fault, table, mode)
+    assert all(rank.said.startswith("SaveError") for rank in ranks), ranks[0].said
+    check(ranks, f"{fault.kind} ({mode})", table, SAYS[fault.kind], RAISED_S)
 
 
-def test_a_slow_disk_is_no_fault(
-    mode: Mapping[str, Any], pools: Pools, table: Table, tmp_path: Path
-) -> None:
+def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path: Path) -> None:
     """A disk that takes longer than a rank may stall, but writes, is waited for."""
     (tmp_path / "saves").mkdir()
-    ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table, strategy=mode)
+    ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table, mode)
     assert [rank.said for rank in ranks] == ["nothing was raised"] * 2
     assert ranks[1].seconds > SHORT.stalled_s
     assert same(table[2], ranks[0].good)
@@ -121,29 +129,54 @@ def test_a_slow_disk_is_no_fault(
 def test_a_rank_that_stalls(
     rank: int,
     short: bool,
-    mode: Mapping[str, Any],
+    mode: str,
     pools: Pools,
     table: Table,
     tmp_path: Path,
 ) -> None:
-    """A stopped rank is named within 60 s on all others, and on itself when it goes on.
-
-    Where it was rank 0, the others' connection to the store that it hosts is lost for good: the run
-    trains on, but has to be started anew to save again.
-    """
-    if mode.get("async_save"):
-        pytest.skip("behind training, the ranks learn of it at the next save, which is not tried")
+    """A stopped rank is named within 60 s on all others, and on itself when it goes on."""
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
-    options = {"short": short, "saves_again": rank > 0, "strategy": mode}
-    ranks = run(pools, tmp_path / "saves", fault, table, **options)
+    ranks = run(pools, tmp_path / "saves", fault, table, mode, short=short)
+    assert all(seen.said.startswith("RanksError") for seen in ranks), ranks[0].said
+    check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", LOST_S)
+
+
+@pytest.mark.parametrize(
+    "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("hears", [NEXT_SAVE, END])
+def test_a_rank_that_stalls_behind_training(
+    hears: str, rank: int, short: bool, pools: Pools, table: Table, tmp_path: Path
+) -> None:
+    """Training waits for it anyway; when it goes on, the save has failed, as the ranks hear next.
+
+    They hear it once: the save after that is sound.
+    """
+    fault = Fault("a rank stalls", rank, 2)
+    (tmp_path / "saves").mkdir()
+    ranks = run(pools, tmp_path / "saves", fault, table, "background", short=short, hears=hears)
     for seen in ranks:
-        assert seen.said.startswith("RanksError"), seen.said
-        assert f"rank {rank}" in seen.said
-        assert seen.seconds < LOST_S
-    FAULTS.count(fault.kind, "raised on all ranks")
-    assert same(table[1], ranks[0].good)
-    FAULTS.count(fault.kind, "last good sound")
+        assert "could not be saved in the background" in seen.said, seen.said
+    check(ranks, f"{fault.kind} (background)", table, f"rank {rank}", RAISED_S)
+
+
+@pytest.mark.parametrize(
+    "rank", [1, pytest.param(0, marks=pytest.mark.long)], ids=["rank 1", "rank 0"]
+)
+def test_a_disk_that_hangs_behind_training(
+    rank: int, pools: Pools, table: Table, tmp_path: Path
+) -> None:
+    """Neither that save nor the ones after it hang; once it answers, the next one is sound."""
+    fault = Fault("hanging disk", rank, 2)
+    (tmp_path / "saves").mkdir()
+    ranks = run(pools, tmp_path / "saves", fault, table, "background", hears=NEXT_SAVE)
+    says = f"rank {rank} of 2: alive, but without progress"
+    check(ranks, "hanging disk (background)", table, says, SHORT.stalled_s + RAISED_S)
+    for seen in ranks:
+        assert "is still being written" in seen.again, seen.again
+        assert seen.again_s < PATIENCE_S + RAISED_S
 
 
 @pytest.mark.parametrize(
@@ -153,19 +186,20 @@ def test_a_rank_that_stalls(
 def test_a_rank_that_dies(
     rank: int,
     short: bool,
-    mode: Mapping[str, Any],
+    mode: str,
     pools: Pools,
     table: Table,
     tmp_path: Path,
 ) -> None:
     """All others are told within 60 s, and what was published last is what it was."""
     fault = Fault("a rank dies", rank, 2)
-    FAULTS.count(fault.kind, "tried")
+    row = f"{fault.kind} ({mode})"
+    FAULTS.count(row, "tried")
     (tmp_path / "saves").mkdir()
     world = pools.start(2)
     try:
         for connection in world.ranks:
-            enduring = Enduring(str(tmp_path / "saves"), fault, short=short, strategy=mode)
+            enduring = Enduring(str(tmp_path / "saves"), fault, short=short, strategy=MODES[mode])
             connection.send(partial(endure, enduring))
         wait([world.ranks[1 - rank]], timeout=LOST_S + 20)
     finally:
@@ -174,6 +208,6 @@ def test_a_rank_that_dies(
     assert said.startswith("RanksError")
     assert f"rank {rank}" in said
     assert seconds < LOST_S
-    FAULTS.count(fault.kind, "raised on all ranks")
+    FAULTS.count(row, "raised on all ranks")
     assert same(table[1], read_whole(tmp_path / "saves" / "good.ckpt"))
-    FAULTS.count(fault.kind, "last good sound")
+    FAULTS.count(row, "last good sound")

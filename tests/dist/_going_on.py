@@ -1,0 +1,216 @@
+"""What ranks do that stop and go on: each function is run by all ranks of one launch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_elastic_zero.errors import RanksError, SaveError
+from lightning_elastic_zero.ranks import StoreRanks
+from tests.dist._launch import Job
+from tests.dist._rank_programs import SHORT, attempt, open_ranks, raising
+
+STOP_S = 4.5
+"""Longer than it takes the others to give up a step."""
+
+LATE_S = STOP_S + 1
+
+
+def stop(pid: int) -> None:
+    """Stop a process, maybe this one, and let it go on in a while; it is gone for no longer."""
+    wakes = subprocess.Popen(["/bin/sh", "-c", f"sleep {STOP_S}; kill -CONT {pid}"])
+    os.kill(pid, signal.SIGSTOP)
+    wakes.wait()
+
+
+def works(ranks: StoreRanks) -> list[str]:
+    """Do all that ranks can do, again and again; say what failed before the first step worked."""
+    failed: list[str] = []
+    while True:
+        try:
+            ranks.together("meet", lambda: None)
+        except RanksError as error:
+            failed.append(str(error))
+            if len(failed) > 50:
+                raise
+        else:
+            break
+    everyone = list(range(ranks.world_size))
+    for number in range(3):
+        found = [
+            ranks.together(f"together {number}", lambda: ranks.rank),
+            ranks.gather(f"gather {number}", lambda: ranks.rank),
+            ranks.from_first(f"from first {number}", lambda: "it"),
+            ranks.everywhere(f"everywhere {number}", lambda: ranks.rank),
+        ]
+        wanted = [ranks.rank, everyone if ranks.rank == 0 else None, "it", everyone]
+        assert found == wanted, found
+        failing = raising({1: SaveError("x")}, ranks.rank)
+        assert attempt(lambda: ranks.together("fails", failing))["error"] == "SaveError"  # noqa: B023
+    return failed
+
+
+Scene = Callable[[StoreRanks], object]
+
+
+def at_work(ranks: StoreRanks) -> None:
+    """Rank 0 is stopped at work; of the others one works, one waits, one looks away."""
+
+    def work() -> None:
+        for _ in range(100 * (ranks.rank == 1)):
+            time.sleep(0.1)
+            ranks.progress()
+        if ranks.rank == 0:
+            stop(os.getpid())
+        time.sleep(LATE_S * (ranks.rank == 3))
+
+    ranks.together("write", work)
+
+
+def waiting(ranks: StoreRanks) -> None:
+    """Rank 0 is stopped when it has done its part."""
+    if ranks.rank == 0:
+        threading.Timer(0.5, lambda: stop(os.getpid())).start()
+    ranks.everywhere("compare", lambda: time.sleep(1.5 * (ranks.rank == 1)))
+
+
+def not_there_yet(ranks: StoreRanks) -> None:
+    """Rank 0 is stopped before it comes to the step that the others give up."""
+    if ranks.rank == 0:
+        stop(os.getpid())
+    ranks.gather("sizes", lambda: 1)
+
+
+def not_all_there_yet(ranks: StoreRanks) -> None:
+    """So is it, and rank 1 comes when it has gone on: it never notices that anything was wrong."""
+    time.sleep(LATE_S * (ranks.rank == 1))
+    not_there_yet(ranks)
+
+
+def between(ranks: StoreRanks) -> None:
+    """Rank 0 is stopped while nobody waits for it."""
+    if ranks.rank == 0:
+        stop(os.getpid())
+    else:
+        time.sleep(LATE_S)
+    ranks.from_first("where", lambda: "it")
+
+
+MEETING: dict[str, Scene] = {
+    "at work": at_work,
+    "waiting": waiting,
+    "not there yet": not_there_yet,
+    "not all there yet": not_all_there_yet,
+    "between": between,
+}
+"""After these, ranks wait for each other before the next step, as training does."""
+
+
+def first_rank_goes_on(job: Job) -> None:
+    """Rank 0, which may host the store, is stopped for long, and goes on."""
+    ranks = open_ranks(job)
+    for case, scene in MEETING.items():
+        dist.barrier()  # all have read the last verdict
+        job.note(case, attempt(lambda: scene(ranks)))  # noqa: B023
+        dist.barrier()
+        job.note(f"after {case}", works(ranks))
+    dist.barrier()
+    job.note("at once", attempt(lambda: not_there_yet(ranks)))
+    job.note("after at once", works(ranks))
+    ranks.close()
+
+
+def host_goes_on(job: Job) -> None:
+    """The store's host, which is no rank, is stopped for long, and goes on."""
+    code = (
+        "import sys; from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True); sys.stdin.read()"
+    )
+    found: list[Any] = [None]
+    host = None
+    if job.rank == 0:
+        call = [sys.executable, "-c", code]
+        host = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert host.stdout is not None
+        found = [int(host.stdout.readline())]
+    dist.broadcast_object_list(found)
+    store = TCPStore("127.0.0.1", found[0], is_master=False)
+    ranks = StoreRanks(store, job.rank, job.world_size, times=SHORT)
+
+    stopping = threading.Thread(target=stop, args=(host.pid if host is not None else 0,))
+
+    def work() -> None:
+        if job.rank == 0:
+            stopping.start()
+        time.sleep(0.5 * (job.rank == 1))
+
+    job.note("stopped", attempt(lambda: ranks.together("publish", work)))
+    if job.rank == 0:
+        stopping.join()
+    dist.barrier()
+    job.note("after stopped", works(ranks))
+    ranks.close()
+    dist.barrier()
+    if host is not None:
+        host.kill()
+        host.wait()
+
+
+def a_rank_gives_up_alone(job: Job) -> None:
+    """The last rank gives up what the others have finished, and is interrupted in a step."""
+    ranks = open_ranks(job)
+    job.note("finished", attempt(lambda: finished(ranks)))
+    dist.barrier()
+    job.note("after finished", works(ranks))
+
+    job.note("before left", attempt(lambda: finished(ranks)))
+    if job.rank != 3:
+        job.note("left", attempt(lambda: ranks.together("write", lambda: None)))
+    dist.barrier()
+    job.note("after left", works(ranks))
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if job.rank == 3:
+        threading.Timer(1, interrupt).start()
+    work = (lambda: time.sleep(2)) if job.rank == 1 else (lambda: None)
+    try:
+        job.note("interrupt", attempt(lambda: ranks.together("long work", work)))
+    except KeyboardInterrupt:
+        job.note("interrupt", {"error": "KeyboardInterrupt"})
+    dist.barrier()
+    job.note("after interrupt", works(ranks))
+    ranks.close()
+
+
+def finished(ranks: StoreRanks) -> None:
+    """The last rank's line falls silent just before it reads that the step has succeeded.
+
+    There is no other way to meet that instant than to hold the line's thread in it.
+    """
+    line = ranks._line
+    look = line._look
+
+    def late(step: Any, **options: Any) -> None:  # noqa: ANN401 - the line's own
+        if line._store.check([f"{step.seq}/verdict"]):
+            time.sleep(STOP_S)
+        look(step, **options)
+
+    if ranks.rank == 3:
+        line._look = late  # type: ignore[method-assign]
+    try:
+        ranks.together("finished", lambda: None)
+    finally:
+        time.sleep(STOP_S)
+        line._look = look  # type: ignore[method-assign]

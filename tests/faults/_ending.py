@@ -1,0 +1,110 @@
+"""A run in processes of its own that ends by an exception while a save goes on behind training."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+import lightning_elastic_zero.publication
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.checkpoint import background
+from tests.dist._launch import Job
+from tests.faults._faults import at_write
+from tests.faults._training import Known, held_by
+from tests.trainer._fitting import SMALL_BUCKETS
+
+TOLD = "ELASTIC_ZERO_TEST_ENDING"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the processes are told, through their environment."""
+
+    folder: str
+    rank: int
+    """Whose disk it is."""
+    slow_s: float | None
+    """What each of its writes takes; None: the second one never returns."""
+    patience_s: float | None
+    """How long the save in flight may go on; None: as long as for users."""
+
+    def tell(self) -> dict[str, str]:
+        """Give the environment."""
+        return {TOLD: json.dumps(asdict(self))}
+
+
+class Ends(Callback):
+    """Saves after a step; saves again on a bad disk, and then ends the run on all ranks."""
+
+    def __init__(self, ending: Ending, job: Job) -> None:
+        self.ending, self.job = ending, job
+        self.disk = ExitStack()  # to the end of the process
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Act after a step."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, ElasticDeepSpeedStrategy)
+        path = Path(self.ending.folder) / "good.ckpt"
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(path)
+            strategy.wait_for_save()
+            self.job.note("held", held_by(trainer, pl_module))
+            return
+        reached = threading.Event()
+        if self.job.rank == self.ending.rank:
+            self.disk.enter_context(at_write(2, lambda: self._meet(reached), every=True))
+        trainer.save_checkpoint(path)
+        if self.job.rank == self.ending.rank:
+            assert reached.wait(30)
+        strategy.barrier()
+        self.job.note("raised at", time.time())
+        msg = "the user's own"
+        raise RuntimeError(msg)
+
+    def _meet(self, reached: threading.Event) -> None:
+        reached.set()
+        if self.ending.slow_s is None:
+            os.read(os.pipe()[0], 1)  # nobody writes into it
+        else:
+            time.sleep(self.ending.slow_s)
+
+
+def end_while_saving(job: Job) -> None:
+    """Be one rank of it."""
+    warnings.simplefilter("ignore")
+    ending = Ending(**json.loads(os.environ[TOLD]))
+    rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
+    os.environ.update({key: str(value) for key, value in rank.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    if ending.patience_s is not None:
+        for module in (background, lightning_elastic_zero.publication):
+            vars(module)["PATIENCE_S"] = ending.patience_s
+    options: dict[str, Any] = {"stage": 2, "async_save": True, **SMALL_BUCKETS}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=job.world_size,
+        strategy=ElasticDeepSpeedStrategy(**options),
+        max_steps=3,
+        callbacks=[Ends(ending, job)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(Known())
+    except RuntimeError as error:
+        job.note("raised", str(error))
+    job.note("ended at", time.time())

@@ -1,0 +1,79 @@
+"""A run that ends by an exception ends soon, whatever the disk does to the save in flight."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.checkpoint import PATIENCE_S
+from lightning_elastic_zero.storage import remove_leftovers
+from tests.dist._launch import run_ranks
+from tests.engine._pool import environment
+from tests.faults._ending import Ending, end_while_saving
+from tests.faults._reading import read_whole
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+SHORT_S = 1.5
+ABANDONED_S, CLOSED_S, EXIT_S = 5.0, 6.0, 15.0
+"""How long a writer may take to stop, the ranks to take leave, and a process to end."""
+
+SLOW_S = {SHORT_S: 0.2, PATIENCE_S: 0.8}
+"""What each of some sixty writes takes: more in all than the patience."""
+
+
+@pytest.mark.parametrize(
+    ("slow", "rank", "patience_s"),
+    [
+        (True, 0, SHORT_S),
+        (False, 1, SHORT_S),
+        *(
+            pytest.param(slow, rank, patience_s, marks=pytest.mark.long)
+            for slow, rank, patience_s in [
+                (True, 1, SHORT_S),
+                (False, 0, SHORT_S),
+                (True, 0, PATIENCE_S),
+                (True, 1, PATIENCE_S),
+                (False, 0, PATIENCE_S),
+                (False, 1, PATIENCE_S),
+            ]
+        ),
+    ],
+)
+def test_a_save_in_flight_is_given_up(
+    *,
+    slow: bool,
+    rank: int,
+    patience_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has its patience, and no more: the processes end, and the last good one is what it was.
+
+    Where the disk is only slow, nothing is left behind; where it does not answer at all, what lies
+    in the hidden directory goes with the next save.
+    """
+    folder = tmp_path / "saves"
+    folder.mkdir()
+    short_s = None if patience_s == PATIENCE_S else patience_s
+    ending = Ending(str(folder), rank, SLOW_S[patience_s] if slow else None, short_s)
+    for key, value in {**environment(), **ending.tell()}.items():
+        monkeypatch.setenv(key, value)
+    results = run_ranks(end_while_saving, 2, timeout_s=150)
+    ended_at = time.time()
+    assert [r.notes.get("raised") for r in results] == ["the user's own"] * 2, results
+    raised_at = min(result.notes["raised at"] for result in results)
+    took_s = max(result.notes["ended at"] for result in results) - raised_at
+    print(f"slow: {slow}, rank {rank}: the run ended {took_s:.1f} s after its exception, its")
+    print(f"processes {ended_at - raised_at - took_s:.1f} s later")
+    assert patience_s <= took_s < patience_s + ABANDONED_S + CLOSED_S
+    assert ended_at < raised_at + took_s + EXIT_S
+    assert "is given up: the run has ended" in results[rank].stderr
+    if slow:
+        assert [p.name for p in folder.iterdir()] == ["good.ckpt"]
+    remove_leftovers(folder)
+    assert [p.name for p in folder.iterdir()] == ["good.ckpt"]
+    held = {key: bits for key, bits in results[0].notes["held"].items() if key != "lr"}
+    assert held.items() <= read_whole(folder / "good.ckpt").items()
