@@ -100,8 +100,8 @@ def between(ranks: StoreRanks) -> None:
     """Rank 0 is stopped while nobody waits for it."""
     if ranks.rank == 0:
         stop(os.getpid())
-    else:
-        time.sleep(LATE_S)
+    dist.barrier()
+    time.sleep(5 * SHORT.beat_s)  # it has looked around
     ranks.from_first("where", lambda: "it")
 
 
