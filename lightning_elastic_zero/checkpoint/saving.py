@@ -225,12 +225,12 @@ def _stage(draft: Draft, path: str | os.PathLike[str]) -> dict[str, Any]:
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent)
-        staged = StagedDirectory.create(target, save_id)
         try:
+            staged = StagedDirectory.create(target, save_id)
             (staged.path / TAG).mkdir()
             leave_token(staged.path, save_id)
         except BaseException:
-            staged.abandon()
+            StagedDirectory(target, save_id).abandon()
             raise
     return first
 
