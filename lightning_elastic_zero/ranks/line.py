@@ -201,13 +201,14 @@ class Line(threading.Thread):
             # The store may be gone: a call to it would have torch print a warning.
             self._lost = "the process group has been destroyed"
             return
+        if self._judge is not None:
+            # First: if it was stopped, the step that this rank comes to now has missed nothing.
+            self._judge.look()
         if order is not None:
             order()
         beat = time.monotonic() >= self._beat_at
         if beat:
             self._say()
-        if self._judge is not None:
-            self._judge.look()
         if not self._at.over.is_set():
             self._look(self._at, beat=beat)
         self._answered_at = time.monotonic()

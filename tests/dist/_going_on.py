@@ -100,8 +100,8 @@ def between(ranks: StoreRanks) -> None:
     """Rank 0 is stopped while nobody waits for it."""
     if ranks.rank == 0:
         stop(os.getpid())
-    dist.barrier()
-    time.sleep(5 * SHORT.beat_s)  # it has looked around
+    else:
+        time.sleep(LATE_S)
     ranks.from_first("where", lambda: "it")
 
 
@@ -203,7 +203,9 @@ def finished(ranks: StoreRanks) -> None:
     look = line._look
 
     def late(step: Any, **options: Any) -> None:  # noqa: ANN401 - the line's own
-        if line._store.check([f"{step.seq}/verdict"]):
+        if step.reported.is_set():
+            while not line._store.check([f"{step.seq}/verdict"]):
+                time.sleep(0.001)
             time.sleep(STOP_S)
         look(step, **options)
 

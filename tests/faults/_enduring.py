@@ -40,7 +40,7 @@ class Endured:
     said: str = "nothing was raised"
     seconds: float = 0.0
     again: str = ""
-    """What was raised by another save while the fault lasted."""
+    """What was raised when all asked again while the fault lasted."""
     again_s: float = 0.0
     held: Table = field(default_factory=dict)
     """What the run held after each step."""
@@ -125,9 +125,9 @@ class Meets(Callback):
         self.endured.seconds = time.monotonic() - began
 
     def _ask_again(self, trainer: pl.Trainer) -> None:
-        """Save while the disk still does not answer; then let it."""
+        """Wait for it while the disk still does not answer; then let it."""
         first, first_s = self.endured.said, self.endured.seconds
-        self._ask(lambda: trainer.save_checkpoint(self.path))
+        self._ask(lambda: settle(trainer))
         self.endured.again, self.endured.said = self.endured.said, first
         self.endured.again_s, self.endured.seconds = self.endured.seconds, first_s
         comm.barrier()
