@@ -103,7 +103,7 @@ class Meets(Callback):
             self._ask(lambda: trainer.save_checkpoint(self.path))
             if self.enduring.fault.kind == "hanging disk":
                 self._ask_again(trainer)
-            self._look_at_the_last_good()
+            self._look_at_the_last_good(trainer)
         if trainer.global_step == 1 or (trainer.global_step == STEPS and hears != END):
             self._save(trainer)
             if comm.get_rank() == 0:
@@ -133,7 +133,11 @@ class Meets(Callback):
         comm.barrier()
         hangs_at(self.path.parent).unlink(missing_ok=True)
 
-    def _look_at_the_last_good(self) -> None:
+    def _look_at_the_last_good(self, trainer: pl.Trainer) -> None:
+        assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
+        writer = trainer.strategy._publication._writer
+        while writer is not None and writer.busy:
+            time.sleep(0.01)
         comm.barrier()
         if comm.get_rank() == 0:
             self.endured.good = read_whole(self.path)
@@ -158,7 +162,7 @@ class Meets(Callback):
             if wakes is not None:
                 wakes.wait()
         if self.enduring.hears == WAITING:
-            self._look_at_the_last_good()
+            self._look_at_the_last_good(trainer)
 
     def _wake(self, in_s: float) -> subprocess.Popen[bytes] | None:
         """Let go on who is stopped, once it is; it cannot do that itself."""

@@ -84,13 +84,23 @@ def run(
     return ranks
 
 
-def check(ranks: list[Endured], row: str, table: Table, says: str, within_s: float) -> None:
-    """See that all ranks raised what they should in time, and that the last good one is whole."""
+def check(
+    ranks: list[Endured],
+    row: str,
+    table: Table,
+    says: str,
+    within_s: float,
+    steps: tuple[int, ...] = (1,),
+) -> None:
+    """See that all ranks raised what they should in time, and that the last good one is whole.
+
+    It is of one of these steps.
+    """
     for rank in ranks:
         assert says in rank.said, rank.said
         assert rank.seconds < within_s
     FAULTS.count(row, "raised on all ranks")
-    assert same(table[1], ranks[0].good)
+    assert any(same(table[step], ranks[0].good) for step in steps)
     FAULTS.count(row, "last good sound")
 
 
@@ -134,12 +144,17 @@ def test_a_rank_that_stalls(
     table: Table,
     tmp_path: Path,
 ) -> None:
-    """A stopped rank is named within 60 s on all others, and on itself when it goes on."""
+    """A stopped rank is named within 60 s on all others, and on itself when it goes on.
+
+    Behind training, what could not be finished is their waiting: where the rank goes on just then,
+    its writer may be in time to finish the save.
+    """
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, mode, short=short)
     assert all(seen.said.startswith("RanksError") for seen in ranks), ranks[0].said
-    check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", LOST_S)
+    steps = (1, 2) if mode == "background" else (1,)
+    check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", LOST_S, steps)
 
 
 @pytest.mark.parametrize(
