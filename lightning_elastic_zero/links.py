@@ -21,6 +21,7 @@ from lightning_elastic_zero.storage import (
     copy_directory,
     delete,
     exchange_names,
+    no_work,
     sync_directory,
 )
 
@@ -28,10 +29,6 @@ _NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 """What a filesystem says that has no links. Any other error would fail a copy too, or worse."""
 
 log = logging.getLogger(__name__)
-
-
-def _no_work() -> None:
-    """Take no notice of work that goes on."""
 
 
 class Links:
@@ -55,7 +52,7 @@ class Links:
         with self._lock:
             return target == self._target
 
-    def make(self, target: Path, link: Path, on_work: Callable[[], None] = _no_work) -> None:
+    def make(self, target: Path, link: Path, on_work: Callable[[], None] = no_work) -> None:
         """Let a link name a checkpoint, now or when it is published.
 
         Where nothing is, because its save has failed, the link stays what it was.
@@ -89,7 +86,7 @@ class Links:
                     make_link(target, link)
 
 
-def make_link(target: Path, link: Path, on_work: Callable[[], None] = _no_work) -> None:
+def make_link(target: Path, link: Path, on_work: Callable[[], None] = no_work) -> None:
     """Let a link name a checkpoint, in one step, whatever is in its place.
 
     A file or a directory there gives way too: the latter in one step where the system can exchange
@@ -98,7 +95,7 @@ def make_link(target: Path, link: Path, on_work: Callable[[], None] = _no_work) 
     Args:
         target: The checkpoint, which is there.
         link: Beside it or elsewhere; the link's text is relative.
-        on_work: Called while a large copy goes on: one is made where there are no links.
+        on_work: Called while a directory is deleted, or copied, where there are no links.
 
     Raises:
         SaveError: It could not be made, and is what it was.
@@ -109,7 +106,7 @@ def make_link(target: Path, link: Path, on_work: Callable[[], None] = _no_work) 
     new, old = (link.parent / f"{LINKING}{link.name}.{end}" for end in ("new", "old"))
     try:
         for hidden in (new, old):
-            delete(hidden)
+            delete(hidden, on_work)
         _make(new, target, on_work)
         _put(new, link, old)
         sync_directory(link.parent)
@@ -120,7 +117,7 @@ def make_link(target: Path, link: Path, on_work: Callable[[], None] = _no_work) 
         # The link is changed, or is not: a failure here is a matter of disk space.
         for hidden in (new, old):
             with suppress(OSError):
-                delete(hidden)
+                delete(hidden, on_work)
 
 
 def _make(new: Path, target: Path, on_work: Callable[[], None]) -> None:

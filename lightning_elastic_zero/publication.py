@@ -26,8 +26,8 @@ from lightning_elastic_zero.storage import check_local_path
 _WRITERS = RankTimes(absent_s=60.0)
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
 
-AT_THE_END = RankTimes(absent_s=30.0)
-"""How long a rank that saves in an exception, or at SLURM's signal, waits for the others."""
+IN_EXCEPTION = RankTimes(absent_s=30.0)
+"""How long a rank that saves in an exception waits for the others to come: it may be alone."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,13 @@ class Publication:
         Args:
             background: whether saves go to the background during a run.
             snapshot_bytes: the most host memory that a rank's copy of the state may take.
+
+        Raises:
+            ValueError: it is less than nothing.
         """
+        if snapshot_bytes is not None and snapshot_bytes < 0:
+            msg = f"snapshot_bytes={snapshot_bytes}: it is how much memory a copy may take, or None"
+            raise ValueError(msg)
         self.last_save: CheckpointFigures | None = None
         """What the last save cost that was published."""
         self._background = background
@@ -116,9 +122,10 @@ class Publication:
         return True
 
     @staticmethod
-    def at_the_end() -> closing[Ranks]:
+    def at_the_end(*, interrupted: bool) -> closing[Ranks]:
         """Give what ranks agree by when a run may end: one that failed alone does not wait long."""
-        return closing(current_ranks(AT_THE_END, "elastic-zero at the end"))
+        times = IN_EXCEPTION if interrupted else RankTimes()
+        return closing(current_ranks(times, "elastic-zero at the end"))
 
     @property
     def _busy(self) -> bool:

@@ -19,19 +19,21 @@ import itertools
 import json
 import time
 import zlib
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from lightning_elastic_zero.errors import error_class
+from lightning_elastic_zero.wording import by_rank, ranks_named
 
 MOST_BYTES = 8 * 1024 * 1024
 """A TCPStore drops the connection of a client that sends a longer value."""
 
 _LONG_BYTES = 16 * 1024
 _MOST_CHARACTERS = 4000
-_MOST_LINES = 16
 _MISMATCH = "mismatch"
+
+JUDGED = "judged"
+"""Entry of a verdict that is rank 0's own: it reads no report of the step any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,7 @@ def mismatch_report() -> dict[str, str]:
 
 def loss(name: str, lost: dict[int, str], world_size: int) -> dict[str, str]:
     """Give the verdict on a step that waits for ranks that will not come."""
-    message = f"step {name!r} cannot be finished without {_by_rank(lost, world_size)}"
+    message = f"step {name!r} cannot be finished without {by_rank(lost, world_size)}"
     return {"error": "RanksError", "message": message}
 
 
@@ -317,7 +319,7 @@ class Judge:
         if lost:
             self._post(loss(self._name, lost, self._world_size))
         elif self._store.check([f"{self._seq}/verdict"]):
-            self._next(all_in=False)  # another rank has given up rank 0
+            self._next(all_in=False, judged=False)  # another rank has given up rank 0
 
     def _success(self) -> dict[str, list[Any]]:
         ranks = {"together": 0, "from_first": 1}.get(self._kind, self._world_size)
@@ -340,7 +342,7 @@ class Judge:
             else f"{report['type']}: {report['message']}"
             for r, report in reports.items()
         }
-        where = _by_rank(texts, self._world_size)
+        where = by_rank(texts, self._world_size)
         return {"error": error, "message": f"step {self._name!r} failed on {where}"}
 
     def _mismatch(self) -> dict[str, str]:
@@ -348,7 +350,7 @@ class Judge:
         for rank, beat in enumerate(self._beats()):
             if beat is not None and beat.seq == self._seq:
                 places.setdefault(f"{beat.name!r} ({beat.kind})", []).append(rank)
-        found = ", ".join(f"{_ranks(ranks)} at {place}" for place, ranks in places.items())
+        found = ", ".join(f"{ranks_named(ranks)} at {place}" for place, ranks in places.items())
         message = f"every rank must make the same calls in the same order, but found {found}"
         return {"error": "RanksError", "message": message}
 
@@ -357,14 +359,18 @@ class Judge:
             # In the midst of a look: what it has come to is no longer so.
             verdict, all_in = self._resigned(stopped_s), False
         try:
-            text = pack(verdict)
+            text = pack({**verdict, JUDGED: True})
         except ValueError as error:
-            text = pack({"error": "RanksError", "message": f"step {self._name!r}: {error}"})
+            why = {"error": "RanksError", "message": f"step {self._name!r}: {error}"}
+            text = pack({**why, JUDGED: True})
         # Whoever comes first decides, so that no two ranks hear different things.
-        self._store.compare_set(f"{self._seq}/verdict", "", text)
-        self._next(all_in=all_in)
+        held = self._store.compare_set(f"{self._seq}/verdict", "", text)
+        self._next(all_in=all_in, judged=held == text.encode())
 
-    def _next(self, *, all_in: bool) -> None:
+    def _next(self, *, all_in: bool, judged: bool) -> None:
+        if not judged:  # ranks have left their reports, which might have been read here
+            for rank in range(self._world_size):
+                self._store.delete_key(f"{self._seq}/report/{rank}")
         if all_in:  # so all ranks have read the verdicts before this one
             parts = ("step", "done", "failed", "verdict")
             for seq, part in itertools.product(self._passed, parts):
@@ -374,27 +380,3 @@ class Judge:
         self._passed.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""
-
-
-def _by_rank(texts: dict[int, str], world_size: int) -> str:
-    """Say which ranks, and of each what; ranks of which the same is said go together."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        groups.setdefault(text, []).append(rank)
-    all_of_them = len(texts) == world_size
-    where = f"all {world_size} ranks" if all_of_them else f"{_ranks(texts)} of {world_size}"
-    if len(groups) == 1:
-        return f"{where}: {next(iter(groups))}"
-    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in groups.items()]
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
-    return "\n".join([f"{where}:", *lines])
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Name ranks: ``rank 2``, ``ranks 1, 3``, ``ranks 0-5, 9``."""
-    runs: list[str] = []
-    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in pairs]
-        runs += [f"{run[0]}-{run[-1]}"] if run[0] + 1 < run[-1] else map(str, run)
-    return ("ranks " if len(runs) > 1 or "-" in runs[0] else "rank ") + ", ".join(runs)

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -116,6 +117,7 @@ class BackgroundWriter:
 
         def take() -> tuple[Path, Snapshot]:
             self._settle(ranks.progress)
+            self._job = None  # with the snapshot, whose memory may have to be replaced
             target = check_local_path(path)
             draft = Draft.make(look(), client_state, options)()
             with_weights = writes_weights(draft.manifest, ranks.rank)
@@ -144,7 +146,7 @@ class BackgroundWriter:
         job = self._job
         if job is not None and not job.copied:
             began = time.monotonic()
-            job.snapshot.wait()
+            job.snapshot.wait(self._ranks.has_failed)
             job.copied = True
             job.waited_s += time.monotonic() - began
 
@@ -213,10 +215,7 @@ class BackgroundWriter:
         if job is None:
             return None
         if not job.end(patience_s):
-            return SaveError(
-                f"{job.target} was given up: the run has ended, and its writer waits for the disk "
-                "or for another rank. What was published before is intact"
-            )
+            return SaveError(job.what_hangs())
         self._job = None
         return job.failure
 
@@ -270,9 +269,19 @@ class _Job(threading.Thread):
             self._ending = True
             with self._deciding:
                 self._given_up = not self._committed
-            log.warning("The save of %s is given up: the run has ended.", self.target)
+            if self._given_up:
+                log.warning("The save of %s is given up: the run has ended.", self.target)
             self.over.wait(_ABANDON_S)
         return self.over.is_set()
+
+    def what_hangs(self) -> str:
+        """Say where it stands, if it does not end."""
+        if self._committed:
+            return f"{self.target} is being published, but the disk takes long: see whether it is"
+        return (
+            f"{self.target} was given up on this rank: the run has ended, and its writer waits for "
+            "the disk or for another rank. What was published before is intact"
+        )
 
     def _go_on(self) -> None:
         if self._given_up:
@@ -291,6 +300,7 @@ def _told(
 ) -> ElasticZeroError:
     """Give an error as training's thread raises it, later, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
+    traceback.clear_frames(error.__traceback__)  # they hold the snapshot
     told = made(f"{target} {what}: {error}")
     told.__cause__ = error
     return told

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+
+_GLANCE_S = 1.0
 
 
 class LiveTensors:
@@ -39,9 +41,14 @@ class LiveTensors:
         self._unread.discard(id(tensor))
         self._look()
 
-    def wait(self) -> None:
-        """Wait until all have been read, or will not be."""
-        self._over.wait()
+    def wait(self, in_vain: Callable[[], bool]) -> None:
+        """Wait until all have been read, or need not be.
+
+        Args:
+            in_vain: tells whether what is still being written will not be published.
+        """
+        while not (self._over.wait(_GLANCE_S) or in_vain()):
+            pass
 
     def _look(self) -> None:
         if not self._unread:

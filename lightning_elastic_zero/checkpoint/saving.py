@@ -84,7 +84,7 @@ def write(
         course: who is asked and told while it goes on.
     """
     began = time.monotonic()
-    first = ranks.from_first("save: make a directory", lambda: _stage(draft(), path))
+    first = ranks.from_first("save: make a directory", lambda: _stage(draft(), path, ranks))
     target, save_id = Path(first["path"]), first["save_id"]
     report = report_bytes("writing", ranks)
 
@@ -100,7 +100,11 @@ def write(
 
     def publish() -> list[float]:
         entries = [entry for of_rank in files or [] for entry in of_rank]
-        _publish(draft(), target, save_id, entries, recovery_script, course.commit)
+        staged = _complete(draft(), target, save_id, entries, recovery_script)
+        staged.publish(
+            on_step=lambda step: course.commit() if step == "synced" else None,
+            on_work=ranks.progress,
+        )
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
@@ -218,13 +222,13 @@ def _as_save_error(target: Path) -> Iterator[None]:
         raise SaveError(msg) from error
 
 
-def _stage(draft: Draft, path: str | os.PathLike[str]) -> dict[str, Any]:
+def _stage(draft: Draft, path: str | os.PathLike[str], ranks: Ranks) -> dict[str, Any]:
     """Rank 0: make the hidden directory beside the target; give what the others need of it."""
     first = draft.to_first(path)
     target, save_id = Path(first["path"]), first["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
-            remove_leftovers(target.parent)
+            remove_leftovers(target.parent, ranks.progress)
         try:
             staged = StagedDirectory.create(target, save_id)
             (staged.path / TAG).mkdir()
@@ -265,15 +269,14 @@ def _write_files(
     return [{**entry, "kept": [k for k, is_kept in kept.items() if is_kept]} for entry in entries]
 
 
-def _publish(
+def _complete(
     draft: Draft,
     target: Path,
     save_id: str,
     entries: list[dict[str, Any]],
     recovery_script: Path | None,
-    commit: Callable[[], None],
-) -> None:
-    """Rank 0: write what DeepSpeed's tools look for, the manifest last, and publish."""
+) -> StagedDirectory:
+    """Rank 0: write what DeepSpeed's tools look for, and the manifest last."""
     staged = StagedDirectory(target, save_id)
     write_durably(staged.path / LATEST, TAG.encode())
     if recovery_script is not None:
@@ -288,4 +291,4 @@ def _publish(
     )
     remove_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())
-    staged.publish(on_step=lambda step: commit() if step == "synced" else None)
+    return staged

@@ -12,7 +12,7 @@ import copy
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,10 +46,10 @@ class Snapshot:
             event.synchronize()
         self._on_host.result()
 
-    def wait(self) -> None:
-        """Wait until nothing live is read any more; not for the thread that writes."""
+    def wait(self, in_vain: Callable[[], bool]) -> None:
+        """Wait until nothing live is read any more, or is read in vain; not for the writer."""
         self.wait_for_copies()
-        self.live.wait()
+        self.live.wait(in_vain)
 
 
 class Camera:

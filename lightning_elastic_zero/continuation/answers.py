@@ -9,9 +9,9 @@ instance, from the strategy's setup to its teardown.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,7 +38,8 @@ class Answers:
             trainer.strategy.barrier()
 
         def file_exists(filepath: str, trainer: pl.Trainer) -> bool:
-            there = os.path.exists(filepath) or is_written(filepath)  # noqa: PTH110 (a string)
+            # In this order, since it may be published just now; and on one rank only.
+            there = trainer.is_global_zero and (is_written(filepath) or _is_there(filepath))
             return trainer.strategy.broadcast(there)
 
         # The first is private, as of Lightning's 2.6.
@@ -76,14 +77,18 @@ class Answers:
 
 def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
     """Go back to the best of what is there."""
-    scores = {p: s for p, s in callback.best_k_models.items() if os.path.exists(p)}  # noqa: PTH110
+    scores = {path: s for path, s in callback.best_k_models.items() if _is_there(path)}
     callback.best_k_models = scores
-    if not os.path.exists(callback.last_model_path):  # noqa: PTH110
+    if not _is_there(callback.last_model_path):
         callback.last_model_path = ""
-    if not os.path.exists(callback.best_model_path):  # noqa: PTH110
+    if not _is_there(callback.best_model_path):
         best = min if callback.mode == "min" else max
         path = best(scores, key=scores.__getitem__) if scores else ""
         callback.best_model_path, callback.best_model_score = path, scores.get(path)
+
+
+def _is_there(path: str) -> bool:
+    return bool(path) and Path(path).exists()
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:

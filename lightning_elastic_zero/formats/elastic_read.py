@@ -248,8 +248,9 @@ class ElasticReader:
             return self._open[name]
         file = TorchFile.open(self._directory, self._record(name), self.manifest.save_id)
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
-        held = stamp.get("save_id"), stamp.get("global_steps")
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
+        # Files from before the first release do not name the step.
+        held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
         if held != wanted:
             file.close()
             msg = (

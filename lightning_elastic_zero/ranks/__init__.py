@@ -63,6 +63,9 @@ class Ranks(Protocol):
     def progress(self) -> None:
         """Show that long work goes on; raises what has failed the step elsewhere."""
 
+    def has_failed(self) -> bool:
+        """Tell, in any thread, whether the step that goes on has failed elsewhere already."""
+
     def close(self) -> None:
         """Take no part any more. May be called twice, raises nothing."""
 
@@ -92,6 +95,10 @@ class OneRank:
 
     def progress(self) -> None:
         """Do nothing: nobody waits."""
+
+    def has_failed(self) -> bool:
+        """Tell that it has not: there is nobody else."""
+        return False
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

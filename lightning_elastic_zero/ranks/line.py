@@ -76,7 +76,7 @@ class Step:
     """There is a verdict."""
 
     report_held: bool = False
-    """The store holds a report of this rank, for this rank to delete."""
+    """The store holds a report of this rank, to be deleted by it once rank 0 has judged."""
 
     failed_here: bool = False
     """This rank has reported a failure."""
@@ -288,7 +288,7 @@ class Line(threading.Thread):
         if not self._store.check([key]):
             return
         verdict = verdicts.unpack(self._store.get(key))
-        if step.report_held:
+        if step.report_held and verdicts.JUDGED in verdict:
             self._store.delete_key(f"{step.seq}/report/{self._rank}")
         self._say("done")
         if "error" in verdict:

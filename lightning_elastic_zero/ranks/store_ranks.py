@@ -72,6 +72,11 @@ class StoreRanks:
                 raise step.failure
             self._line.check()
 
+    def has_failed(self) -> bool:
+        """Tell whether the step that goes on has failed; see ``Ranks``."""
+        step = self._line.step
+        return not step.reported.is_set() and step.failure is not None
+
     def close(self) -> None:
         """Stop the thread; see ``Ranks``."""
         atexit.unregister(self._close)

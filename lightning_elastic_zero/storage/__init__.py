@@ -18,7 +18,7 @@ from lightning_elastic_zero.storage.checksums import (
     write_durably,
 )
 from lightning_elastic_zero.storage.copying import copy_directory
-from lightning_elastic_zero.storage.deleting import DOOMED, delete
+from lightning_elastic_zero.storage.deleting import DOOMED, delete, no_work
 from lightning_elastic_zero.storage.exchange import exchange_names
 from lightning_elastic_zero.storage.places import (
     check_local_path,
@@ -55,6 +55,7 @@ __all__ = [
     "exchange_names",
     "leave_token",
     "no_progress",
+    "no_work",
     "read_file",
     "remove_leftovers",
     "remove_token",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_elastic_zero.storage.places import sync_directory
@@ -12,8 +14,16 @@ DOOMED = ".zero-removed-"
 """Prefix of a checkpoint that is being deleted: renamed first, so that none is half there."""
 
 
-def delete(path: Path) -> None:
+def no_work() -> None:
+    """Take no notice of work that goes on."""
+
+
+def delete(path: Path, on_work: Callable[[], None] = no_work) -> None:
     """Delete a file, a link, or a directory, which vanishes at once and is then emptied.
+
+    Args:
+        path: What is to be deleted, if it is there.
+        on_work: Called between files: large directories take long on some disks.
 
     Raises:
         OSError: It is still there, whole.
@@ -23,8 +33,23 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     for left_over in path.parent.glob(f"{DOOMED}*"):
-        shutil.rmtree(left_over, ignore_errors=True)
+        remove_tree(left_over, on_work)
     doomed = path.parent / f"{DOOMED}{uuid.uuid4().hex}"
     path.rename(doomed)
     sync_directory(path.parent)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_tree(doomed, on_work)
+
+
+def remove_tree(path: Path, on_work: Callable[[], None] = no_work) -> None:
+    """Remove a directory and what is in it, as far as the system lets it; follow no link."""
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in files:
+            on_work()
+            with suppress(OSError):
+                (Path(folder) / name).unlink()
+        for name in folders:
+            inner = Path(folder) / name
+            with suppress(OSError):
+                inner.unlink() if inner.is_symlink() else inner.rmdir()
+    with suppress(OSError):
+        path.rmdir()

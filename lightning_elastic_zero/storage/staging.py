@@ -16,10 +16,10 @@ microseconds. A crash in between is repaired by ``repair_target``, before the ne
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import write_durably
-from lightning_elastic_zero.storage.deleting import DOOMED, delete
+from lightning_elastic_zero.storage.deleting import DOOMED, delete, no_work, remove_tree
 from lightning_elastic_zero.storage.exchange import exchange_names
 from lightning_elastic_zero.storage.owner import Owner
 from lightning_elastic_zero.storage.places import sync_directory
@@ -108,7 +108,13 @@ class StagedDirectory:
             raise SaveError(msg) from error
         return staged
 
-    def publish(self, *, exchange: bool = True, on_step: Callable[[str], None] = _no_step) -> None:
+    def publish(
+        self,
+        *,
+        exchange: bool = True,
+        on_step: Callable[[str], None] = _no_step,
+        on_work: Callable[[], None] = no_work,
+    ) -> None:
         """Put the directory in the target's place, in one step, and remove what was there.
 
         A link in the target's place is replaced; what it points to is left alone.
@@ -119,6 +125,8 @@ class StagedDirectory:
             on_step: Told the name of each step when it is done: "synced", then "placed", or "set
                 aside" and "placed" where names cannot be exchanged, then "kept" (it outlives a
                 power cut) and "cleaned".
+
+            on_work: Called between the files that are removed.
 
         Raises:
             SaveError: The system refused. The target is what it was, or, if the message says so,
@@ -139,7 +147,7 @@ class StagedDirectory:
         except OSError as error:
             msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
-        self._clean()
+        self._clean(on_work)
         on_step("cleaned")
 
     def _place(self, on_step: Callable[[str], None], *, exchange: bool) -> None:
@@ -154,11 +162,11 @@ class StagedDirectory:
                 self._previous.rename(self.target)
                 raise
 
-    def _clean(self) -> None:
+    def _clean(self, on_work: Callable[[], None]) -> None:
         # The checkpoint is published: a failure here is a matter of disk space, not of the save.
         try:
-            _remove(self.path)
-            _remove(self._previous)
+            _remove(self.path, on_work)
+            _remove(self._previous, on_work)
             _remove(self._owner_path)
         except OSError as error:
             _log.warning("Could not remove what %s replaced: %s.", self.target, error)
@@ -170,7 +178,7 @@ class StagedDirectory:
             _remove(self._owner_path)
 
 
-def remove_leftovers(parent: Path) -> list[Path]:
+def remove_leftovers(parent: Path, on_work: Callable[[], None] = no_work) -> list[Path]:
     """Remove what killed saves left in a directory, and give the paths that were removed.
 
     That is what belongs to a process that is certainly dead, or is older than ``LEFTOVER_AGE_S``,
@@ -181,10 +189,10 @@ def remove_leftovers(parent: Path) -> list[Path]:
     repair(parent)
     removed = list(parent.glob(f"{DOOMED}*"))
     for path in removed:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path, on_work)
     for path in [path for path in parent.glob(f"{LINKING}*") if _age_s(path) > LEFTOVER_AGE_S]:
         with suppress(OSError):
-            delete(path)
+            delete(path, on_work)
             removed.append(path)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
         owner_path = _owner_path(parent, save_id)
@@ -197,7 +205,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
             with suppress(OSError):
                 for path in (staging, previous, owner_path):
                     if os.path.lexists(path):
-                        _remove(path)
+                        _remove(path, on_work)
                         removed.append(path)
     return removed
 
@@ -294,9 +302,11 @@ def make_parents(target: Path) -> None:
         sync_directory(path.parent)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, on_work: Callable[[], None] = no_work) -> None:
     """Remove a file, a link, or a tree, if it is there; no link is followed."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        remove_tree(path, on_work)
+        if path.exists():
+            raise OSError(errno.ENOTEMPTY, "not all of it can be removed", str(path))
     else:
         path.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import DOOMED, LINKING
+from lightning_elastic_zero.storage import DOOMED, LINKING, deleting
 
 
 def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
@@ -64,12 +63,12 @@ class TestRemove:
         checkpoint(tmp_path, "new.ckpt")
         seen = []
 
-        def killed(path: Path, **_: object) -> None:
+        def killed(path: Path, _: object) -> None:
             seen.append((path.name, names_in(path)))
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(shutil, "rmtree", killed)
+            patch.setattr(deleting, "remove_tree", killed)
             with pytest.raises(KeyboardInterrupt):
                 Retention().remove(checkpoint(tmp_path, "old.ckpt"))
         ((hidden, content),) = seen

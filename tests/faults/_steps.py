@@ -177,8 +177,8 @@ class Witness:
         if _name(path).startswith(".zero-link-"):
             self.reach("before the link is changed")
 
-    def _on_remove(self, _: object, folder: int) -> None:
-        where = str(_path_of(folder)) if folder >= 0 else ""
+    def _on_remove(self, path: Any, folder: int) -> None:  # noqa: ANN401
+        where = str(_path_of(folder) if folder >= 0 else Path(os.fsdecode(path)).parent)
         if ".zero-removed-" in where:
             self.reach("while top-k deletes")
         elif ".zero-staging-" in where or ".zero-previous-" in where:

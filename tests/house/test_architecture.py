@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
-    "verdicts": {"errors"},
+    "wording": set(),
+    "verdicts": {"wording", "errors"},
     "storage": {"errors"},
     "ranks": {"verdicts", "errors"},
     "partition": {"layout", "errors"},
