@@ -179,19 +179,27 @@ def a_rank_gives_up_alone(job: Job) -> None:
     dist.barrier()
     job.note("after left", works(ranks))
 
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    if job.rank == 3:
-        threading.Timer(1, interrupt).start()
-    work = (lambda: time.sleep(2)) if job.rank == 1 else (lambda: None)
-    try:
-        job.note("interrupt", attempt(lambda: ranks.together("long work", work)))
-    except KeyboardInterrupt:
-        job.note("interrupt", {"error": "KeyboardInterrupt"})
-    dist.barrier()
-    job.note("after interrupt", works(ranks))
+    for name, others_s in (("interrupt", 2.0), ("just before the end", 1.15)):
+        job.note(name, attempt(lambda: interrupted(ranks, others_s)))  # noqa: B023
+        dist.barrier()
+        job.note(f"after {name}", works(ranks))
     ranks.close()
+
+
+def interrupted(ranks: StoreRanks, others_s: float) -> None:
+    """The last rank has a result, and is interrupted a second later; the others take longer."""
+
+    def work() -> int:
+        time.sleep(0 if ranks.rank == 3 else others_s)
+        return ranks.rank
+
+    if ranks.rank == 3:
+        threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        ranks.gather("long work", work)
+    except KeyboardInterrupt:
+        msg = "interrupted"
+        raise RanksError(msg) from None
 
 
 def finished(ranks: StoreRanks) -> None:

@@ -82,8 +82,15 @@ def test_a_rank_that_left_in_the_midst_is_not_waited_for(alone: list[RankResult]
     assert notes(alone, "after left") == [[]] * WORLD
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_is_named(alone: list[RankResult]) -> None:
-    """It will not come to hear the verdict; the others do not go on as if it had."""
-    assert notes(alone[3:], "interrupt") == [{"error": "KeyboardInterrupt"}]
-    assert "rank 3 of 4: it has given this step up (KeyboardInterrupt)" in raised(alone[:3], "interrupt")[1]
-    assert notes(alone, "after interrupt") == [[]] * WORLD
+@pytest.mark.parametrize("case", ["interrupt", "just before the end"])
+def test_a_rank_that_is_interrupted_while_it_waits_is_named(
+    alone: list[RankResult], case: str
+) -> None:
+    """It will not come to hear the verdict; the others do not go on as if it had.
+
+    That holds where rank 0 is about to read the result that the rank has left.
+    """
+    assert raised(alone[3:], case)[1] == "interrupted"
+    message = raised(alone[:3], case, within_s=5)[1]
+    assert "rank 3 of 4: it has given this step up (KeyboardInterrupt)" in message
+    assert notes(alone, f"after {case}") == [[]] * WORLD
