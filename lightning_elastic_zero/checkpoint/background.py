@@ -204,7 +204,8 @@ class BackgroundWriter:
             log.warning("The save of %s is given up: the run has ended.", job.target)
             job.give_up.set()
             if not job.over.wait(_ABANDON_S):
-                return SaveError(f"{job.target} was not written: the disk does not answer")
+                msg = "the disk does not answer this rank, or another one that it waits for"
+                return SaveError(f"{job.target} was not written: {msg}")
         self._job = None
         return job.failure
 
