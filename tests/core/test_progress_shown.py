@@ -1,0 +1,87 @@
+"""Long work shows that it goes on, and nobody waits for what is in vain: no stall is seen in it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
+from lightning_elastic_zero.links import make_link
+from lightning_elastic_zero.storage import StagedDirectory, delete, remove_leftovers
+
+FILES = 7
+
+
+def fill(directory: Path) -> Path:
+    """Make a directory of some files, in two folders."""
+    for index in range(FILES):
+        folder = directory / ("inner" if index % 2 else ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(index)).touch()
+    return directory
+
+
+def put_link(root: Path, on_work: Callable[[], None]) -> None:
+    """Let a link take the place of a directory."""
+    (root / "a.ckpt").mkdir()
+    make_link(root / "a.ckpt", fill(root / "last.ckpt"), on_work)
+
+
+def publish(root: Path, on_work: Callable[[], None]) -> None:
+    """Publish over another directory."""
+    fill(root / "a.ckpt")
+    StagedDirectory.create(root / "a.ckpt", "5a7e").publish(on_work=on_work)
+
+
+def sweep(root: Path, on_work: Callable[[], None]) -> None:
+    """Remove what a kill has left."""
+    fill(root / ".zero-removed-1")
+    remove_leftovers(root, on_work)
+
+
+@pytest.mark.parametrize("work", [put_link, publish, sweep], ids=lambda work: work.__name__)
+def test_removing_shows_each_file(
+    work: Callable[[Path, Callable[[], None]], None], tmp_path: Path
+) -> None:
+    """Whatever is removed on the way is said file by file, and is gone."""
+    seen = []
+    work(tmp_path, lambda: seen.append(time.monotonic()))
+    assert len(seen) >= FILES
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_cannot_be_removed_is_left(tmp_path: Path) -> None:
+    """A directory vanishes under its name also where what is in it stays; no link is followed."""
+    outside = fill(tmp_path / "outside")
+    doomed = fill(tmp_path / "doomed")
+    (doomed / "link").symlink_to(outside)
+    (doomed / "inner" / "file").symlink_to(outside / "0")
+    delete(doomed)
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+    assert len([path for path in outside.rglob("*") if path.is_file()]) == FILES
+
+
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_what_is_read_in_vain() -> None:
+    """The wait ends when all is read, when reading ends early, or when it is for nothing."""
+    tensors = [torch.zeros(3), torch.zeros(3)]
+    live = LiveTensors(tensors)
+    live.on_read(torch.zeros(3))
+    live.on_read(tensors[0])
+    failed = threading.Event()
+    threading.Timer(0.2, failed.set).start()
+    live.wait(failed.is_set)
+    assert failed.is_set()
+    live.on_read(tensors[1])
+    live.wait(lambda: False)
+
+    given_up = LiveTensors(tensors)
+    with pytest.raises(OSError, match="broken"), given_up.reading():
+        raise OSError("broken")
+    given_up.wait(lambda: False)
+    LiveTensors([]).wait(lambda: False)
