@@ -87,7 +87,10 @@ def _raising(number: int) -> Callable[[Path], Act]:
 def _vanish(folder: Path) -> Act:
     def act() -> None:
         for staging in folder.glob(".zero-staging-*"):
-            shutil.rmtree(staging)
+            # At once: where another rank goes on making files in it, it could not be emptied.
+            gone = folder.parent / f"gone-{staging.name}"
+            staging.rename(gone)
+            shutil.rmtree(gone)
 
     return act
 
