@@ -163,9 +163,9 @@ class BackgroundWriter:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Wait for the save in flight in here: if that fails, it fails on all ranks.
+        """Wait for the save in flight in here: what fails that is raised on all ranks, once.
 
-        Who of them has seen the save end may differ: all keep it, to make the same calls later.
+        A rank that had not seen its save end by then does not raise it again.
         """
         try:
             yield

@@ -227,17 +227,20 @@ def _isolated_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torc
 
 def _apart(objects: Objects) -> Objects:
     """Copy objects as a load would give them; what they share, the copies share."""
-    for path, value in objects:
-        _copied(value, path)
-    copies: Iterable[Any] = pickle.loads(pickle.dumps(objects))  # noqa: S301 - just pickled here
+    try:
+        copies: Iterable[Any] = pickle.loads(pickle.dumps(objects))  # noqa: S301 - just pickled
+    except Exception:
+        for path, value in objects:
+            _check_pickle(value, path)
+        raise
     return tuple(copies)
 
 
-def _copied(value: object, path: Path) -> object:
+def _check_pickle(value: object, path: Path) -> None:
+    """Name the object that cannot be copied."""
+    data = pickled(value, path)
     try:
-        return pickle.loads(pickled(value, path))  # noqa: S301 - just pickled here
-    except SaveError:
-        raise
+        pickle.loads(data)  # noqa: S301 - just pickled
     except Exception as error:
         msg = (
             f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that can be "

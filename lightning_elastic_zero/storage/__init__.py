@@ -3,8 +3,8 @@
 ``checksums`` writes a file together with the checksums of its chunks; ``verified`` reads runs of
 its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory under
 a hidden name and publishes it in one step; ``deleting`` lets one vanish in one step, ``copying``
-makes another one of it. ``places`` knows which paths can be used at all, and
-proves that all ranks see the same one.
+makes another one of it. ``places`` knows which paths can be used at all, and proves that all ranks
+see the same one.
 """
 
 from __future__ import annotations
