@@ -33,7 +33,6 @@ from lightning_elastic_zero.engine import (
 )
 from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
-from lightning_elastic_zero.ranks import Ranks, current_ranks
 from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import keep_configured_rates
 
@@ -105,7 +104,6 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             fall_back=fall_back,
         )
         self._save_module_weights = save_module_weights
-        self._ranks: Ranks | None = None
         self._publication = Publication(background=async_save, snapshot_bytes=snapshot_bytes)
         self._answers = Answers(self._link, self._publication.is_written)
         self._resumed = False
@@ -147,12 +145,6 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._agree()
         self._publication.start(self.deepspeed_engine, self.global_rank)
         self._answers.begin(trainer)
-
-    def _agree(self) -> Ranks:
-        """Give the means of agreement between ranks, made when first needed."""
-        if self._ranks is None:
-            self._ranks = current_ranks()
-        return self._ranks
 
     # -- saving ------------------------------------------------------------------------------
 

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.continuation import reports
 from lightning_elastic_zero.continuation.loaders import elastic_of, resumer_of
-from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.progress import ElasticSampler, Position, Record
+from lightning_elastic_zero.ranks import Ranks
 
 LostData: TypeAlias = Literal["refuse", "restart_epoch"]
 """What to do where the data cannot be taken up where it was left."""
@@ -124,8 +126,28 @@ def _why_lost(pending: Pending, loaders: Sequence[Any], world_size: int) -> str:
         {key: value for key, value in was.items() if key != "seed"}
         for was in pending.record.loaders
     ]
-    changed = reports.changed_data(known, here)
-    return f"the data is not that of the save ({changed})" if changed else ""
+    if changed := reports.changed_data(known, here):
+        return f"the data is not that of the save ({changed})"
+    return _other_order(pending, loaders)
+
+
+def _other_order(pending: Pending, loaders: Sequence[Any]) -> str:
+    """Say whose samplers put the epoch in another order than when it was saved."""
+    epoch, names = pending.position.epoch, []
+    for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
+        elastic = elastic_of(loader)
+        if elastic is None or was is None or was[0] != epoch or not was[1]:
+            continue
+        _take_seed(elastic, pending, index)
+        if elastic.order_digest(epoch) != was[1]:
+            names.append(type(elastic.sampler or elastic).__name__)
+    if not names:
+        return ""
+    return (
+        f"{' and '.join(names)} put epoch {epoch} in another order than when it was saved (it may "
+        "count its epochs by itself, draw from a source that cannot be seeded, or depend on what "
+        f"was trained). {_REPRODUCIBLE}"
+    )
 
 
 def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
@@ -147,6 +169,37 @@ def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
     if saved != world_size:
         return f"the {kind} has one state per rank of {saved}; there are {world_size} now"
     return ""
+
+
+def check_orders(trainer: pl.Trainer, ranks: Ranks) -> None:
+    """Refuse a user's sampler that gives ranks different orders of the epoch. Collective.
+
+    Raises:
+        UnsupportedError: ranks would train on the same sample twice, and never on others.
+    """
+    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+    elastic = [elastic_of(loader) for loader in (combined.flattened if combined else ())]
+    own = [sampler for sampler in elastic if sampler is not None and sampler.sampler is not None]
+    if not own:
+        return
+
+    def digests() -> list[str]:
+        return [sampler.order_digest(sampler.epoch) for sampler in own]
+
+    of_ranks = ranks.everywhere("fit: compare the order of the samples", digests)
+    for index, sampler in enumerate(own):
+        if len({of_rank[index] for of_rank in of_ranks}) > 1:
+            msg = (
+                f"{type(sampler.sampler).__name__} gives each rank another order of the samples: "
+                f"ranks would share out different epochs. {_REPRODUCIBLE}"
+            )
+            raise UnsupportedError(msg)
+
+
+_REPRODUCIBLE = (
+    "Let the order follow from set_epoch(epoch), which is called before it is asked for, or from a "
+    "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
+)
 
 
 def _refusal(pending: Pending, lost: str) -> str:

@@ -161,8 +161,7 @@ class Continuation:
         if self._validated_at == _batches_done(trainer) - current["processed"] % accumulate:
             position = replace(position, is_validated=True)
         elastic = [elastic_of(loader) for loader in _loaders(trainer)]
-        known = [sampler for sampler in elastic if sampler is not None]
-        size = known[0].plan.global_batch_size if known else None
+        size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
         if size is None and batches is not None:
             size = batches.global_batch_size
         total = trainer.num_training_batches
@@ -175,6 +174,7 @@ class Continuation:
             steps_per_epoch=int(total) // accumulate if total != float("inf") else None,
             planned_steps=planned_steps(trainer, accumulate),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
+            orders=tuple(s.latest_order() if s is not None else None for s in elastic),
             settings={name: getattr(trainer, name, None) for name in reports.COUNTS_BATCHES},
         )
 

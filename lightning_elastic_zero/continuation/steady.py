@@ -16,8 +16,9 @@ from lightning_elastic_zero.continuation.batches import (
     scale_frequency,
     settle_batches,
 )
-from lightning_elastic_zero.continuation.placing import LostData
+from lightning_elastic_zero.continuation.placing import LostData, check_orders
 from lightning_elastic_zero.continuation.resume import Continuation
+from lightning_elastic_zero.ranks import Ranks, current_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,6 +62,13 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._continuation = Continuation(lost_data, self._given)
         self._is_settled = False
         self._told_batch_size: int | None = None
+        self._ranks: Ranks | None = None
+
+    def _agree(self) -> Ranks:
+        """Return the means of agreement between ranks, made when first needed."""
+        if self._ranks is None:
+            self._ranks = current_ranks()
+        return self._ranks
 
     def _fitting(self) -> bool:
         module = self.lightning_module
@@ -192,6 +200,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if module is not None:
             of_this = (self.global_rank, self.world_size, self.root_device)
             self._continuation.start(module.trainer, *of_this)
+            check_orders(module.trainer, self._agree())
         super().on_train_start()
 
     @override

@@ -1,9 +1,10 @@
 """How far a run has come, counted in samples: what does not depend on the number of devices.
 
 ``batches`` cuts a global batch over ranks and micro-batches; ``sampler`` gives every rank its
-samples, from any step of an epoch on; ``position`` is where a run stands, as a checkpoint records
-it; ``counters`` writes Lightning's loop counters for it; ``randomness`` keeps the streams of random
-numbers. Nothing in here imports Lightning or DeepSpeed.
+samples, from any step of an epoch on, and ``sample_order`` asks users' samplers; ``position`` is
+where a run stands, as a checkpoint records it; ``counters`` writes Lightning's loop counters for
+it; ``randomness`` keeps the streams of random numbers. Nothing in here imports Lightning or
+DeepSpeed.
 """
 
 from __future__ import annotations

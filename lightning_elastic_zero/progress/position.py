@@ -46,6 +46,9 @@ class Record:
     """Optimizer steps of the whole run as it was planned: what schedules were made for."""
     loaders: tuple[Mapping[str, Plain], ...] = ()
     """A fingerprint of each training loader's sampler: seed, order, dataset length, ..."""
+    orders: tuple[tuple[int, str] | None, ...] = ()
+    """For each training loader, the epoch that its order was made for last and the order's digest;
+    None where its order is its own."""
     gradient: str = MEAN
     settings: Mapping[str, Plain] | None = None
     """Trainer settings that count batches, as they were given."""
@@ -75,6 +78,10 @@ class Record:
             "gradient": self.gradient,
             "settings": dict(self.settings or {}),
             "loaders": [dict(loader) for loader in self.loaders],
+            "orders": [
+                None if order is None else {"epoch": order[0], "digest": order[1]}
+                for order in self.orders
+            ],
         }
 
     @classmethod
@@ -101,6 +108,8 @@ class Record:
                 steps_per_epoch=_optional(content["steps_per_epoch"]),
                 planned_steps=_optional(content["planned_steps"]),
                 loaders=tuple(dict(loader) for loader in content["loaders"]),
+                # Checkpoints of before this was recorded lack it.
+                orders=tuple(_order(order) for order in content.get("orders", ())),
                 gradient=str(content["gradient"]),
                 settings=dict(content["settings"]),
             )
@@ -121,6 +130,10 @@ class Record:
         return replace(
             self.position, steps=steps, is_validated=self.position.is_validated and exact
         )
+
+
+def _order(content: Any) -> tuple[int, str] | None:  # noqa: ANN401 (JSON)
+    return None if content is None else (int(content["epoch"]), str(content["digest"]))
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401 (JSON)

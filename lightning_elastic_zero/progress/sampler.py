@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.progress.batches import BatchPlan
-from lightning_elastic_zero.progress.randomness import isolated, seed_host, seed_of
+from lightning_elastic_zero.progress.randomness import seed_host, seed_of
+from lightning_elastic_zero.progress.sample_order import digest_of, order_of
 
 EpochOrder = Callable[[int], Sequence[Any] | torch.Tensor]
 """Gives an epoch's samples in order: the same on all ranks, whenever it is asked."""
@@ -83,6 +84,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self.total_size = self.steps * plan.global_batch_size
         self.num_samples = self.steps * plan.samples_of(rank)
         self._start: tuple[int, int] | None = None
+        self._latest: tuple[int, int, Sequence[Any] | torch.Tensor] | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
         """Let the next iteration, if it is of that epoch, begin at that optimizer step of it."""
@@ -138,33 +140,33 @@ class ElasticSampler(DistributedSampler[Any]):
             return chosen
         return [order[place % self.length] for place in places]
 
+    def order_digest(self, epoch: int) -> str:
+        """Return a digest of an epoch's order; empty where samples are not named by plain data."""
+        return digest_of(self._order(epoch))
+
+    def latest_order(self) -> tuple[int, str] | None:
+        """Return the epoch whose order was asked for last, and its digest; asks for none itself."""
+        if self._latest is None:
+            return None
+        return self._latest[0], digest_of(self._latest[2])
+
     def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
-        """Give all samples of an epoch in order, shape ``(dataset length,)``."""
+        """Return all samples of an epoch in order, shape ``(dataset length,)``.
+
+        A user's sampler is asked once per epoch: one that counts its own epochs goes on by one.
+        """
+        if self._latest is None or self._latest[:2] != (epoch, self.seed):
+            self._latest = (epoch, self.seed, self._make_order(epoch))
+        return self._latest[2]
+
+    def _make_order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         if self.sampler is not None:
-            return self._order_of_sampler(self.sampler, epoch)
+            return order_of(self.sampler, self.seed, epoch, self.length)
         if not self.shuffle:
             return torch.arange(self.length)
         generator = torch.Generator()
         generator.manual_seed(self.seed + epoch)
         return torch.randperm(self.length, generator=generator)
-
-    def _order_of_sampler(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
-        """Ask another sampler, in a way that all ranks get one answer, also after a restart."""
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed_of(self.seed, epoch))
-        with isolated():
-            seed_host(seed_of(self.seed, epoch))
-            order = list(sampler)
-        if len(order) != self.length:
-            msg = (
-                f"{type(sampler).__name__} gave {len(order)} samples, and its length is "
-                f"{self.length}: the steps of an epoch cannot be counted"
-            )
-            raise UnsupportedError(msg)
-        return order
 
     def state_dict(self) -> dict[str, Any]:
         """Give nothing but what it is: the position is the run's, and is saved with it."""

@@ -28,6 +28,7 @@ from lightning_elastic_zero.progress import (
     ElasticSampler,
     plan_batches,
 )
+from lightning_elastic_zero.progress.sample_order import digest_of
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
@@ -215,3 +216,43 @@ def test_the_seeding_index_stays_an_index_here() -> None:
     first = pickle.loads(pickle.dumps(batches[0]))  # noqa: S301 - made here
     assert [type(i) for i in first] == [int, int]
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+class Holding(SubsetRandomSampler):
+    """A sampler with generators in its attributes, in a container, and in a sampler within."""
+
+    def __init__(self, entropy: int) -> None:
+        super().__init__(range(24))
+        self.inner = SubsetRandomSampler(range(24), torch.Generator().manual_seed(entropy))
+        self.own: list[Any] = [random.Random(entropy), np.random.default_rng(entropy)]
+        self.old = np.random.RandomState(entropy)
+
+    def __iter__(self) -> Any:  # noqa: ANN401
+        first, second = self.own
+        order = list(self.inner)
+        first.shuffle(order)
+        return iter([order[i] for i in second.permutation(self.old.permutation(24))])
+
+
+@given(st.integers(0, 5), st.integers(0, 9))
+def test_generators_that_a_sampler_holds_are_seeded_by_epoch(epoch: int, asked: int) -> None:
+    """Whatever they were seeded with and however often they were drawn from before."""
+    orders = []
+    for entropy, times in ((1, 0), (2, asked)):
+        sampler = sampler_of(24, BatchPlan(4, 1, 1), 0, sampler=Holding(entropy))
+        for before in range(times):
+            sampler.set_epoch(before)
+            list(sampler)
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+        assert sampler.latest_order() == (epoch, sampler.order_digest(epoch))
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == list(range(24))
+
+
+def test_a_digest_tells_orders_apart() -> None:
+    """Of indices and other plain names; of objects, whose repr is a process's own, it is empty."""
+    assert digest_of([3, 1, 2]) == digest_of(torch.tensor([3, 1, 2])) != digest_of([1, 2, 3])
+    assert digest_of(["a", ("b", 1)]) == digest_of(["a", ("b", 1)]) != digest_of(["a", ("b", 2)])
+    assert digest_of([1 << 70]) == digest_of([1 << 70])
+    assert digest_of([object()]) == ""

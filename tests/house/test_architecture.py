@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registered": set(),
     "schedules": set(),
     "callbacks": set(),
-    "continuation": {"progress", "manifest", "errors"},
+    "continuation": {"progress", "ranks", "manifest", "errors"},
     "strategy": {
         "continuation",
         "api",

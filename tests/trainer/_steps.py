@@ -7,6 +7,7 @@ together at the end. Nothing in here knows how the library counts.
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
@@ -113,6 +115,37 @@ class Backwards(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.length).tolist()[::-1])
+
+
+class OwnGenerator(Sampler[int]):
+    """A sampler that draws from generators of its own, as users write them."""
+
+    def __init__(self, length: int, kind: str) -> None:
+        self.length, self.kind = length, kind
+        self.rng = np.random.default_rng(5)
+        self.parts: dict[str, Any] = {
+            "numbers": random.Random(5),
+            "torch": torch.Generator().manual_seed(5),
+        }
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        match self.kind:
+            case "numpy":
+                return iter(self.rng.permutation(self.length).tolist())
+            case "random":
+                return iter(self.parts["numbers"].sample(range(self.length), self.length))
+            case "torch":
+                return iter(torch.randperm(self.length, generator=self.parts["torch"]).tolist())
+            case "counts":
+                begin = 7 * self.epochs
+            case _:
+                begin = comm.get_rank()
+        return iter([(begin + index) % self.length for index in range(self.length)])
 
 
 class Stream(IterableDataset[Any]):
@@ -354,6 +387,8 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
+        case "numpy" | "random" | "torch" | "counts" | "ranks":
+            return made(data, sampler=OwnGenerator(run.length, run.kind))
         case "user's loader":
             return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))
         case "no length":

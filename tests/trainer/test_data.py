@@ -124,6 +124,48 @@ def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> No
     assert sorted(seen.steps) == [5, 6, 7, 8, 9, 10]
 
 
+SAVE_LATER = "step 1.2"
+"""In the second epoch, which a sampler in a new process takes for its first."""
+
+
+@pytest.mark.parametrize("kind", ["numpy", "random", "torch"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_samplers_own_generators_are_seeded(
+    kind: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """A sampler that keeps a generator goes on in the order of the run that was not stopped."""
+    run = Run(kind=kind, save=(SAVE_LATER,), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    assert whole.steps[0] != whole.steps[5]  # epochs differ
+    path = str(tmp_path / "step-1.2.ckpt")
+    seen = worlds.run(world, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    assert seen.steps == later(whole, 7)
+
+
+def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """In a new process it begins to count anew: said on every rank, and restarted where allowed."""
+    run = Run(kind="counts", save=(SAVE, SAVE_LATER), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    first, second = (str(tmp_path / f"step-{at}.ckpt") for at in ("0.3", "1.2"))
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=first)))[0]
+    assert seen.steps == later(whole)  # it counts alike until here
+    for message in worlds.run(2, partial(error_of, replace(run, save=(), ckpt_path=second))):
+        assert message.startswith("CheckpointMismatchError")
+        assert "OwnGenerator put epoch 1 in another order than when it was saved" in message
+        assert "set_epoch(epoch)" in message
+    allowed = replace(run, save=(), ckpt_path=second, strategy={"lost_data": "restart_epoch"})
+    seen = worlds.run(2, partial(fit, allowed))[0]
+    assert seen.global_step == 12
+    assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
+
+
+def test_a_sampler_that_differs_between_ranks_is_refused(worlds: Pools) -> None:
+    """Ranks would share out different epochs: some samples would come twice and others never."""
+    for message in worlds.run(2, partial(error_of, Run(kind="ranks"))):
+        assert message.startswith("UnsupportedError")
+        assert "OwnGenerator gives each rank another order of the samples" in message
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_order_is_that_of_the_run_not_of_a_new_seed(
     world: int, worlds: Pools, tmp_path: Path
