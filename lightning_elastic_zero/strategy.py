@@ -127,12 +127,13 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if not isinstance(self.accelerator, CPUAccelerator):
+        if isinstance(self.accelerator, CPUAccelerator):
+            use_accelerator("cpu")
+            # The parent refuses all but CUDA here, and else does what its own parent does.
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
             super().setup_environment()
-            return
-        use_accelerator("cpu")
-        # The parent refuses all but CUDA here, and else does what its own parent does.
-        super(DeepSpeedStrategy, self).setup_environment()
+        self._settle_before_hooks()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -178,7 +178,8 @@ def check_orders(trainer: pl.Trainer, ranks: Ranks) -> None:
         UnsupportedError: ranks would train on the same sample twice, and never on others.
     """
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001
-    elastic = [elastic_of(loader) for loader in (combined.flattened if combined else ())]
+    loaders = combined.flattened if combined is not None else ()
+    elastic = [elastic_of(loader) for loader in loaders]
     own = [sampler for sampler in elastic if sampler is not None and sampler.sampler is not None]
     if not own:
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -23,6 +25,28 @@ from lightning_elastic_zero.ranks import Ranks, current_ranks
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.optim import Optimizer
+
+log = logging.getLogger(__name__)
+
+
+class SettlesFirst(Callback):
+    """The first callback of a fit's ``setup``, which comes after a data module's and before others.
+
+    It is gone when the engine is set up.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._settle()
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Callback]:
+    """Return the trainer's callbacks, which Lightning does not declare."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
@@ -60,7 +84,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._allow_uneven_batches = allow_uneven_batches
         self._given = GivenSettings()
         self._continuation = Continuation(lost_data, self._given)
-        self._is_settled = False
+        self._is_settled = False  # the batches of this fit
+        self._is_configured = False  # DeepSpeed's config, for this fit
         self._told_batch_size: int | None = None
         self._ranks: Ranks | None = None
 
@@ -74,10 +99,54 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
+    def _settle_before_hooks(self) -> None:
+        """Settle the batches before the first ``setup`` hook that can ask for them.
+
+        Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
+        Loaders that ``fit`` was given are there by now; those of a data module are after its own
+        ``setup``; those of the module before or after its own.
+        """
+        module = self.lightning_module
+        if module is None or not self._fitting():
+            return
+        if not self._is_configured:
+            self._note_told_batch_size()
+        if module.trainer.fit_loop._data_source.is_module():  # noqa: SLF001
+            _callbacks(module.trainer).insert(0, SettlesFirst(self._settle_by_hook))
+        else:
+            self._settle(self._batch_size_of_loader())
+
+    def _settle_by_hook(self) -> None:
+        """Settle the batches if the hook that makes the loaders can be called already."""
+        try:
+            size = self._batch_size_of_loader()
+        except Exception as error:  # noqa: BLE001 - users' code, before their own setup
+            log.debug("The batch is settled later: train_dataloader raised %r", error)
+        else:
+            self._settle(size)
+
+    def _settle(self, batch_size: int | None) -> None:
+        """Settle what a step is made of, once per fit."""
+        module = self.lightning_module
+        if module is None or self._is_settled:
+            return
+        batches = settle_batches(
+            module.trainer,
+            self._given,
+            self.world_size,
+            batch_size,
+            self._global_batch_size,
+            allow_uneven=self._allow_uneven_batches,
+        )
+        self._continuation.use(batches, module.trainer)
+        self._is_settled = True
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        callbacks = _callbacks(trainer)
+        callbacks[:] = [c for c in callbacks if not isinstance(c, SettlesFirst)]
         self._init_config_if_needed()
-        if self._fitting() and not self._is_settled:
+        if self._fitting() and not self._is_configured:
             # The config is of an evaluation, or of a fit before, which had other batches perhaps.
             config = self._config()
             del config["gradient_accumulation_steps"]
@@ -90,7 +159,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        self._is_settled = False
+        self._is_settled = self._is_configured = False
         super().teardown()
 
     def _config(self) -> dict[str, Any]:
@@ -98,24 +167,25 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         config: dict[str, Any] = self.config  # type: ignore[assignment]
         return config
 
+    def _note_told_batch_size(self) -> None:
+        """Keep the batch size that the user told, before this library puts its own into its place.
+
+        The config of a fit before holds one of this library's making.
+        """
+        if not self._config_initialized:
+            told = self._config().get("train_micro_batch_size_per_gpu")
+            self._told_batch_size = told if type(told) is int else None
+
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
         """Settle what a step is made of, before the engine is built with it."""
-        module = self.lightning_module
-        told = self._config().get("train_micro_batch_size_per_gpu")
-        self._told_batch_size = told if type(told) is int else None
-        self._is_settled = self._fitting()
-        if module is not None and self._is_settled:
-            batches = settle_batches(
-                module.trainer,
-                self._given,
-                self.world_size,
-                self._batch_size_of_loader(),
-                self._global_batch_size,
-                allow_uneven=self._allow_uneven_batches,
-            )
-            self._continuation.use(batches, module.trainer)
-            if batches.plan is not None:
+        self._note_told_batch_size()
+        self._is_configured = self._fitting()
+        if self.lightning_module is not None and self._is_configured:
+            if not self._is_settled:
+                self._settle(self._batch_size_of_loader())
+            batches = self._continuation.batches
+            if batches is not None and batches.plan is not None:
                 size = batches.plan.largest_micro_batch
                 self._config()["train_micro_batch_size_per_gpu"] = size
         super()._format_batch_size_and_grad_accum_config()
@@ -139,6 +209,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         module = self.lightning_module
         if module is None or not self._fitting():
             return dataloader
+        if module.trainer.training:  # asked for in a hook, before they were settled
+            self._settle(batch_size_of(dataloader) or self._told_batch_size)
         return self._continuation.process_loader(dataloader, module.trainer, self.global_rank)
 
     @property

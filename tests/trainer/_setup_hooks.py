@@ -1,0 +1,124 @@
+"""Fits whose ``setup`` hooks ask the trainer how many steps there are to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._steps import SMALL_BUCKETS, Ids, Net, Run, Seen, Watch, _together
+
+LENGTH, GLOBAL_BATCH, EPOCHS = 50, 12, 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One fit, and what its hooks were told."""
+
+    accumulation: dict[str, int]
+    """``accumulate_grad_batches`` as each ``setup`` hook read it."""
+    steps: dict[str, float]
+    """``estimated_stepping_batches`` as the hook that asked read it."""
+    seen: Seen
+    own_callbacks: list[str]
+    """Classes of the callbacks that trained."""
+
+
+class Asks:
+    """What a ``setup`` hook asks, and notes."""
+
+    def __init__(self, asker: str) -> None:
+        self.asker = asker
+        self.accumulation: dict[str, int] = {}
+        self.steps: dict[str, float] = {}
+
+    def ask(self, who: str, trainer: Any) -> None:  # noqa: ANN401 (a Trainer)
+        """Ask the trainer."""
+        self.accumulation[who] = trainer.accumulate_grad_batches
+        if who == self.asker:
+            self.steps[who] = trainer.estimated_stepping_batches
+            self.accumulation[who] = trainer.accumulate_grad_batches
+
+
+class AskingCallback(Callback):
+    """A callback that asks in ``setup``."""
+
+    def __init__(self, asks: Asks) -> None:
+        self.asks = asks
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.asks.ask("callback", trainer)
+
+
+class AskingNet(Net):
+    """A module that asks in ``setup``, and may have loaders that need its ``setup``."""
+
+    def __init__(self, run: Run, asks: Asks) -> None:
+        super().__init__(run)
+        self.asks = asks
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.data = Ids(LENGTH, 0.0)
+        self.asks.ask("module", self.trainer)
+
+
+class NetWithLoader(AskingNet):
+    """One that makes its own loader, of what ``setup`` made."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=2, shuffle=True)
+
+
+class AskingData(pl.LightningDataModule):
+    """A data module whose loader needs its ``setup``."""
+
+    def __init__(self, asks: Asks) -> None:
+        super().__init__()
+        self.asks = asks
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.data = Ids(LENGTH, 0.0)
+        self.asks.ask("datamodule", self.trainer)
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=2, shuffle=True)
+
+
+def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str = "") -> Asked:
+    """Fit, with loaders of a source (``fit``, ``datamodule``, ``module``) and one who asks."""
+    pl.seed_everything(3, workers=True, verbose=False)
+    run = Run(length=LENGTH, save=("step 1.2",) if save else (), root=save)
+    asks, watch = Asks(asker), Watch(run)
+    net = (NetWithLoader if source == "module" else AskingNet)(run, asks)
+    options: dict[str, Any] = {"stage": 2, "global_batch_size": GLOBAL_BATCH, **SMALL_BUCKETS}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=ElasticDeepSpeedStrategy(**options),
+        max_epochs=EPOCHS,
+        callbacks=[AskingCallback(asks), watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    data: dict[str, Any] = {}
+    if source == "datamodule":
+        data["datamodule"] = AskingData(asks)
+    elif source == "fit":
+        data["train_dataloaders"] = DataLoader(Ids(LENGTH, 0.0), batch_size=2, shuffle=True)
+    trainer.fit(net, **data, ckpt_path=ckpt_path)
+    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return Asked(asks.accumulation, asks.steps, _together(trainer, net, watch), names)
