@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_elastic_zero.storage.places import sync_directory
+from lightning_elastic_zero.storage.writeback import Writeback
 
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 def copy_directory(source: Path, target: Path, on_block: Callable[[], None]) -> None:
@@ -19,7 +20,7 @@ def copy_directory(source: Path, target: Path, on_block: Callable[[], None]) -> 
 
         target: Where nothing is yet.
 
-        on_block: Called now and then, at least every 16 MiB: a large copy takes minutes.
+        on_block: Called now and then, at least every MiB: a large copy takes minutes.
 
     Raises:
         OSError: The copy is not whole.
@@ -36,14 +37,14 @@ def copy_directory(source: Path, target: Path, on_block: Callable[[], None]) -> 
 
 def _copy_file(source: Path, target: Path, on_block: Callable[[], None]) -> None:
     with source.open("rb") as read, target.open("xb", buffering=0) as written:
+        writeback = Writeback(written.fileno(), on_block)
         while block := read.read(_BLOCK_BYTES):
             rest = memoryview(block)
             while rest:
                 rest = rest[written.write(rest) :]
-            # Block by block, so that none of these calls is as long as the file.
-            os.fdatasync(written.fileno())
+            writeback.wrote(len(block))
             on_block()
-        os.fsync(written.fileno())
+        writeback.finish()
 
 
 def _raise(error: OSError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -207,10 +208,11 @@ class TestMakeLink:
         a_link(link)
         refuse_links(errno.EPERM, monkeypatch)
 
-        def full(_: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        def full(descriptor: int) -> None:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(os, "fdatasync", full)
+        monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(SaveError, match="No space left"):
             make_link(target, link)
         assert said_by(link) == "old"
@@ -226,7 +228,7 @@ class TestMakeLink:
         refuse_links(errno.EPERM, monkeypatch)
         heard: list[int] = []
         make_link(target, tmp_path / "last.ckpt", lambda: heard.append(1))
-        assert len(heard) == 2 + 3
+        assert len(heard) >= 40
         assert (tmp_path / "last.ckpt" / "large.pt").stat().st_size == 40 << 20
 
 
