@@ -121,7 +121,8 @@ class BackgroundWriter:
             target = check_local_path(path)
             draft = Draft.make(look(), client_state, options)()
             with_weights = writes_weights(draft.manifest, ranks.rank)
-            return target, self._camera.take(draft, with_weights=with_weights)
+            took = self._camera.take(draft, with_weights=with_weights, on_work=ranks.progress)
+            return target, took
 
         with self._telling():
             target, snapshot = ranks.together(f"save {path}: take a snapshot", take)

@@ -27,7 +27,7 @@ from lightning_elastic_zero.storage.places import (
     see_token,
     sync_directory,
 )
-from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file
+from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file, steady_stream
 from lightning_elastic_zero.storage.staging import (
     LINKING,
     StagedDirectory,
@@ -63,6 +63,7 @@ __all__ = [
     "repair_target",
     "see_token",
     "staging_path",
+    "steady_stream",
     "sync_directory",
     "write_durably",
 ]

@@ -195,6 +195,7 @@ class ChecksummedWriter:
         }
         data = json.dumps(sidecar).encode()
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
+        self._on_bytes(0)
         return FileRecord(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))
 
     def flush(self) -> None:

@@ -126,7 +126,7 @@ class StagedDirectory:
                 aside" and "placed" where names cannot be exchanged, then "kept" (it outlives a
                 power cut) and "cleaned".
 
-            on_work: Called between the files that are removed.
+            on_work: Called between the folders that are synced and the files that are removed.
 
         Raises:
             SaveError: The system refused. The target is what it was, or, if the message says so,
@@ -138,6 +138,7 @@ class StagedDirectory:
         try:
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
+                on_work()
             on_step("synced")
             self._place(on_step, exchange=exchange)
             state = "It is in its place, but may be lost if the power fails."

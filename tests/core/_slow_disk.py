@@ -36,11 +36,17 @@ class SlowDisk:
         """What a process has to be started with."""
         self.answer(bytes_per_s)
 
-    def answer(self, bytes_per_s: float) -> None:
-        """Go on at another speed; 0: not at all."""
-        new = self.folder / "speed.new"
-        new.write_text(str(bytes_per_s))
-        new.rename(self.folder / "speed")
+    def answer(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
+        """Go on at another speed; 0: not at all.
+
+        Args:
+            bytes_per_s: of what is written.
+            latency_s: of opening a file.
+        """
+        for name, number in (("speed", bytes_per_s), ("latency", latency_s)):
+            new = self.folder / f"{name}.new"
+            new.write_text(str(number))
+            new.rename(self.folder / name)
 
     def waits(self) -> list[int]:
         """Return how many bytes each call has waited for."""

@@ -3,12 +3,14 @@
  * What is written below $SLOW_DISK comes to the disk at the speed that the file "speed" in there
  * names, in bytes per second; 0: not any more. Writing only fills the page cache. Whoever asks for
  * the bytes to be on the disk waits in that very call, for all that has not come there yet. Each
- * wait is a line of the file "waits": the call, and the bytes waited for.
+ * wait is a line of the file "waits": the call, and the bytes waited for. To open a file takes the
+ * seconds that the file "latency" names.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,15 +46,16 @@ static long long *dirty_of(int descriptor)
     return NULL;
 }
 
-static double speed(void)
+/* The number in a file of the root's. fopen() calls none of the functions below. */
+static double number(const char *name, double otherwise)
 {
     char path[4096];
-    double found = 1e12;
-    snprintf(path, sizeof path, "%s/speed", root());
+    double found = otherwise;
+    snprintf(path, sizeof path, "%s/%s", root(), name);
     FILE *file = fopen(path, "r");
     if (file != NULL) {
         if (fscanf(file, "%lf", &found) != 1)
-            found = 1e12;
+            found = otherwise;
         fclose(file);
     }
     return found;
@@ -60,7 +63,7 @@ static double speed(void)
 
 static void drain(int descriptor, const char *call, long long most)
 {
-    char path[4096], line[64];
+    char path[4096];
     pthread_mutex_lock(&lock);
     long long *dirty = dirty_of(descriptor);
     long long left = dirty == NULL ? 0 : *dirty < most ? *dirty : most;
@@ -70,14 +73,12 @@ static void drain(int descriptor, const char *call, long long most)
     if (left == 0)
         return;
     snprintf(path, sizeof path, "%s/waits", root());
-    int log = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    int length = snprintf(line, sizeof line, "%s %lld\n", call, left);
-    if (log >= 0 && write(log, line, length) != length)
+    FILE *log = fopen(path, "a");
+    if (log == NULL || fprintf(log, "%s %lld\n", call, left) < 0 || fclose(log) != 0)
         abort();
-    close(log);
     /* In small steps: the speed may change meanwhile. */
     for (double rest = left; rest > 0; usleep(10000))
-        rest -= speed() / 100;
+        rest -= number("speed", 1e12) / 100;
 }
 
 ssize_t write(int descriptor, const void *data, size_t size)
@@ -121,3 +122,26 @@ int sync_file_range(int descriptor, off64_t offset, off64_t size, unsigned flags
         drain(descriptor, "sync_file_range", size);
     return real(descriptor, offset, size, flags);
 }
+
+static void find(const char *path)
+{
+    if (root() != NULL && strncmp(path, root(), strlen(root())) == 0)
+        usleep((useconds_t)(1e6 * number("latency", 0)));
+}
+
+#define OPENS(name)                                                                              \
+    int name(const char *path, int flags, ...)                                                   \
+    {                                                                                            \
+        static int (*real)(const char *, int, ...);                                              \
+        va_list rest;                                                                            \
+        va_start(rest, flags);                                                                   \
+        mode_t mode = va_arg(rest, mode_t);                                                      \
+        va_end(rest);                                                                            \
+        if (real == NULL)                                                                        \
+            real = dlsym(RTLD_NEXT, #name);                                                      \
+        find(path);                                                                              \
+        return real(path, flags, mode);                                                          \
+    }
+
+OPENS(open)
+OPENS(open64)

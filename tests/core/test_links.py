@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
