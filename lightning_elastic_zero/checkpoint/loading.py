@@ -29,7 +29,7 @@ from lightning_elastic_zero.formats import (
 from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
 from lightning_elastic_zero.match import Wanted, check_fits, describe
 from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.state import Incoming, Receiving, Scalar
+from lightning_elastic_zero.state import Incoming, Receiving, Scalar, comparable
 from lightning_elastic_zero.storage import check_local_path, repair_target
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ def _scalars_of(source: CheckpointReader, names: tuple[str, ...]) -> Mapping[str
         held.setdefault(at.buffer, at)
     scalars = [source.scalars(at) for at in held.values()]
     for other in scalars[1:]:
-        if repr(dict(other)) != repr(dict(scalars[0])):
+        if comparable(dict(other)) != comparable(dict(scalars[0])):
             msg = (
                 f"parameters that share a flat buffer here were saved with the states "
                 f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"

@@ -13,6 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.agreement import (
+    SCHEDULERS,
+    check_alike,
+    described,
+    drifted,
+    warn_of_drift,
+)
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
     Course,
@@ -94,12 +101,15 @@ def write(
 
     told = Told(on_bytes, course.on_read)
 
-    def write_files() -> list[dict[str, Any]]:
+    def write_files() -> dict[str, Any]:
         draft().check_like(first, path, ranks.rank)
-        return _write_files(draft(), staging_path(target, save_id), first, ranks.rank, told)
+        drift = drifted(first["run"], draft().manifest)
+        files = _write_files(draft(), staging_path(target, save_id), first, ranks.rank, told)
+        return {"files": files, "drifted": drift}
 
     def publish() -> list[float]:
-        entries = [entry for of_rank in files or [] for entry in of_rank]
+        warn_of_drift(draft().manifest, [of_rank["drifted"] for of_rank in written or []])
+        entries = [entry for of_rank in written or [] for entry in of_rank["files"]]
         staged = _complete(draft(), target, save_id, entries, recovery_script)
         staged.publish(
             on_step=lambda step: course.commit() if step == "synced" else None,
@@ -108,7 +118,7 @@ def write(
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
-        files = ranks.gather(f"save {target}: write", write_files)
+        written = ranks.gather(f"save {target}: write", write_files)
         seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
     except BaseException:
         if ranks.rank == 0:
@@ -164,7 +174,7 @@ class Draft:
         return {
             "path": str(check_local_path(path)),
             "save_id": uuid.uuid4().hex,
-            "tables": self._tables(),
+            "run": described(self.manifest, self.state),
             "buffers": fingerprints(dict(self.state.module_buffers)),
             "client": fingerprints(self.client),
             "objects": self.object_digests(),
@@ -177,16 +187,6 @@ class Draft:
             for path, value in self.objects
         }
 
-    def _tables(self) -> dict[str, str]:
-        """Give what must be alike on all ranks."""
-        scalars = [
-            {key: repr(value) for key, value in sorted(flat.scalars.items())}
-            for flat in self.state.flats
-        ]
-        described = asdict(self.manifest)
-        tables = ("parameters", "groups", "buffers", "progress", "module_buffers", "stage")
-        return {**{key: repr(described[key]) for key in tables}, "scalar states": repr(scalars)}
-
     def check_like(self, first: Mapping[str, Any], path: str | os.PathLike[str], rank: int) -> None:
         """Refuse ranks that would write different checkpoints, or into different places."""
         mine = str(check_local_path(path))
@@ -196,10 +196,7 @@ class Draft:
                 "directory; give all ranks the same path (ModelCheckpoint does)"
             )
             raise SaveError(msg)
-        tables = self._tables()
-        if differ := [key for key, table in first["tables"].items() if tables[key] != table]:
-            msg = f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run"
-            raise UnsupportedError(msg)
+        check_alike(first["run"], self.manifest, self.state)
         fragments = [f for flat in self.state.flats for f in flat.fragments]
         if list(self.manifest.layout().on_rank(rank)) != fragments:
             msg = (
@@ -260,6 +257,8 @@ def _write_files(
             own=differing(draft.client, first["client"]),
             own_objects=() if alike else draft.objects,
         )
+        if drifted(first["run"], manifest):
+            client = _without_schedulers(client)
     records = write_rank(staging, manifest, rank, state, client, told)
     entries = [asdict(record) for record in records]
     kept = {
@@ -267,6 +266,15 @@ def _write_files(
         "client_state": bool(client.own or client.own_objects),
     }
     return [{**entry, "kept": [k for k, is_kept in kept.items() if is_kept]} for entry in entries]
+
+
+def _without_schedulers(own: ClientPart) -> ClientPart:
+    """Leave out the states of schedulers whose rates are not the ones that are saved."""
+    return ClientPart(
+        {},
+        own=tuple(item for item in own.own if item[0][0] != SCHEDULERS),
+        own_objects=tuple(item for item in own.own_objects if item[0][0] != SCHEDULERS),
+    )
 
 
 def _complete(
