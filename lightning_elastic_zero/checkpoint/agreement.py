@@ -8,6 +8,7 @@ end a run: rank 0's are saved, which a load gives to every rank, and the differe
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,13 +23,14 @@ from lightning_elastic_zero.wording import ranks_named
 SCHEDULERS = "lr_schedulers"
 """The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
 
-Described = dict[str, Any]
-"""What rank 0 sends of itself, as JSON has it."""
+Described = Mapping[str, Any]
+"""What ranks compare, as JSON has it."""
 
 _Drift = tuple[int, str]
 """Index of a parameter group, and a hyperparameter of it."""
 
 _MOST_SENT = 16
+_MOST_SHOWN = 400
 _MOST_TOLD = 4
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,11 @@ def check_alike(first: Described, manifest: Manifest, state: RankState) -> None:
     """
     tables = _tables(manifest)
     if differ := [name for name, table in first["tables"].items() if tables[name] != table]:
-        msg = f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run"
+        here, there = _first_difference(tables[differ[0]], first["tables"][differ[0]])
+        msg = (
+            f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run. The "
+            f"first difference is {here} here, and {there} on rank 0"
+        )
         raise UnsupportedError(msg)
     pairs = enumerate(zip(_scalars(state), first["scalars"], strict=True))
     for index, (mine, theirs) in pairs:
@@ -125,16 +131,28 @@ def _sentence(
     return f"{key} of parameter group {group} is {values}"
 
 
-def _tables(manifest: Manifest) -> dict[str, str]:
-    """Return what must be alike on all ranks, by the name that a message calls it."""
+def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    """Return the first rows that differ, the same rows cut to where they do."""
+    rows = itertools.zip_longest(mine, theirs, fillvalue="nothing")
+    one, other = next((one, other) for one, other in rows if one != other)
+    if len(one) <= _MOST_SHOWN and len(other) <= _MOST_SHOWN:
+        return one, other
+    same = zip(one, other, strict=False)
+    at = next((i for i, (a, b) in enumerate(same) if a != b), min(len(one), len(other)))
+    shown = slice(max(0, at - _MOST_SHOWN // 2), at + _MOST_SHOWN // 2)
+    return f"... {one[shown]} ...", f"... {other[shown]} ..."
+
+
+def _tables(manifest: Manifest) -> dict[str, list[str]]:
+    """Return the rows of what must be alike on all ranks, by the name that a message calls it."""
     groups = [(g.names, sorted(g.hyperparameters), g.state) for g in manifest.groups]
     return {
-        "parameters": repr(manifest.parameters),
-        "parameter groups": repr(groups),
-        "flat buffers": repr(manifest.buffers),
-        "progress": repr(manifest.progress),
-        "module buffers": repr(manifest.module_buffers),
-        "ZeRO stage": repr(manifest.stage),
+        "parameters": list(map(repr, manifest.parameters)),
+        "parameter groups": list(map(repr, groups)),
+        "flat buffers": list(map(repr, manifest.buffers)),
+        "progress": [repr(manifest.progress)],
+        "module buffers": list(map(repr, manifest.module_buffers)),
+        "ZeRO stage": [repr(manifest.stage)],
     }
 
 

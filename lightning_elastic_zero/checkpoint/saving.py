@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from lightning_elastic_zero.checkpoint.agreement import (
     described,
     drifted,
     warn_of_drift,
+)
+from lightning_elastic_zero.checkpoint.comparing import (
+    DIGESTS,
+    Tables,
+    TablesOfFirst,
+    digests_of,
+    leave_tables,
 )
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
@@ -45,6 +53,7 @@ from lightning_elastic_zero.storage import (
     check_local_path,
     leave_token,
     remove_leftovers,
+    remove_tables,
     remove_token,
     see_token,
     staging_path,
@@ -92,23 +101,22 @@ def write(
     """
     began = time.monotonic()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
-    report = report_bytes("writing", ranks)
+    tables: Callable[[], Tables] = cache(lambda: draft().tables())
 
     def stage() -> dict[str, Any]:
-        first = draft().to_first(path)
-        _stage(draft(), first, ranks, staged)
-        return first
-
-    def on_bytes(count: int) -> None:
-        course.go_on()
-        report(count)
+        sent = {"path": str(check_local_path(path)), "save_id": uuid.uuid4().hex}
+        _stage(draft(), tables(), sent, ranks, staged)
+        return {**sent, DIGESTS: digests_of(tables())}
 
     def write_files() -> dict[str, Any]:
-        draft().check_like(first, path, ranks.rank)
-        drift = drifted(first["run"], draft().manifest)
-        staging, told = staging_path(target, first["save_id"]), Told(on_bytes, course.on_read)
-        files = _write_files(draft(), staging, first, ranks.rank, told)
-        return {"files": files, "drifted": drift}
+        _check_path(first["path"], path)
+        staging = staging_path(target, first["save_id"])
+        see_token(staging, first["save_id"])
+        theirs = TablesOfFirst(first[DIGESTS], tables(), staging)
+        draft().check_like(theirs, ranks.rank)
+        saved = replace(draft(), manifest=replace(draft().manifest, save_id=first["save_id"]))
+        files = _write_files(saved, staging, theirs, ranks.rank, _told(course, ranks))
+        return {"files": files, "drifted": drifted(theirs, draft().manifest)}
 
     def publish() -> list[float]:
         warn_of_drift(draft().manifest, [of_rank["drifted"] for of_rank in written or []])
@@ -175,12 +183,10 @@ class Draft:
 
         return draft
 
-    def to_first(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Rank 0: give what the others compare themselves with."""
+    def tables(self) -> Tables:
+        """Return what ranks compare with each other."""
         return {
-            "path": str(check_local_path(path)),
-            "save_id": uuid.uuid4().hex,
-            "run": described(self.manifest, self.state),
+            **described(self.manifest, self.state),
             "buffers": fingerprints(dict(self.state.module_buffers)),
             "client": fingerprints(self.client),
             "objects": self.object_digests(),
@@ -193,16 +199,9 @@ class Draft:
             for path, value in self.objects
         }
 
-    def check_like(self, first: Mapping[str, Any], path: str | os.PathLike[str], rank: int) -> None:
-        """Refuse ranks that would write different checkpoints, or into different places."""
-        mine = str(check_local_path(path))
-        if mine != first["path"]:
-            msg = (
-                f"rank 0 saves to {first['path']}, this rank to {mine}: a checkpoint is one "
-                "directory; give all ranks the same path (ModelCheckpoint does)"
-            )
-            raise SaveError(msg)
-        check_alike(first["run"], self.manifest, self.state)
+    def check_like(self, first: TablesOfFirst, rank: int) -> None:
+        """Refuse ranks that would write different checkpoints."""
+        check_alike(first, self.manifest, self.state)
         fragments = [f for flat in self.state.flats for f in flat.fragments]
         if list(self.manifest.layout().on_rank(rank)) != fragments:
             msg = (
@@ -210,6 +209,28 @@ class Draft:
                 "library does not know: report it with your DeepSpeed config"
             )
             raise UnsupportedError(msg)
+
+
+def _told(course: Course, ranks: Ranks) -> Told:
+    """Return who is told how far the writing has come."""
+    report = report_bytes("writing", ranks)
+
+    def on_bytes(count: int) -> None:
+        course.go_on()
+        report(count)
+
+    return Told(on_bytes, course.on_read)
+
+
+def _check_path(first: str, path: str | os.PathLike[str]) -> None:
+    """Refuse ranks that would write into different places."""
+    mine = str(check_local_path(path))
+    if mine != first:
+        msg = (
+            f"rank 0 saves to {first}, this rank to {mine}: a checkpoint is one "
+            "directory; give all ranks the same path (ModelCheckpoint does)"
+        )
+        raise SaveError(msg)
 
 
 @contextmanager
@@ -226,15 +247,20 @@ def _as_save_error(target: Path) -> Iterator[None]:
 
 
 def _stage(
-    draft: Draft, first: Mapping[str, Any], ranks: Ranks, staged: list[StagedDirectory]
+    draft: Draft,
+    tables: Tables,
+    sent: Mapping[str, str],
+    ranks: Ranks,
+    staged: list[StagedDirectory],
 ) -> None:
     """Rank 0: make the hidden directory beside the target, and note that it is there."""
-    target, save_id = Path(first["path"]), first["save_id"]
+    target, save_id = Path(sent["path"]), sent["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)
         staged.append(StagedDirectory.create(target, save_id, below=name_below(draft)))
         (staged[0].path / TAG).mkdir()
+        leave_tables(staged[0].path, tables)
         leave_token(staged[0].path, save_id)
 
 
@@ -246,25 +272,23 @@ def name_below(draft: Draft) -> str:
 def _write_files(
     draft: Draft,
     staging: Path,
-    first: Mapping[str, Any],
+    first: TablesOfFirst,
     rank: int,
     told: Told,
 ) -> list[dict[str, Any]]:
     """Write this rank's files; give their records as plain data."""
-    see_token(staging, first["save_id"])
-    manifest = replace(draft.manifest, save_id=first["save_id"])
-    state, client = draft.state, ClientPart(draft.client, draft.objects)
+    manifest, state = draft.manifest, draft.state
+    client = ClientPart(draft.client, draft.objects)
     if rank:
-        theirs = fingerprints(dict(state.module_buffers))
-        own = {n: t for n, t in state.module_buffers.items() if theirs[n] != first["buffers"][n]}
+        mine, theirs = first.own["buffers"], first["buffers"]
+        own = {n: t for n, t in state.module_buffers.items() if mine[n] != theirs[n]}
         state = replace(state, module_buffers=own)
-        alike = draft.object_digests() == first["objects"]
         client = ClientPart(
             {},
-            own=differing(draft.client, first["client"]),
-            own_objects=() if alike else draft.objects,
+            own=() if first.alike("client") else differing(draft.client, first["client"]),
+            own_objects=() if first.own["objects"] == first["objects"] else draft.objects,
         )
-        if drifted(first["run"], manifest):
+        if drifted(first, manifest):
             client = _without_schedulers(client)
     records = write_rank(staging, manifest, rank, state, client, told)
     entries = [asdict(record) for record in records]
@@ -303,5 +327,6 @@ def _complete(
         rank_state=tuple(sorted({kept for e in entries for kept in e["kept"]})),
         client_objects=tuple(dotted(path) for path, _ in draft.objects),
     )
+    remove_tables(staged.path)
     remove_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())

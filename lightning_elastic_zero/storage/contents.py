@@ -27,7 +27,7 @@ RECOVERY_SCRIPT = "zero_to_fp32.py"
 _BESIDE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
 
 _WRITTEN = re.compile(
-    rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|\.seen-[0-9A-Za-z-]+|{TAG}/(?:"
+    rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|\.seen-[0-9A-Za-z-]+|\.compared-[a-z]+|{TAG}/(?:"
     r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_00_optim_states\.pt|"
     r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt|"
     rf"client_objects\.pt)(?:{re.escape(SUMS_SUFFIX)})?"
