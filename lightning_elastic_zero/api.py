@@ -15,7 +15,7 @@ from lightning_elastic_zero.checkpoint import (
     SaveOptions,
 )
 from lightning_elastic_zero.engine import live_engine, recovery_script
-from lightning_elastic_zero.ranks import Ranks, current_ranks
+from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 
 __all__ = [
     "CheckpointFigures",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def save_checkpoint(
+def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own)
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
     client_state: Mapping[str, Any] | None = None,
@@ -37,6 +37,7 @@ def save_checkpoint(
     weights_only: bool = False,
     exclude_frozen_parameters: bool = False,
     save_module_weights: bool = False,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> CheckpointFigures:
     """Save a DeepSpeed engine into a checkpoint that resumes on any number of devices.
 
@@ -51,6 +52,9 @@ def save_checkpoint(
         weights_only: leave out the optimizer's state.
         exclude_frozen_parameters: leave out weights that the optimizer does not own.
         save_module_weights: write the low-precision weights too, which the masters hold already.
+        stall_timeout_s: for how many seconds a rank may be at work without progress before the
+            save fails on all ranks. Progress is each MiB that comes to the disk: raise it where a
+            single call to the file system may take longer.
 
     Returns:
         Where it was published, the seconds it took, the bytes that all ranks wrote.
@@ -59,13 +63,14 @@ def save_checkpoint(
         UnsupportedError: the engine, or a state of it, cannot be saved by this library.
         SaveError: it could not be written; the last published checkpoint is intact.
         RanksError: a rank failed, died, or did not call this.
+        ValueError: ``stall_timeout_s`` is no positive number.
     """
     options = SaveOptions(
         weights_only=weights_only,
         exclude_frozen=exclude_frozen_parameters,
         module_weights=save_module_weights,
     )
-    with closing(current_ranks()) as ranks:
+    with closing(current_ranks(RankTimes().with_stall_timeout(stall_timeout_s))) as ranks:
         return save_with(engine, path, ranks, client_state or {}, options)
 
 
@@ -78,6 +83,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
     strict: bool = True,
     allow_pickle: bool = False,
     fall_back: bool = False,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> Loaded:
     """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
 
@@ -93,6 +99,8 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         allow_pickle: build Python objects of any class from the client state; it can run code.
         fall_back: where the checkpoint is damaged, take the newest older one in its folder that is
             sound, with a warning. Otherwise the error names it.
+        stall_timeout_s: for how many seconds a rank may be at work without progress before the
+            load fails on all ranks; see ``save_checkpoint``.
 
     Returns:
         The client state, the manifest, and what the load cost.
@@ -104,6 +112,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         CheckpointCorruptedError: it is damaged.
         UnsupportedError: the engine is one that the library cannot restore.
         RanksError: a rank failed, died, or did not call this.
+        ValueError: ``stall_timeout_s`` is no positive number.
     """
     options = LoadOptions(
         optimizer_state=load_optimizer_state,
@@ -112,7 +121,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         allow_pickle=allow_pickle,
         fall_back=fall_back,
     )
-    with closing(current_ranks()) as ranks:
+    with closing(current_ranks(RankTimes().with_stall_timeout(stall_timeout_s))) as ranks:
         return load_with(engine, path, ranks, options)
 
 

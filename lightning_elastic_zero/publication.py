@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, Live
 from lightning_elastic_zero.engine import before_each_step, live_engine, recovery_script
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.links import Links
-from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
+from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import check_local_path
+from lightning_elastic_zero.storage import check_local_path, occupant_of
 
-_WRITERS = RankTimes(absent_s=60.0)
+_WRITERS_ABSENT_S = 60.0
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
 
-IN_EXCEPTION = RankTimes(absent_s=30.0)
+_IN_EXCEPTION_ABSENT_S = 30.0
 """How long a rank that saves in an exception waits for the others to come: it may be alone."""
 
 log = logging.getLogger(__name__)
@@ -35,16 +36,24 @@ log = logging.getLogger(__name__)
 class Publication:
     """Saves the checkpoints of a run, and deletes those that it does not need any more."""
 
-    def __init__(self, *, background: bool, snapshot_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        *,
+        background: bool,
+        snapshot_bytes: int | None = None,
+    ) -> None:
         """Begin with no run.
 
         Args:
+            stall_timeout_s: for how long a rank may be at work without progress.
             background: whether saves go to the background during a run.
             snapshot_bytes: the most host memory that a rank's copy of the state may take.
 
         Raises:
-            ValueError: it is less than nothing.
+            ValueError: one of them makes no sense.
         """
+        self._times = RankTimes().with_stall_timeout(stall_timeout_s)
         if snapshot_bytes is not None and snapshot_bytes < 0:
             msg = f"snapshot_bytes={snapshot_bytes}: it is how much memory a copy may take, or None"
             raise ValueError(msg)
@@ -63,7 +72,8 @@ class Publication:
         """Begin a run. Every rank does, where saves go to the background."""
         self._is_first = rank == 0
         if self._background and self._writer is None:
-            ranks = current_ranks(_WRITERS, "elastic-zero in the background")
+            times = replace(self._times, absent_s=_WRITERS_ABSENT_S)
+            ranks = current_ranks(times, "elastic-zero in the background")
             self._writer = BackgroundWriter(ranks, self._ended, self._snapshot_bytes)
             self._unhook = before_each_step(engine, self._writer.wait_for_copies)
 
@@ -121,10 +131,14 @@ class Publication:
         self._writer.save(path, look, ranks, client_state, options=options, recovery_script=script)
         return True
 
-    @staticmethod
-    def at_the_end(*, interrupted: bool) -> closing[Ranks]:
+    def agree(self) -> Ranks:
+        """Return what training's threads agree by."""
+        return current_ranks(self._times)
+
+    def at_the_end(self, *, interrupted: bool) -> closing[Ranks]:
         """Give what ranks agree by when a run may end: one that failed alone does not wait long."""
-        times = IN_EXCEPTION if interrupted else RankTimes()
+        times = replace(self._times, absent_s=_IN_EXCEPTION_ABSENT_S)
+        times = times if interrupted else self._times
         return closing(current_ranks(times, "elastic-zero at the end"))
 
     @property
@@ -155,6 +169,14 @@ class Publication:
     def is_written(self, path: str) -> bool:
         """Tell whether a checkpoint is being written in the background; on the first rank."""
         return self._busy and self._links.expects(check_local_path(path))
+
+    @staticmethod
+    def keeps(path: str) -> str:
+        """Return why what lies at a path must not be replaced; empty if it may."""
+        try:
+            return occupant_of(check_local_path(path)).keeps
+        except OSError as error:
+            return f"cannot be looked at ({error.strerror or error})"
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Let a link name a checkpoint as soon as that is published. Collective.

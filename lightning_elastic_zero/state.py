@@ -114,3 +114,25 @@ def plain(value: object, where: str) -> Plain:
         "strings, or lists, tuples and dicts of them, to be saved as plain data"
     )
     raise UnsupportedError(msg)
+
+
+def comparable(value: object, where: str = "a value") -> str:
+    """Return the text by which ranks, or shards, compare a scalar or a hyperparameter.
+
+    Type and exact value, and not where a tensor lies: each rank has a device of its own. NaN is
+    like NaN, and -0.0 like 0.0.
+
+    Raises:
+        UnsupportedError: it is no plain data; ``where`` says which one it is.
+    """
+    return repr(_without_negative_zero(plain(value, where)))
+
+
+def _without_negative_zero(value: Plain) -> Plain:
+    if type(value) is float:
+        return value + 0.0  # -0.0 + 0.0 is 0.0
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_negative_zero(v) for v in value)
+    if isinstance(value, dict):
+        return {key: _without_negative_zero(v) for key, v in sorted(value.items())}
+    return value

@@ -33,6 +33,7 @@ from lightning_elastic_zero.engine import (
 )
 from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
+from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import keep_configured_rates
 
@@ -65,6 +66,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         fall_back: bool = False,
         async_save: bool = False,
         snapshot_bytes: int | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         """Take the parents' arguments, and those for saving and loading.
@@ -77,23 +79,20 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 configures them; the optimizer's moments are restored all the same. A scheduler
                 keeps its place; those that step from the last rate (StepLR, cosine annealing) go
                 on from the configured one, as if it had not decayed yet.
-            save_module_weights: write the low-precision weights beside the fp32 masters that hold
-                them already, for tools that insist on them.
-            allow_pickle: build Python objects of any class from the trainer's state
-                (hyperparameters and callbacks that are no plain data). That can run code: only for
-                checkpoints that you trust.
+            save_module_weights: write the low-precision weights too, for tools that insist on them.
+            allow_pickle: build Python objects of any class from the trainer's state, where it is no
+                plain data. That can run code: only for checkpoints that you trust.
             fall_back: where the checkpoint that ``fit(ckpt_path=...)`` is given is damaged, go on
-                from the newest older one in its folder that is sound, with a warning. Otherwise
-                the error names it.
+                from the newest sound one before it, with a warning; else the error names that one.
             async_save: let training wait for a copy of the state in host memory only, and write
                 and publish it in the background. A checkpoint is then there some time after
                 ``save_checkpoint`` has returned (``wait_for_save``), and hosts need room for their
-                ranks' state once more. Off by default: scripts that copy or link what they have
-                just saved rely on finding it, and a host that is almost full would run out of
-                memory at the first save; only you know whether yours can.
-            snapshot_bytes: with ``async_save``, the most host memory that a rank's copy of masters
-                and optimizer state may take; None: all that it needs. What does not fit is written
-                from where it is, and the next optimizer step waits until it has been.
+                ranks' state once more. Off by default: scripts may rely on finding what they have
+                just saved, and a host that is almost full would run out of memory.
+            snapshot_bytes: with ``async_save``, the most host memory that a rank's copy may take;
+                None: all that it needs. What does not fit is written before the next step.
+            stall_timeout_s: how long a rank may work on a save or load without progress before that
+                fails on all ranks: raise it where one call to the disk may take longer.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -104,8 +103,10 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             fall_back=fall_back,
         )
         self._save_module_weights = save_module_weights
-        self._publication = Publication(background=async_save, snapshot_bytes=snapshot_bytes)
-        self._answers = Answers(self._link, self._publication.is_written)
+        self._publication = saves = Publication(
+            stall_timeout_s, background=async_save, snapshot_bytes=snapshot_bytes
+        )
+        self._answers = Answers(self._link, saves.is_written, saves.keeps)
         self._resumed = False
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
@@ -146,6 +147,10 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._agree()
         self._publication.start(self.deepspeed_engine, self.global_rank)
         self._answers.begin(trainer)
+
+    @override
+    def _make_ranks(self) -> Ranks:
+        return self._publication.agree()
 
     # -- saving ------------------------------------------------------------------------------
 

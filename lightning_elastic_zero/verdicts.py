@@ -17,9 +17,10 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import time
 import zlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 from lightning_elastic_zero.errors import error_class
@@ -36,6 +37,10 @@ JUDGED = "judged"
 """Entry of a verdict that is rank 0's own: it reads no report of the step any more."""
 
 
+STALL_TIMEOUT_S = 50.0
+"""The default of ``stall_timeout_s``: with it, a stall is reported within 60 s."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
     """How long ranks wait for each other, in seconds.
@@ -50,7 +55,7 @@ class RankTimes:
     dead_s: float = 30.0
     """Without a sign of life for so long, a rank died or is stopped, or the store's host is."""
 
-    stalled_s: float = 50.0
+    stalled_s: float = STALL_TIMEOUT_S
     """At work on a step for so long without ``progress()``, a rank has stalled."""
 
     absent_s: float = 600.0
@@ -63,6 +68,23 @@ class RankTimes:
 
     settle_s: float = 1.0
     """After a first failure, for so long other ranks may add theirs before the verdict."""
+
+    def with_stall_timeout(self, stall_timeout_s: float) -> RankTimes:
+        """Return these times with another ``stalled_s``, which a user has chosen.
+
+        Raises:
+            ValueError: It is no positive number.
+        """
+        given: object = stall_timeout_s  # whatever a configuration holds
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not (number and 0 < stall_timeout_s < math.inf):
+            msg = (
+                f"stall_timeout_s={stall_timeout_s!r}: it is for how many seconds a rank may be at "
+                "work on a save or load without progress, a positive number"
+            )
+            raise ValueError(msg)
+        beat_s = min(self.beat_s, stall_timeout_s / 4)
+        return replace(self, beat_s=beat_s, stalled_s=float(stall_timeout_s))
 
     def __post_init__(self) -> None:
         """Refuse times that would take a living rank for a dead one."""

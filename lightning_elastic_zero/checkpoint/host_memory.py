@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.storage import no_work
 
 _ALIGNED_BYTES = 64
 """Where tensors begin, so that copies are not slowed down."""
@@ -18,6 +21,14 @@ _ALIGNED_BYTES = 64
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices."""
 
+_TOUCHED_BYTES = 256 << 20
+"""How much is touched at a time."""
+
+_PIN_S, _PIN_S_PER_BYTE = 10.0, 2e-9
+"""How long pinning may take before it counts as work without progress: one call, and no part of a
+block is pinned alone, because a tensor and its copy may then reach across two pinned regions."""
+
+_SHOWN_EVERY_S = 1.0
 
 _ADVICE = [
     getattr(mmap, name)
@@ -46,29 +57,39 @@ class HostMemory:
         """How much is allocated."""
         return 0 if self._block is None else self._block.numel()
 
-    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def like(
+        self, tensors: Sequence[torch.Tensor], on_work: Callable[[], None] = no_work
+    ) -> list[torch.Tensor]:
         """Give a contiguous host tensor of the shape and type of each, without values.
 
         What was given before is given up: it is the same memory.
+
+        Args:
+            tensors: what is to be copied.
+            on_work: called now and then while pages are made and pinned, which takes minutes for
+                hundreds of GB.
 
         Raises:
             SaveError: there is no memory.
         """
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(placed_bytes, tensors))]
-        block = self._of(starts[-1], pinned=any(tensor.is_cuda for tensor in tensors))
+        pinned = any(tensor.is_cuda for tensor in tensors)
+        block = self._of(starts[-1], on_work, pinned=pinned)
         return [
             block[start : start + size].view(tensor.dtype).view(tensor.shape)
             for tensor, start, size in zip(tensors, starts, sizes, strict=False)
         ]
 
-    def _of(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    def _of(self, size_bytes: int, on_work: Callable[[], None], *, pinned: bool) -> torch.Tensor:
         """Give the block, a new one where the old one is too small or not pinned."""
         if self._block is None or self.size_bytes < size_bytes or pinned > self._pinned:
             self.release()
             self._block = _pages(size_bytes)
             if pinned and size_bytes:
-                _pin(self._block)
+                _touch(self._block, on_work)
+                with _shown(on_work, _PIN_S + size_bytes * _PIN_S_PER_BYTE):
+                    _pin(self._block)
             self._pinned = pinned
         return self._block
 
@@ -100,6 +121,34 @@ def _pages(size_bytes: int) -> torch.Tensor:
         with suppress(OSError):  # it is for speed
             pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _touch(block: torch.Tensor, on_work: Callable[[], None]) -> None:
+    """Make a block's pages, part by part: to make them is most of what pinning them takes."""
+    for start in range(0, block.numel(), _TOUCHED_BYTES):
+        block[start : start + _TOUCHED_BYTES : mmap.PAGESIZE] = 0
+        on_work()
+
+
+@contextmanager
+def _shown(on_work: Callable[[], None], most_s: float) -> Iterator[None]:
+    """Show progress, for so long at most, while one call works that shows none."""
+    over = threading.Event()
+
+    def show() -> None:
+        end = time.monotonic() + most_s
+        # What fails the step elsewhere is raised by who calls next in the step's own thread.
+        with suppress(ElasticZeroError):
+            while not over.wait(_SHOWN_EVERY_S) and time.monotonic() < end:
+                on_work()
+
+    thread = threading.Thread(target=show, name="elastic-zero pins memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _pin(block: torch.Tensor) -> None:

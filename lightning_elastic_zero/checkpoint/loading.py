@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from lightning_elastic_zero.formats import (
 from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
 from lightning_elastic_zero.match import Wanted, check_fits, describe
 from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.state import Incoming, Receiving, Scalar
+from lightning_elastic_zero.state import Incoming, Receiving, Scalar, comparable
 from lightning_elastic_zero.storage import check_local_path, repair_target
 
 log = logging.getLogger(__name__)
@@ -81,11 +81,11 @@ def _load(
     """Restore one checkpoint, or leave the engine as it was."""
     began = time.monotonic()
     first = ranks.from_first(
-        "load: find the checkpoint", lambda: _find(path, allow_pickle=options.allow_pickle)
+        "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
     )
     directory = Path(first["path"])
     source = ranks.together(
-        f"load {directory}: open", lambda: _open(path, first, allow_pickle=options.allow_pickle)
+        f"load {directory}: open", lambda: _open(path, first, options, ranks.progress)
     )
     try:
         ranks.together(
@@ -117,25 +117,31 @@ class _Filled:
     bytes_read: int
 
 
-def _find(path: str | os.PathLike[str], *, allow_pickle: bool) -> dict[str, str]:
+def _find(
+    path: str | os.PathLike[str], options: LoadOptions, on_work: Callable[[], None]
+) -> dict[str, str]:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     found = check_local_path(path)
     repair_target(found)
     directory = Path(os.path.realpath(found)) if found.exists() else found
-    with closing(open_checkpoint(directory, allow_pickle=allow_pickle)) as source:
+    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_work=on_work)
+    with closing(opened) as source:
         source.check_all()
         return {"path": str(directory), "save_id": source.manifest.save_id}
 
 
 def _open(
-    path: str | os.PathLike[str], first: Mapping[str, str], *, allow_pickle: bool
+    path: str | os.PathLike[str],
+    first: Mapping[str, str],
+    options: LoadOptions,
+    on_work: Callable[[], None],
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
     directory = Path(first["path"])
     mine = os.path.realpath(check_local_path(path))
     if mine != first["path"]:
         log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
-    source = open_checkpoint(directory, allow_pickle=allow_pickle)
+    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_work=on_work)
     if source.manifest.save_id != first["save_id"]:
         msg = (
             f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
@@ -247,7 +253,7 @@ def _scalars_of(source: CheckpointReader, names: tuple[str, ...]) -> Mapping[str
         held.setdefault(at.buffer, at)
     scalars = [source.scalars(at) for at in held.values()]
     for other in scalars[1:]:
-        if repr(dict(other)) != repr(dict(scalars[0])):
+        if comparable(dict(other)) != comparable(dict(scalars[0])):
             msg = (
                 f"parameters that share a flat buffer here were saved with the states "
                 f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,9 @@ def find_older(asked: str | os.PathLike[str], ranks: Ranks) -> Older | None:
     Returns:
         None where there is none, or where nothing says that there was ever a checkpoint.
     """
-    found = ranks.from_first(f"load {asked}: look for an older one", lambda: _beside(asked))
+    found = ranks.from_first(
+        f"load {asked}: look for an older one", lambda: _beside(asked, ranks.progress)
+    )
     for path, step in found:
         problems = ranks.everywhere(f"load: verify {path}", partial(_problem, path, ranks))
         if not any(problems):
@@ -56,7 +59,7 @@ def find_older(asked: str | os.PathLike[str], ranks: Ranks) -> Older | None:
     return None
 
 
-def _beside(asked: str | os.PathLike[str]) -> list[tuple[str, int]]:
+def _beside(asked: str | os.PathLike[str], on_work: Callable[[], None]) -> list[tuple[str, int]]:
     """Rank 0: give the published checkpoints in the same folder, the newest first."""
     damaged = check_local_path(asked)
     if not os.path.lexists(damaged):
@@ -68,6 +71,7 @@ def _beside(asked: str | os.PathLike[str]) -> list[tuple[str, int]]:
     for manifest_path in {*damaged.parent.glob(f"*/{MANIFEST_NAME}"), *_siblings(real)}:
         path = Path(os.path.realpath(manifest_path.parent))
         manifest = _manifest_of(path)
+        on_work()
         if path == real or path.name.startswith(".") or manifest is None:
             continue
         if _can_replace(manifest, mine) if mine else _was_before(path, (real, damaged), manifest):
@@ -111,7 +115,7 @@ def _published_at(*paths: Path) -> int:
 def _problem(path: str, ranks: Ranks) -> str:
     """Verify this rank's share; give what is wrong with it."""
     try:
-        with closing(open_checkpoint(Path(path))) as source:
+        with closing(open_checkpoint(Path(path), on_work=ranks.progress)) as source:
             source.check_all()
             on_bytes = report_bytes("verifying", ranks)
             verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, on_bytes)

@@ -8,11 +8,26 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.agreement import (
+    SCHEDULERS,
+    check_alike,
+    described,
+    drifted,
+    warn_of_drift,
+)
+from lightning_elastic_zero.checkpoint.comparing import (
+    DIGESTS,
+    Tables,
+    TablesOfFirst,
+    digests_of,
+    leave_tables,
+)
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
     Course,
@@ -38,6 +53,7 @@ from lightning_elastic_zero.storage import (
     check_local_path,
     leave_token,
     remove_leftovers,
+    remove_tables,
     remove_token,
     see_token,
     staging_path,
@@ -84,35 +100,43 @@ def write(
         course: who is asked and told while it goes on.
     """
     began = time.monotonic()
-    first = ranks.from_first("save: make a directory", lambda: _stage(draft(), path, ranks))
-    target, save_id = Path(first["path"]), first["save_id"]
-    report = report_bytes("writing", ranks)
+    staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
+    tables: Callable[[], Tables] = cache(lambda: draft().tables())
 
-    def on_bytes(count: int) -> None:
-        course.go_on()
-        report(count)
+    def stage() -> dict[str, Any]:
+        sent = {"path": str(check_local_path(path)), "save_id": uuid.uuid4().hex}
+        _stage(draft(), tables(), sent, ranks, staged)
+        return {**sent, DIGESTS: digests_of(tables())}
 
-    told = Told(on_bytes, course.on_read)
-
-    def write_files() -> list[dict[str, Any]]:
-        draft().check_like(first, path, ranks.rank)
-        return _write_files(draft(), staging_path(target, save_id), first, ranks.rank, told)
+    def write_files() -> dict[str, Any]:
+        _check_path(first["path"], path)
+        staging = staging_path(target, first["save_id"])
+        see_token(staging, first["save_id"])
+        theirs = TablesOfFirst(first[DIGESTS], tables(), staging)
+        draft().check_like(theirs, ranks.rank)
+        saved = replace(draft(), manifest=replace(draft().manifest, save_id=first["save_id"]))
+        files = _write_files(saved, staging, theirs, ranks.rank, _told(course, ranks))
+        return {"files": files, "drifted": drifted(theirs, draft().manifest)}
 
     def publish() -> list[float]:
-        entries = [entry for of_rank in files or [] for entry in of_rank]
-        staged = _complete(draft(), target, save_id, entries, recovery_script)
-        staged.publish(
+        warn_of_drift(draft().manifest, [of_rank["drifted"] for of_rank in written or []])
+        entries = [entry for of_rank in written or [] for entry in of_rank["files"]]
+        _complete(draft(), staged[0], first["save_id"], entries, recovery_script)
+        staged[0].publish(
             on_step=lambda step: course.commit() if step == "synced" else None,
             on_work=ranks.progress,
         )
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
-        files = ranks.gather(f"save {target}: write", write_files)
-        seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
+        first = ranks.from_first("save: make a directory", stage)
+        target = Path(first["path"])
+        with staged[0].kept_alive() if staged else nullcontext():
+            written = ranks.gather(f"save {target}: write", write_files)
+            seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
     except BaseException:
-        if ranks.rank == 0:
-            StagedDirectory(target, save_id).abandon()
+        for directory in staged:
+            directory.abandon()
         raise
     return CheckpointFigures(str(target), seconds, int(size_bytes), waited_s=seconds)
 
@@ -159,12 +183,10 @@ class Draft:
 
         return draft
 
-    def to_first(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Rank 0: give what the others compare themselves with."""
+    def tables(self) -> Tables:
+        """Return what ranks compare with each other."""
         return {
-            "path": str(check_local_path(path)),
-            "save_id": uuid.uuid4().hex,
-            "tables": self._tables(),
+            **described(self.manifest, self.state),
             "buffers": fingerprints(dict(self.state.module_buffers)),
             "client": fingerprints(self.client),
             "objects": self.object_digests(),
@@ -177,29 +199,9 @@ class Draft:
             for path, value in self.objects
         }
 
-    def _tables(self) -> dict[str, str]:
-        """Give what must be alike on all ranks."""
-        scalars = [
-            {key: repr(value) for key, value in sorted(flat.scalars.items())}
-            for flat in self.state.flats
-        ]
-        described = asdict(self.manifest)
-        tables = ("parameters", "groups", "buffers", "progress", "module_buffers", "stage")
-        return {**{key: repr(described[key]) for key in tables}, "scalar states": repr(scalars)}
-
-    def check_like(self, first: Mapping[str, Any], path: str | os.PathLike[str], rank: int) -> None:
-        """Refuse ranks that would write different checkpoints, or into different places."""
-        mine = str(check_local_path(path))
-        if mine != first["path"]:
-            msg = (
-                f"rank 0 saves to {first['path']}, this rank to {mine}: a checkpoint is one "
-                "directory; give all ranks the same path (ModelCheckpoint does)"
-            )
-            raise SaveError(msg)
-        tables = self._tables()
-        if differ := [key for key, table in first["tables"].items() if tables[key] != table]:
-            msg = f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run"
-            raise UnsupportedError(msg)
+    def check_like(self, first: TablesOfFirst, rank: int) -> None:
+        """Refuse ranks that would write different checkpoints."""
+        check_alike(first, self.manifest, self.state)
         fragments = [f for flat in self.state.flats for f in flat.fragments]
         if list(self.manifest.layout().on_rank(rank)) != fragments:
             msg = (
@@ -207,6 +209,28 @@ class Draft:
                 "library does not know: report it with your DeepSpeed config"
             )
             raise UnsupportedError(msg)
+
+
+def _told(course: Course, ranks: Ranks) -> Told:
+    """Return who is told how far the writing has come."""
+    report = report_bytes("writing", ranks)
+
+    def on_bytes(count: int) -> None:
+        course.go_on()
+        report(count)
+
+    return Told(on_bytes, course.on_read)
+
+
+def _check_path(first: str, path: str | os.PathLike[str]) -> None:
+    """Refuse ranks that would write into different places."""
+    mine = str(check_local_path(path))
+    if mine != first:
+        msg = (
+            f"rank 0 saves to {first}, this rank to {mine}: a checkpoint is one "
+            "directory; give all ranks the same path (ModelCheckpoint does)"
+        )
+        raise SaveError(msg)
 
 
 @contextmanager
@@ -222,44 +246,50 @@ def _as_save_error(target: Path) -> Iterator[None]:
         raise SaveError(msg) from error
 
 
-def _stage(draft: Draft, path: str | os.PathLike[str], ranks: Ranks) -> dict[str, Any]:
-    """Rank 0: make the hidden directory beside the target; give what the others need of it."""
-    first = draft.to_first(path)
-    target, save_id = Path(first["path"]), first["save_id"]
+def _stage(
+    draft: Draft,
+    tables: Tables,
+    sent: Mapping[str, str],
+    ranks: Ranks,
+    staged: list[StagedDirectory],
+) -> None:
+    """Rank 0: make the hidden directory beside the target, and note that it is there."""
+    target, save_id = Path(sent["path"]), sent["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)
-        try:
-            staged = StagedDirectory.create(target, save_id)
-            (staged.path / TAG).mkdir()
-            leave_token(staged.path, save_id)
-        except BaseException:
-            StagedDirectory(target, save_id).abandon()
-            raise
-    return first
+        staged.append(StagedDirectory.create(target, save_id, below=name_below(draft)))
+        (staged[0].path / TAG).mkdir()
+        leave_tables(staged[0].path, tables)
+        leave_token(staged[0].path, save_id)
+
+
+def name_below(draft: Draft) -> str:
+    """Return the name that an error suggests for a checkpoint in a folder of other things."""
+    return f"step-{draft.manifest.progress.global_steps}"
 
 
 def _write_files(
     draft: Draft,
     staging: Path,
-    first: Mapping[str, Any],
+    first: TablesOfFirst,
     rank: int,
     told: Told,
 ) -> list[dict[str, Any]]:
     """Write this rank's files; give their records as plain data."""
-    see_token(staging, first["save_id"])
-    manifest = replace(draft.manifest, save_id=first["save_id"])
-    state, client = draft.state, ClientPart(draft.client, draft.objects)
+    manifest, state = draft.manifest, draft.state
+    client = ClientPart(draft.client, draft.objects)
     if rank:
-        theirs = fingerprints(dict(state.module_buffers))
-        own = {n: t for n, t in state.module_buffers.items() if theirs[n] != first["buffers"][n]}
+        mine, theirs = first.own["buffers"], first["buffers"]
+        own = {n: t for n, t in state.module_buffers.items() if mine[n] != theirs[n]}
         state = replace(state, module_buffers=own)
-        alike = draft.object_digests() == first["objects"]
         client = ClientPart(
             {},
-            own=differing(draft.client, first["client"]),
-            own_objects=() if alike else draft.objects,
+            own=() if first.alike("client") else differing(draft.client, first["client"]),
+            own_objects=() if first.own["objects"] == first["objects"] else draft.objects,
         )
+        if drifted(first, manifest):
+            client = _without_schedulers(client)
     records = write_rank(staging, manifest, rank, state, client, told)
     entries = [asdict(record) for record in records]
     kept = {
@@ -269,18 +299,26 @@ def _write_files(
     return [{**entry, "kept": [k for k, is_kept in kept.items() if is_kept]} for entry in entries]
 
 
+def _without_schedulers(own: ClientPart) -> ClientPart:
+    """Leave out the states of schedulers whose rates are not the ones that are saved."""
+    return ClientPart(
+        {},
+        own=tuple(item for item in own.own if item[0][0] != SCHEDULERS),
+        own_objects=tuple(item for item in own.own_objects if item[0][0] != SCHEDULERS),
+    )
+
+
 def _complete(
     draft: Draft,
-    target: Path,
+    staged: StagedDirectory,
     save_id: str,
     entries: list[dict[str, Any]],
     recovery_script: Path | None,
-) -> StagedDirectory:
+) -> None:
     """Rank 0: write what DeepSpeed's tools look for, and the manifest last."""
-    staged = StagedDirectory(target, save_id)
     write_durably(staged.path / LATEST, TAG.encode())
     if recovery_script is not None:
-        with _as_save_error(target):
+        with _as_save_error(staged.target):
             shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
     manifest = replace(
         draft.manifest,
@@ -289,6 +327,6 @@ def _complete(
         rank_state=tuple(sorted({kept for e in entries for kept in e["kept"]})),
         client_objects=tuple(dotted(path) for path, _ in draft.objects),
     )
+    remove_tables(staged.path)
     remove_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())
-    return staged

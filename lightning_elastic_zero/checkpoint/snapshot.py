@@ -25,6 +25,7 @@ from lightning_elastic_zero.checkpoint.saving import Draft
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.client_state import Objects, Path, dotted, pickled
 from lightning_elastic_zero.state import FlatState, RankState
+from lightning_elastic_zero.storage import no_work
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to be made: to, from."""
@@ -78,12 +79,15 @@ class Camera:
         """How much host memory is held."""
         return self._memory.size_bytes
 
-    def take(self, draft: Draft, *, with_weights: bool) -> Snapshot:
+    def take(
+        self, draft: Draft, *, with_weights: bool, on_work: Callable[[], None] = no_work
+    ) -> Snapshot:
         """Copy a draft.
 
         Args:
             draft: what is to be written, by reference.
             with_weights: whether this rank writes frozen and low-precision weights.
+            on_work: called now and then.
 
         Raises:
             SaveError: the trainer's state holds something that cannot be pickled, or there is no
@@ -93,12 +97,14 @@ class Camera:
         state = _needed(draft, with_weights=with_weights)
         at_once = _large_at_once(state)
         live, later = _split(_behind(state), self._most_bytes - sum(map(placed_bytes, at_once)))
-        given = self._memory.like([*at_once, *later])
+        given = self._memory.like([*at_once, *later], on_work)
         now = list(zip(given[: len(at_once)], at_once, strict=True))
         behind = list(zip(given[len(at_once) :], later, strict=True))
         copies = {id(source): to for to, source in now + behind}
         copied = _placed(state, {**copies, **{id(tensor): tensor for tensor in live}})
-        _copy(now)
+        for pair in now:
+            _copy([pair])
+            on_work()
         draft = replace(
             draft,
             state=copied,

@@ -92,8 +92,11 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def _agree(self) -> Ranks:
         """Return the means of agreement between ranks, made when first needed."""
         if self._ranks is None:
-            self._ranks = current_ranks()
+            self._ranks = self._make_ranks()
         return self._ranks
+
+    def _make_ranks(self) -> Ranks:
+        return current_ranks()
 
     def _fitting(self) -> bool:
         module = self.lightning_module

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.deepspeed_folder import read_folder, tag_folder
@@ -22,7 +24,7 @@ from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.formats.torch_folder import is_sharded
 from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
-from lightning_elastic_zero.storage import read_file
+from lightning_elastic_zero.storage import no_work, read_file
 
 __all__ = [
     "WEIGHT",
@@ -34,12 +36,15 @@ __all__ = [
 ]
 
 
-def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> CheckpointReader:
+def open_checkpoint(
+    path: Path, *, allow_pickle: bool = False, on_work: Callable[[], None] = no_work
+) -> CheckpointReader:
     """Open the checkpoint at a path, whatever kind it is: recognised by what is in it.
 
     Args:
         path: a checkpoint's directory, or file.
         allow_pickle: read objects of any class from it; that can run code.
+        on_work: called after every read, now and later: thousands of files take minutes.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
@@ -51,10 +56,18 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> CheckpointRead
         dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
         msg = f"there is no checkpoint at {path}{dangling}"
         raise CheckpointNotFoundError(msg)
-    return _own(path, allow_pickle=allow_pickle) or _foreign(path, allow_pickle=allow_pickle)
+    options: _Options = {"allow_pickle": allow_pickle, "on_work": on_work}
+    own = _own(path, options)
+    on_work()
+    return own or _foreign(path, options)
 
 
-def _own(path: Path, *, allow_pickle: bool) -> ElasticReader | None:
+class _Options(TypedDict):
+    allow_pickle: bool
+    on_work: Callable[[], None]
+
+
+def _own(path: Path, options: _Options) -> ElasticReader | None:
     """Open a checkpoint of this library's, or give None where there is no manifest."""
     manifest = path / MANIFEST_NAME
     try:
@@ -65,10 +78,10 @@ def _own(path: Path, *, allow_pickle: bool) -> ElasticReader | None:
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{manifest} cannot be read ({error}): resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
-    return ElasticReader(path, manifest_from_json(text, str(manifest)), allow_pickle=allow_pickle)
+    return ElasticReader(path, manifest_from_json(text, str(manifest)), **options)
 
 
-def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
+def _foreign(path: Path, options: _Options) -> CheckpointReader:
     """Open a checkpoint that other software wrote.
 
     Raises:
@@ -80,17 +93,17 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
             with understanding(path):
-                return ForeignReader(DumpsSource(path, allow_pickle=allow_pickle))
+                return ForeignReader(DumpsSource(path, **options))
         if folder := tag_folder(path):
             kind = UniversalSource if is_universal(folder) else RigidSource
             with understanding(folder):
-                return ForeignReader(kind(read_folder(folder), allow_pickle=allow_pickle))
+                return ForeignReader(kind(read_folder(folder), **options))
         if is_sharded(path):
             with understanding(path):
-                return _sharded(path, allow_pickle=allow_pickle)
+                return _sharded(path, options)
     else:
         with understanding(path):
-            return ForeignReader(SingleFileSource(path, allow_pickle=allow_pickle))
+            return ForeignReader(SingleFileSource(path, **options))
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
         "no checkpoint, or one that was never finished. A folder with dumps of "
@@ -99,8 +112,8 @@ def _foreign(path: Path, *, allow_pickle: bool) -> CheckpointReader:
     raise CheckpointFormatError(msg)
 
 
-def _sharded(path: Path, *, allow_pickle: bool) -> CheckpointReader:
+def _sharded(path: Path, options: _Options) -> CheckpointReader:
     """Open a directory of ``torch.distributed.checkpoint``, which takes a second to import."""
     from lightning_elastic_zero.formats.sharded import ShardedReader  # noqa: PLC0415 (see above)
 
-    return ShardedReader(path, allow_pickle=allow_pickle)
+    return ShardedReader(path, **options)

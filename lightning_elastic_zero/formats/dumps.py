@@ -14,7 +14,7 @@ the model file's weights whenever they are read, so that a wrong table cannot re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
 from lightning_elastic_zero.partition import unpartitioned
 from lightning_elastic_zero.state import Scalar, dtype_name
+from lightning_elastic_zero.storage import no_work
 
 NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of ranks other than 0")
 """What ``optimizer.state_dict()`` and ``model.state_dict()`` never hold."""
@@ -46,7 +47,12 @@ class DumpsSource:
     """A described folder of dumps (``Source``)."""
 
     def __init__(
-        self, folder: Path, table: DumpsTable | None = None, *, allow_pickle: bool = False
+        self,
+        folder: Path,
+        table: DumpsTable | None = None,
+        *,
+        allow_pickle: bool = False,
+        on_work: Callable[[], None] = no_work,
     ) -> None:
         """Understand the folder.
 
@@ -54,6 +60,7 @@ class DumpsSource:
             folder: with the dumps in it.
             table: what is known of it; read from the folder where it is not passed.
             allow_pickle: build objects of any class, which can run code.
+            on_work: called after every read.
 
         Raises:
             CheckpointCorruptedError: files are missing, or are not those that were described.
@@ -61,7 +68,7 @@ class DumpsSource:
         """
         self._table = table or read_table(folder)
         self._table.check_sizes(folder)
-        self.files = ForeignFiles(folder, allow_pickle=allow_pickle)
+        self.files = ForeignFiles(folder, allow_pickle=allow_pickle, on_work=on_work)
         self._shards = ZeroShards(
             lambda rank: self.files.tree(self._dump(rank)),
             lambda rank, part: self.files.load(self._dump(rank), part),
@@ -120,7 +127,7 @@ class DumpsSource:
         )
         first = self._tensor(owned[0][0].name, weights).dtype if owned else torch.float32
         return Manifest(
-            save_id=identity_of(self.files.folder, self.names()),
+            save_id=identity_of(self.files.folder, self.names(), self.files.on_work),
             stage=self._shards.stage,
             world_size=self._shards.world_size,
             precision=PRECISIONS.get(dtype_name(first), "fp32"),

@@ -30,7 +30,7 @@ from lightning_elastic_zero.layout import Fragment, Layout
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.state import Scalar
-from lightning_elastic_zero.storage import FileRecord
+from lightning_elastic_zero.storage import FileRecord, no_work
 
 OPEN_FILES = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
@@ -41,17 +41,26 @@ log = logging.getLogger(__name__)
 class ElasticReader:
     """A published checkpoint of our own format (``CheckpointReader``)."""
 
-    def __init__(self, directory: Path, manifest: Manifest, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        allow_pickle: bool = False,
+        on_work: Callable[[], None] = no_work,
+    ) -> None:
         """Take a checkpoint's directory and its manifest.
 
         Args:
             directory: where ``manifest.json`` lies.
             manifest: what it says.
             allow_pickle: read client objects of any class.
+            on_work: called after every read, and every look at a file.
         """
         self.manifest = manifest
         self._directory = directory
         self._allow_pickle = allow_pickle
+        self._on_work = on_work
         self._open: OrderedDict[str, TorchFile] = OrderedDict()
         self._files = {entry.name: entry for entry in manifest.files}
         self._optimized = {p.name for p in manifest.optimized}
@@ -109,6 +118,7 @@ class ElasticReader:
 
     def _wrong_size(self, name: str) -> str:
         entry = self._entry(name)
+        self._on_work()
         try:
             size_bytes = (self._directory / name).stat().st_size
         except OSError as error:
@@ -246,7 +256,9 @@ class ElasticReader:
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
-        file = TorchFile.open(self._directory, self._record(name), self.manifest.save_id)
+        file = TorchFile.open(
+            self._directory, self._record(name), self.manifest.save_id, self._on_work
+        )
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
         # Files from before the first release do not name the step.

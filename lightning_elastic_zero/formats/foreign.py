@@ -30,6 +30,7 @@ from lightning_elastic_zero.formats.torch_file import (
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.state import Scalar
+from lightning_elastic_zero.storage import no_work
 
 OPEN_FILES = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
@@ -44,7 +45,12 @@ class ForeignFiles:
     """The files of ``torch.save`` in a folder, opened when they are needed."""
 
     def __init__(
-        self, folder: Path, *, allow_pickle: bool = False, open_files: int = OPEN_FILES
+        self,
+        folder: Path,
+        *,
+        allow_pickle: bool = False,
+        open_files: int = OPEN_FILES,
+        on_work: Callable[[], None] = no_work,
     ) -> None:
         """Take the folder that names are relative to.
 
@@ -52,8 +58,10 @@ class ForeignFiles:
             folder: the checkpoint's own.
             allow_pickle: build objects of any class, which can run code.
             open_files: how many are kept open at once.
+            on_work: called after every read: a first look at thousands of files takes minutes.
         """
         self.folder = folder
+        self.on_work = on_work
         self._open_files = open_files
         self._rules = PickleRules(STAND_INS, any_class=allow_pickle)
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
@@ -71,8 +79,11 @@ class ForeignFiles:
             return self._open[name]
         path = self.folder / name
         legacy = is_legacy(path)
+        self.on_work()
         file: TensorFile = (
-            LegacyFile(path, self._rules) if legacy else TorchFile.open_foreign(path, self._rules)
+            LegacyFile(path, self._rules, self.on_work)
+            if legacy
+            else TorchFile.open_foreign(path, self._rules, self.on_work)
         )
         self._open[name] = file
         # What is read whole must not pile up.
@@ -326,10 +337,11 @@ def understanding(path: Path) -> Iterator[None]:
         raise CheckpointFormatError(msg) from error
 
 
-def identity_of(folder: Path, names: Iterable[str]) -> str:
+def identity_of(folder: Path, names: Iterable[str], on_work: Callable[[], None] = no_work) -> str:
     """Give a digest of which files there are and how large: ranks must see the same ones."""
     digest = xxhash.xxh3_128()
     for name in names:
         path = folder / name
         digest.update(f"{name} {path.stat().st_size if path.exists() else 'missing'}\n".encode())
+        on_work()
     return digest.hexdigest()

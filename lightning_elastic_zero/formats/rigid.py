@@ -8,7 +8,7 @@ is told by ``deepspeed_folder``. ``param_slice_mappings`` is not used: it is wro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from lightning_elastic_zero.formats.zero_shards import ZeroShards
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.state import Scalar, dtype_name
+from lightning_elastic_zero.storage import no_work
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 """Of the module, by the dtype of its weights; else it is fp32."""
@@ -31,7 +32,13 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 class RigidSource:
     """A tag's folder of stock DeepSpeed (``Source``)."""
 
-    def __init__(self, folder: DeepSpeedFolder, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        folder: DeepSpeedFolder,
+        *,
+        allow_pickle: bool = False,
+        on_work: Callable[[], None] = no_work,
+    ) -> None:
         """Understand the folder from rank 0's files.
 
         Raises:
@@ -39,7 +46,7 @@ class RigidSource:
             CheckpointFormatError: they are not of one save.
             UnsupportedError: the engine that wrote them cannot be resumed by this library.
         """
-        self.files = ForeignFiles(folder.path, allow_pickle=allow_pickle)
+        self.files = ForeignFiles(folder.path, allow_pickle=allow_pickle, on_work=on_work)
         self._folder = folder
         self._models = ModelFiles(self.files, folder)
         first = self._models.first
@@ -122,7 +129,7 @@ class RigidSource:
     def _manifest(self) -> Manifest:
         shards, first = self._shards, self._models.first
         return Manifest(
-            save_id=identity_of(self._folder.path, self.names()),
+            save_id=identity_of(self._folder.path, self.names(), self.files.on_work),
             stage=shards.stage,
             world_size=first.world_size,
             precision=PRECISIONS.get(dtype_name(first.dtype), "fp32"),

@@ -7,7 +7,7 @@ parts. Who reads what of them is worked out with the live model (``whole``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,7 @@ from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import unpartitioned
 from lightning_elastic_zero.state import Scalar
+from lightning_elastic_zero.storage import no_work
 
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
 
@@ -44,7 +45,9 @@ WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
 class SingleFileSource:
     """A file of ``torch.save`` that holds a whole model (``Source``)."""
 
-    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, allow_pickle: bool = False, on_work: Callable[[], None] = no_work
+    ) -> None:
         """Understand a file from its index.
 
         Raises:
@@ -52,7 +55,7 @@ class SingleFileSource:
             UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
                 ranges can be read.
         """
-        self.files = ForeignFiles(path.parent, allow_pickle=allow_pickle)
+        self.files = ForeignFiles(path.parent, allow_pickle=allow_pickle, on_work=on_work)
         self._path = path
         tree = self.files.tree(path.name)
         weights, self._rest = _parts(tree, path)

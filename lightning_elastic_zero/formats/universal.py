@@ -15,7 +15,7 @@ places); ZeRO-1/2's model file gives that away, because masters no longer round 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
 from lightning_elastic_zero.state import Scalar, dtype_name, plain, state_key
+from lightning_elastic_zero.storage import no_work
 
 MASTER = "fp32"
 OPTIMIZER_STATE = "zero/optimizer_state.pt"
@@ -46,14 +47,20 @@ def is_universal(folder: Path) -> bool:
 class UniversalSource:
     """A Universal Checkpoint (``Source``)."""
 
-    def __init__(self, folder: DeepSpeedFolder, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        folder: DeepSpeedFolder,
+        *,
+        allow_pickle: bool = False,
+        on_work: Callable[[], None] = no_work,
+    ) -> None:
         """Understand the folder.
 
         Raises:
             CheckpointCorruptedError: files are missing.
             CheckpointFormatError: what is there does not fit together.
         """
-        self.files = ForeignFiles(folder.path, allow_pickle=allow_pickle)
+        self.files = ForeignFiles(folder.path, allow_pickle=allow_pickle, on_work=on_work)
         self._folder = folder
         self._models = ModelFiles(self.files, folder)
         self._shapes = self._models.first.shapes
@@ -87,13 +94,13 @@ class UniversalSource:
             CheckpointCorruptedError: parameters have no masters.
         """
         root = self.files.folder / "zero"
-        missing = [n for n in self._flat_of if not (root / n / f"{MASTER}.pt").is_file()]
-        if missing:
+        found = {}
+        for name in self._flat_of:
+            found[name] = {path.stem for path in (root / name).glob("*.pt")}
+            self.files.on_work()
+        if missing := [name for name, keys in found.items() if MASTER not in keys]:
             self._models.refuse_missing([self._file(name, MASTER) for name in missing])
-        return {
-            name: tuple(sorted(p.stem for p in (root / name).glob("*.pt") if p.stem != MASTER))
-            for name in self._flat_of
-        }
+        return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
 
     def _file(self, name: str, key: str) -> str:
         return f"zero/{name}/{key or MASTER}.pt"
@@ -110,7 +117,7 @@ class UniversalSource:
         first = self._models.first
         name = next(iter(self._flat_of))
         return Manifest(
-            save_id=identity_of(self._folder.path, self.names()),
+            save_id=identity_of(self._folder.path, self.names(), self.files.on_work),
             stage=self._stage,
             world_size=first.world_size,
             precision=PRECISIONS.get(dtype_name(first.dtype), "fp32"),

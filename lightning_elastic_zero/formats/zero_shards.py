@@ -48,7 +48,7 @@ from lightning_elastic_zero.formats.zero_shard import (
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, layout_of, piece_numel
-from lightning_elastic_zero.state import Scalar, plain, state_key
+from lightning_elastic_zero.state import Scalar, comparable, plain, state_key
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Per flat buffer: each parameter's shape, in flat order."""
@@ -292,7 +292,7 @@ class ZeroShards:
             CheckpointFormatError: they differ.
         """
         mine, theirs = self._counters(rank, index), self._counters(0, index)
-        if repr(mine) != repr(theirs):
+        if comparable(mine) != comparable(theirs):
             msg = (
                 f"{self._where}: rank {rank}'s shard has {mine} for flat buffer {index}, rank 0's "
                 f"{theirs}: they were saved at other steps. Remove the files of the run that you "
@@ -308,7 +308,8 @@ class ZeroShards:
         return found
 
     def _repr(self, rank: int) -> str:
-        return repr(self._load(rank, hyperparameters_of(self._shard(rank))))
+        found = self._load(rank, hyperparameters_of(self._shard(rank)))
+        return comparable(found, f"{self._where}: a hyperparameter of rank {rank}")
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
         """Give the sizes that a rank's flat buffer may have: with and without its padding."""

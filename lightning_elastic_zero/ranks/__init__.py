@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.ranks.store_ranks import StoreRanks
-from lightning_elastic_zero.verdicts import RankTimes
+from lightning_elastic_zero.verdicts import STALL_TIMEOUT_S, RankTimes
 
-__all__ = ["OneRank", "RankTimes", "Ranks", "StoreRanks", "current_ranks"]
+__all__ = ["STALL_TIMEOUT_S", "OneRank", "RankTimes", "Ranks", "StoreRanks", "current_ranks"]
 
 T = TypeVar("T")
 J = TypeVar("J")

@@ -18,7 +18,7 @@ from types import TracebackType
 import xxhash
 
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
-from lightning_elastic_zero.storage.writeback import begin_writeback
+from lightning_elastic_zero.storage.writeback import Writeback
 
 CHUNK_BYTES = 65536
 """What one checksum covers: a run of bytes is read in whole chunks, to be verified."""
@@ -32,11 +32,8 @@ ALGORITHM = "xxh3_64"
 SUMS_SUFFIX = ".sums"
 """What a sidecar's name adds to the name of its file."""
 
-_WRITE_BYTES = 8 << 20
+_WRITE_BYTES = 1 << 20
 """The most that one system call writes: progress is told at least this often."""
-
-_SYNC_BYTES = 256 << 20
-"""How much may wait for the disk: without an end, the last sync would be silent for minutes."""
 
 _DIGEST_LENGTH = 32
 
@@ -99,7 +96,8 @@ class ChecksummedWriter:
 
             name: The file's path below it, with forward slashes.
 
-            on_bytes: Told the number of bytes that were written since it was last told.
+            on_bytes: Told the number of bytes that were written since it was last told; 0 where
+                bytes that were written before have come to the disk.
 
         Raises:
             SaveError: The file exists, or cannot be created.
@@ -112,7 +110,6 @@ class ChecksummedWriter:
         self._sums = bytearray()
         self._open_chunk = xxhash.xxh3_64()
         self._open_bytes = 0
-        self._unsynced_bytes = 0
         self._descriptor = -1
         try:
             self.path.parent.mkdir(exist_ok=True)
@@ -120,6 +117,7 @@ class ChecksummedWriter:
             self._descriptor = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise _save_error(self.path, error) from error
+        self._writeback = Writeback(self._descriptor, lambda: on_bytes(0))
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append all of the bytes, and give their number.
@@ -136,7 +134,6 @@ class ChecksummedWriter:
             part = flat[start : start + _WRITE_BYTES]
             self._add_sums(part)
             self._write_all(part)
-            begin_writeback(self._descriptor, self.size_bytes, part.nbytes)
             self.size_bytes += part.nbytes
             self._on_bytes(part.nbytes)
         return whole.nbytes
@@ -146,10 +143,7 @@ class ChecksummedWriter:
             while part.nbytes:
                 written_bytes = os.write(self._descriptor, part)
                 part = part[written_bytes:]
-                self._unsynced_bytes += written_bytes
-            if self._unsynced_bytes >= _SYNC_BYTES:
-                os.fdatasync(self._descriptor)
-                self._unsynced_bytes = 0
+                self._writeback.wrote(written_bytes)
         except OSError as error:
             raise _save_error(self.path, error) from error
 
@@ -188,7 +182,7 @@ class ChecksummedWriter:
         if self._open_bytes:
             self._close_chunk()
         try:
-            os.fsync(self._descriptor)
+            self._writeback.finish()
         except OSError as error:
             raise _save_error(self.path, error) from error
         self.close()
@@ -201,6 +195,7 @@ class ChecksummedWriter:
         }
         data = json.dumps(sidecar).encode()
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
+        self._on_bytes(0)
         return FileRecord(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))
 
     def flush(self) -> None:

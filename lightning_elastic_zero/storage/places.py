@@ -7,12 +7,17 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.checksums import write_durably
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
+
+_TABLE = ".compared-"
+"""Prefix of what rank 0 leaves for others to compare themselves with."""
 
 _POLL_S = 0.1
 
@@ -107,6 +112,73 @@ def remove_token(directory: Path, token: str) -> None:
     except OSError as error:
         msg = f"Could not remove a file of ours from {directory}: {error.strerror}."
         raise SaveError(msg) from error
+
+
+def leave_table(directory: Path, name: str, data: bytes) -> None:
+    """Leave data in the directory, for the ranks that need it: what rank 0 does.
+
+    Raises:
+        SaveError: The directory cannot be written.
+
+    """
+    path = _table_path(directory, name)
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        msg = f"Could not write {path}: {error.strerror}. The last published checkpoint is intact."
+        raise SaveError(msg) from error
+
+
+def see_table(
+    directory: Path, name: str, is_whole: Callable[[bytes], bool], wait_s: float = 10.0
+) -> bytes:
+    """Read what rank 0 left in the directory.
+
+    Args:
+        directory: The directory.
+
+        name: What was left.
+
+        is_whole: Whether data are what rank 0 wrote.
+
+        wait_s: How long to look: network filesystems show the work of others with a delay.
+
+    Raises:
+        SaveError: It is not there, or is something else.
+
+    """
+    path = _table_path(directory, name)
+    stop_s = time.monotonic() + wait_s
+    while True:
+        with suppress(OSError):
+            if is_whole(data := path.read_bytes()):
+                return data
+        if time.monotonic() >= stop_s:
+            msg = (
+                f"{socket.gethostname()} does not see what rank 0 wrote into {path}, after "
+                f"{wait_s:g} s: save on a filesystem that shows all machines the same."
+            )
+            raise SaveError(msg)
+        time.sleep(_POLL_S)
+
+
+def remove_tables(directory: Path) -> None:
+    """Take all tables away again.
+
+    Raises:
+        SaveError: The directory cannot be written.
+
+    """
+    try:
+        for path in directory.glob(f"{_TABLE}*"):
+            path.unlink()
+    except OSError as error:
+        msg = f"Could not remove a file of ours from {directory}: {error.strerror}."
+        raise SaveError(msg) from error
+
+
+def _table_path(directory: Path, name: str) -> Path:
+    return directory / f"{_TABLE}{name}"
 
 
 def _token_path(directory: Path, token: str) -> Path:

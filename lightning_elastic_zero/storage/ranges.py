@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
+from lightning_elastic_zero.storage.deleting import no_work
 
 READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
@@ -51,6 +53,34 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
+class _SteadyFile(io.FileIO):
+    """A file of which no read is long; whoever wants more goes on reading."""
+
+    def __init__(self, path: Path, on_work: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._on_work = on_work
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 (any buffer)
+        """Read, at most ``READ_BYTES``."""
+        count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
+        self._on_work()
+        return count
+
+    def fileno(self) -> int:
+        """Refuse: who reads by the descriptor passes this by."""
+        raise io.UnsupportedOperation
+
+
+def steady_stream(path: Path, on_work: Callable[[], None]) -> io.BufferedReader:
+    """Open a file for whoever reads as much as it likes at once; ``on_work`` hears of each part.
+
+    Raises:
+        OSError: It cannot be opened.
+
+    """
+    return io.BufferedReader(_SteadyFile(path, on_work), CHUNK_BYTES)
+
+
 class RangeFile:
     """A file open for reading by ranges, whose bytes nobody has recorded checksums of.
 
@@ -65,8 +95,13 @@ class RangeFile:
 
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_work: Callable[[], None] = no_work) -> None:
         """Open a file.
+
+        Args:
+            path: Where it is.
+
+            on_work: Called after every read.
 
         Raises:
             CheckpointCorruptedError: It is missing, cannot be read, or is no file.
@@ -74,6 +109,7 @@ class RangeFile:
         """
         self.path = path
         self.bytes_read = 0
+        self._on_work = on_work
         self._buffer: mmap.mmap | None = None
         self._descriptor = -1
         self._descriptor, self.size_bytes = self._open()
@@ -151,6 +187,7 @@ class RangeFile:
                 )
             filled += count
         self.bytes_read += filled
+        self._on_work()
         self._check_block(block, start)
 
     def read(self, start: int, stop: int) -> bytearray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_elastic_zero.storage.checksums import (
     SUMS_SUFFIX,
     FileRecord,
 )
+from lightning_elastic_zero.storage.deleting import no_work
 from lightning_elastic_zero.storage.ranges import RangeFile, read_file
 
 
@@ -34,7 +36,13 @@ class VerifiedFile(RangeFile):
 
     """
 
-    def __init__(self, directory: Path, record: FileRecord, save_id: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        record: FileRecord,
+        save_id: str | None = None,
+        on_work: Callable[[], None] = no_work,
+    ) -> None:
         """Open the file and check it against its record and its sidecar.
 
         Args:
@@ -44,11 +52,13 @@ class VerifiedFile(RangeFile):
 
             save_id: The save that the file must belong to; None for any.
 
+            on_work: Called after every read.
+
         Raises:
             CheckpointCorruptedError: The file or its sidecar is missing, or is another one.
 
         """
-        super().__init__(directory / record.name)
+        super().__init__(directory / record.name, on_work)
         try:
             if self.size_bytes != record.size_bytes:
                 self._refuse(f"it has {self.size_bytes} bytes, recorded are {record.size_bytes}")

@@ -6,11 +6,14 @@ import errno
 import mmap
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_elastic_zero.checkpoint import host_memory
 from lightning_elastic_zero.checkpoint.host_memory import HostMemory
 from lightning_elastic_zero.checkpoint.snapshot import isolated
 from lightning_elastic_zero.errors import SaveError
@@ -96,6 +99,51 @@ def test_a_system_without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", Unadvised)
     (given,) = HostMemory().like([torch.zeros(1000)])
     assert given.fill_(2.0).sum() == 2000
+
+
+class Driver:
+    """A CUDA driver that takes its time to pin memory."""
+
+    def __init__(self, pins: threading.Event) -> None:
+        self._pins = pins
+
+    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802 (as the driver has it)
+        """Pin, at last."""
+        return 0 if self._pins.wait(60) else 1
+
+    def cudaHostUnregister(self, _: int) -> int:  # noqa: N802 (as the driver has it)
+        """Unpin."""
+        return 0
+
+
+def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are made in parts, each a sign of life; so is every second of the driver's one call.
+
+    A driver that does not return is given up after a time in proportion to the memory.
+    """
+    pins, seen = threading.Event(), []
+
+    def on_work() -> None:
+        seen.append(time.monotonic())
+        if len(seen) == 8:
+            pins.set()
+
+    monkeypatch.setattr(host_memory, "_cudart", lambda: Driver(pins))
+    monkeypatch.setattr(host_memory, "_TOUCHED_BYTES", MB)
+    monkeypatch.setattr(host_memory, "_SHOWN_EVERY_S", 0.01)
+    memory = HostMemory()
+    memory._of(5 * MB, on_work, pinned=True)
+    assert pins.is_set()
+    assert len(seen) >= 8
+    memory.release()
+
+    pins.clear()
+    monkeypatch.setattr(host_memory, "_PIN_S", 0.05)
+    threading.Timer(1.0, pins.set).start()
+    before = len(seen)
+    memory._of(5 * MB, lambda: seen.append(0.0), pinned=True)
+    assert len(seen) - before <= 5 + 10
+    memory.release()
 
 
 @pytest.mark.gpu

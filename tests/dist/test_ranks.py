@@ -278,6 +278,22 @@ def test_times_that_would_bury_the_living_are_refused() -> None:
         RankTimes(beat_s=10)
 
 
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), True, "50", None])
+def test_a_stall_timeout_is_a_positive_number(wrong: Any) -> None:
+    """What it is, and what was given, is said where the option is given."""
+    with pytest.raises(ValueError, match="stall_timeout_s=.* a positive number"):
+        RankTimes().with_stall_timeout(wrong)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 50, 3600.0])
+def test_a_stall_timeout_changes_nothing_else(seconds: float) -> None:
+    """A rank must be able to miss some beats; who died is still noticed as early."""
+    times, default = RankTimes().with_stall_timeout(seconds), RankTimes()
+    assert times.stalled_s == seconds
+    assert times.beat_s == min(default.beat_s, seconds / 4)
+    assert (times.dead_s, times.absent_s) == (default.dead_s, default.absent_s)
+
+
 def test_one_rank_needs_no_process_group() -> None:
     """It runs the work, gives what several ranks would give, and raises what the work raises."""
     assert not dist.is_initialized()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_elastic_zero.formats import open_checkpoint
 from tests.engine._oracle import same_bits
 from tests.foreign._data import names, unpack
 from tests.foreign._reading import read_whole
@@ -31,6 +33,19 @@ def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
             assert not tensor.numel(), f"{key} was not held"
         else:
             assert same_bits(held.flatten().to(tensor.dtype), tensor.flatten()), key
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "dumps2"])
+def test_a_first_look_shows_each_file(name: str, tmp_path: Path) -> None:
+    """Rank 0 opens the files of all ranks while the others wait: each is a sign of life."""
+    checkpoint = unpack(name, tmp_path).checkpoint
+    looks: list[int] = []
+    with closing(open_checkpoint(checkpoint, on_work=lambda: looks.append(1))) as source:
+        opened = len(looks)
+        source.check_all()
+        files = sum(path.suffix == ".pt" for path in checkpoint.rglob("*"))
+        assert opened >= 1
+        assert len(looks) >= files
 
 
 def test_another_low_precision(tmp_path: Path) -> None:

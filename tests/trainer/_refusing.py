@@ -124,7 +124,7 @@ class Fails(Callback):
 
 def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
     """Train with save_on_exception until some ranks raise."""
-    publication.IN_EXCEPTION = SHORT
+    publication._IN_EXCEPTION_ABSENT_S = SHORT.absent_s
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = Plan(root, 2, checkpoint=options)
     trainer, net, data, _ = plan.make()

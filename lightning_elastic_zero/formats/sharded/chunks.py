@@ -9,15 +9,17 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,6 +37,7 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroE
 from lightning_elastic_zero.formats.sharded.verifying import verify_entries
 from lightning_elastic_zero.formats.torch_file import PickleRules
 from lightning_elastic_zero.formats.torch_file.unpickling import refuse_class
+from lightning_elastic_zero.storage import no_work, steady_stream
 
 _UNREADABLE = (
     AssertionError,
@@ -140,12 +143,20 @@ def overlaps(
 class Chunks:
     """The data of a directory."""
 
-    def __init__(self, folder: Path, metadata: Metadata, rules: PickleRules) -> None:
-        """Take what ``read_metadata`` gave."""
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Metadata,
+        rules: PickleRules,
+        on_work: Callable[[], None] = no_work,
+    ) -> None:
+        """Take what ``read_metadata`` gave; ``on_work`` is called after every read."""
         self.folder = folder
+        self._on_work = on_work
         self._metadata = metadata
         self._rules = rules
         self._reader = FileSystemReader(folder)
+        self._reader.fs = _SteadyFiles(on_work)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
@@ -167,6 +178,7 @@ class Chunks:
         for name, end in sorted(self._ends.items()):
             path = self.folder / name
             size = path.stat().st_size if path.is_file() else None
+            self._on_work()
             if size is None or size < end:
                 wrong.append(f"{name} ({'missing' if size is None else f'{size} of {end} bytes'})")
         if wrong:
@@ -280,6 +292,21 @@ class Chunks:
         )
         for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
             verify_entries(self.folder / name, [place[1:] for place in of_file], on_bytes)
+
+
+class _SteadyFiles(FileSystem):
+    """Opens files so that a chunk, which torch reads at once, is read in parts."""
+
+    def __init__(self, on_work: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_work = on_work
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file for reading."""
+        del mode
+        with steady_stream(Path(path), self._on_work) as stream:
+            yield stream
 
 
 class _Planner(LoadPlanner):

@@ -48,6 +48,7 @@ from lightning_elastic_zero.layout import Fragment, Layout
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import unpartitioned
 from lightning_elastic_zero.state import Scalar
+from lightning_elastic_zero.storage import no_work
 
 TRAINER_STATE = "meta.pt"
 """Where Lightning's FSDP and ModelParallel strategies keep all that is no tensor."""
@@ -56,7 +57,9 @@ TRAINER_STATE = "meta.pt"
 class ShardedReader:
     """A directory of chunks, with the trainer's state beside them where Lightning wrote it."""
 
-    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, allow_pickle: bool = False, on_work: Callable[[], None] = no_work
+    ) -> None:
         """Understand a directory from what it says of itself.
 
         Raises:
@@ -66,9 +69,9 @@ class ShardedReader:
         """
         self._path = path
         metadata = read_metadata(path)
-        self._files = ForeignFiles(path, allow_pickle=allow_pickle)
+        self._files = ForeignFiles(path, allow_pickle=allow_pickle, on_work=on_work)
         rules = PickleRules(STAND_INS, any_class=allow_pickle)
-        self._chunks = Chunks(path, metadata, rules)
+        self._chunks = Chunks(path, metadata, rules, on_work)
         self._chunks.check_files()
         self._tree: Tree = sort(leaves_of(metadata))
         self._trainer = self._trainer_state()
@@ -76,7 +79,7 @@ class ShardedReader:
         self._whole = Whole(
             weights={},
             optimizers=(),
-            save_id=identity_of(path, names),
+            save_id=identity_of(path, names, on_work),
             progress=progress_of(self._trainer),
             writer=writer_of(self._trainer),
         )

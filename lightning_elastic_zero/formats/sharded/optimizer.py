@@ -10,6 +10,7 @@ from lightning_elastic_zero.formats.sharded.chunks import Chunks
 from lightning_elastic_zero.formats.sharded.tree import Leaf, OptimizerLeaves, Path
 from lightning_elastic_zero.formats.torch_optimizer import HELP, MEMBERS
 from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.state import comparable
 
 StateDict = dict[str, Any]
 
@@ -96,7 +97,7 @@ def _groups_by_name(
         fields = {key: value for key, value in its_fields.items() if key not in MEMBERS}
         group = groups[index]
         have = {key: value for key, value in group.items() if key != "params"}
-        if group["params"] and repr(have) != repr(fields):
+        if group["params"] and comparable(have, name) != comparable(fields, name):
             msg = (
                 f"{name} and {group['params'][0]} are in one parameter group here, and were saved "
                 f"with the hyperparameters {fields} and {have}: configure the groups of the run "

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    ElasticZeroError,
+)
 from lightning_elastic_zero.formats.torch_file.reading import Piece
 from lightning_elastic_zero.formats.torch_file.unpickling import PickleRules, refuse_class
-from lightning_elastic_zero.storage import no_progress
+from lightning_elastic_zero.storage import no_progress, no_work, steady_stream
 
 ZIP_MARK = b"PK\x03\x04"
 
@@ -43,8 +47,17 @@ class LegacyFile:
 
     """
 
-    def __init__(self, path: Path, rules: PickleRules) -> None:
+    def __init__(
+        self, path: Path, rules: PickleRules, on_work: Callable[[], None] = no_work
+    ) -> None:
         """Load a file.
+
+        Args:
+            path: Where it is.
+
+            rules: What its pickle may ask for.
+
+            on_work: Called after every read.
 
         Raises:
             CheckpointFormatError: It is not of ``torch.save``, or damaged.
@@ -54,10 +67,12 @@ class LegacyFile:
         self.path = path
         self.bytes_read = path.stat().st_size
         try:
-            with rules.allowed():
+            with rules.allowed(), steady_stream(path, on_work) as stream:
                 self.tree: Any = torch.load(
-                    path, map_location="cpu", weights_only=not rules.any_class
+                    stream, map_location="cpu", weights_only=not rules.any_class
                 )
+        except ElasticZeroError:
+            raise  # of another rank, in the midst of it
         except Exception as error:
             refuse_class(error, path)
             msg = f"{path} cannot be read ({error}): it is no file of torch.save, or damaged"

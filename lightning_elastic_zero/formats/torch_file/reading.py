@@ -15,7 +15,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
 from lightning_elastic_zero.formats.torch_file.unpickling import PLAIN_DATA, PickleRules
-from lightning_elastic_zero.storage import FileRecord, RangeFile, VerifiedFile, no_progress
+from lightning_elastic_zero.storage import FileRecord, RangeFile, VerifiedFile, no_progress, no_work
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of each size: elements that are not cast are copied as these, bit for bit."""
@@ -60,7 +60,13 @@ class TorchFile:
         self.tree: Any = self._index.tree
 
     @classmethod
-    def open(cls, directory: Path, record: FileRecord, save_id: str | None = None) -> TorchFile:
+    def open(
+        cls,
+        directory: Path,
+        record: FileRecord,
+        save_id: str | None = None,
+        on_work: Callable[[], None] = no_work,
+    ) -> TorchFile:
         """Open a file that a manifest names.
 
         Args:
@@ -70,12 +76,14 @@ class TorchFile:
 
             save_id: The save that the file must belong to; None for any.
 
+            on_work: Called after every read.
+
         Raises:
             CheckpointCorruptedError: The file is missing, or its bytes are not what was written.
             CheckpointFormatError: It is not of ``torch.save``, or holds more than plain data.
 
         """
-        file = VerifiedFile(directory, record, save_id)
+        file = VerifiedFile(directory, record, save_id, on_work)
         try:
             return cls(file)
         except BaseException:
@@ -83,8 +91,17 @@ class TorchFile:
             raise
 
     @classmethod
-    def open_foreign(cls, path: Path, rules: PickleRules) -> TorchFile:
+    def open_foreign(
+        cls, path: Path, rules: PickleRules, on_work: Callable[[], None] = no_work
+    ) -> TorchFile:
         """Open a file that nobody has recorded anything of.
+
+        Args:
+            path: Where it is.
+
+            rules: What its pickle may ask for.
+
+            on_work: Called after every read.
 
         Raises:
             CheckpointCorruptedError: The file is missing, or cut short.
@@ -92,7 +109,7 @@ class TorchFile:
             UnsupportedError: It holds objects of a class that the rules do not allow.
 
         """
-        file = RangeFile(path)
+        file = RangeFile(path, on_work)
         try:
             return cls(file, rules)
         except BaseException:

@@ -1,0 +1,54 @@
+"""A disk that is slow, or does not answer, for processes that are started with it.
+
+Slow file systems need rights that tests do not have. So the calls are slow by which a process waits
+for its disk: ``slow_disk.c`` stands in front of the C library's, for any program, unchanged.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_name("slow_disk.c")
+
+
+class SlowDisk:
+    """A folder on a disk of some speed."""
+
+    def __init__(self, folder: Path, bytes_per_s: float) -> None:
+        """Make the folder, and the library that makes its disk slow.
+
+        Raises:
+            pytest.skip.Exception: There is no C compiler.
+        """
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("a slow disk needs a C compiler")
+        self.folder = folder / "disk"
+        self.folder.mkdir()
+        library = folder / "slow_disk.so"
+        command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"]
+        subprocess.run(command, check=True, timeout=60)
+        self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(self.folder)}
+        """What a process has to be started with."""
+        self.answer(bytes_per_s)
+
+    def answer(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
+        """Go on at another speed; 0: not at all.
+
+        Args:
+            bytes_per_s: of what is written.
+            latency_s: of opening a file.
+        """
+        for name, number in (("speed", bytes_per_s), ("latency", latency_s)):
+            new = self.folder / f"{name}.new"
+            new.write_text(str(number))
+            new.rename(self.folder / name)
+
+    def waits(self) -> list[int]:
+        """Return how many bytes each call has waited for."""
+        log = self.folder / "waits"
+        return [int(line.split()[1]) for line in log.read_text().splitlines()]

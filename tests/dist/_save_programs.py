@@ -1,0 +1,126 @@
+"""What the ranks of ``test_store_bytes`` do: saves of states made by hand, with their bytes counted.
+
+No engine is needed for what ranks say to each other: only its tables, of any number of parameters.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.checkpoint.saving import Draft, write
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
+from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer, partition_numel
+from lightning_elastic_zero.ranks import StoreRanks, current_ranks
+from lightning_elastic_zero.state import FlatState, RankState
+from tests.dist._launch import Job
+from tests.dist._rank_programs import attempt
+
+WORLD = 3
+FEW, MANY = 40, 1200
+NUMEL = 3
+
+
+class Counting:
+    """A connection to the store that counts the values which pass through it, beats left out."""
+
+    def __init__(self, store: Any) -> None:  # noqa: ANN401 (torch's store)
+        self._store = store
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any method)
+        """Call the store."""
+        method = getattr(self._store, name)
+
+        def call(key: Any, *rest: Any) -> Any:  # noqa: ANN401 (any arguments)
+            found = method(key, *rest)
+            if "beat/" not in str(key):
+                self._count(rest)
+                self._count(found)
+            return found
+
+        return call
+
+    def _count(self, data: Any) -> None:  # noqa: ANN401 (any value)
+        if isinstance(data, (str, bytes)):
+            self.bytes += len(data)
+        elif isinstance(data, (list, tuple)):
+            for item in data:
+                self._count(item)
+
+
+def draft(job: Job, count: int, *, odd: str = "") -> Draft:
+    """Make a draft of a ZeRO-1 run with so many parameters, buffers and entries of its trainer.
+
+    Args:
+        job: this rank's.
+        count: of each.
+        odd: what differs on the last rank.
+    """
+    odd = odd if job.rank == job.world_size - 1 else ""
+    names = [f"model.layers.{index}.weight" for index in range(count)]
+    if odd == "parameters":
+        names[count // 2] = "model.odd.weight"
+    numels = (NUMEL,) * count
+    size = partition_numel(numels, (), job.world_size)
+    buffers = (FlatBuffer(0, tuple(names), numels, (), size),)
+    state = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
+    manifest = Manifest(
+        save_id="",
+        stage=1,
+        world_size=job.world_size,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(Parameter(name, (NUMEL,), "float32", 0) for name in names),
+        groups=(Group(tuple(names), {"lr": 0.1}, state),),
+        buffers=buffers,
+        module_buffers=tuple(f"{name}.mean" for name in names),
+        files=(),
+    )
+    fragments = ContiguousPartition(buffers, job.world_size).on_rank(job.rank)
+    flat = FlatState(
+        fragments=tuple(fragments),
+        master=torch.zeros(size),
+        elementwise={"exp_avg": torch.zeros(size)},
+        scalars={"step": torch.tensor(1.0)},
+    )
+    shift = job.rank if odd == "buffers" else 0
+    held = RankState(
+        flats=(flat,),
+        frozen={},
+        module_buffers={name: torch.tensor(float(shift)) for name in manifest.module_buffers},
+        module_weights={},
+        loss_scaler={},
+        lr_scheduler=None,
+    )
+    client = {f"callback {index}": index for index in range(count)}
+    if odd == "client":
+        client["callback 0"] = -1
+    return Draft(manifest, held, client, ())
+
+
+def saves(job: Job) -> None:
+    """Save few and many parameters, with nothing or something odd, and note the bytes."""
+    with closing(current_ranks()) as ranks:
+        assert isinstance(ranks, StoreRanks)
+        folder = Path(ranks.from_first("make a folder", tempfile.mkdtemp))
+        line = ranks._line
+        counting = line._store = Counting(line._store)  # type: ignore[assignment]
+        if line._judge is not None:
+            line._judge._store = counting  # type: ignore[assignment]
+        for odd in ("", "client", "buffers", "parameters"):
+            for count in (FEW, MANY):
+                before = counting.bytes
+                path = folder / f"{odd or 'same'}-{count}.ckpt"
+
+                def save(path: Path = path, count: int = count, odd: str = odd) -> str:
+                    return write(path, lambda: draft(job, count, odd=odd), ranks).path
+
+                outcome = attempt(save)
+                said = outcome.get("message", "")
+                left = sorted(p.name for p in path.iterdir()) if path.exists() else []
+                job.note(f"{odd or 'same'} {count}", [counting.bytes - before, said, left])

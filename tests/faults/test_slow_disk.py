@@ -1,0 +1,143 @@
+"""Real engines on a disk that is slow in the very calls: waited for while it answers, no longer.
+
+A rank without progress counts as stalled after ``stall_timeout_s``, here 6 s; each of these saves
+and loads waits for the disk twice as long, in all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.errors import RanksError
+from tests.core._slow_disk import SlowDisk
+from tests.engine._pool import Pools
+from tests.engine._setup import Engine, Setup, engine_of, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
+
+SETUP = Setup(2, "1", hidden=2000)
+"""Of 18 MB, most of it frozen weights, which rank 0 writes."""
+
+STALL_TIMEOUT_S = 6.0
+SLOW, FAST = 1 << 20, 1 << 40
+
+WORLD = 2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw."""
+
+    said: str
+    seconds: float
+    differing: list[str]
+    """Which weights differ from those that were saved, after a load."""
+
+
+def attempt(act: Callable[[], Any]) -> tuple[str, float]:
+    """Return what was raised, and how long it took."""
+    began = time.monotonic()
+    try:
+        act()
+    except RanksError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def save_then_load(disk: SlowDisk, way: str) -> Seen:
+    """Save a trained engine, or load one, while the disk is as ``way`` says."""
+    path = disk.folder / f"{way}.ckpt"
+    with engine_of(SETUP, 0) as engine:
+        train(engine, SETUP, 0, 1)
+        held = weights(engine)
+        if way == "load":
+            engine.save_checkpoint(str(path), tag="step1")
+        else:
+            turn(disk, SLOW if way == "slow" else 0)
+            said, seconds = attempt(partial(save, engine, path))
+            # By the first who hears of it: nothing is heard within a call that does not return.
+            disk.answer(FAST)
+            turn(disk, FAST)
+            if way == "stalled":
+                save(engine, path)
+    with engine_of(SETUP, 1, tilt=1.5) as engine:
+        if way == "load":
+            turn(disk, FAST, latency_s=1.0)
+            said, seconds = attempt(partial(load, engine, path))
+            turn(disk, FAST)
+        else:
+            load(engine, path)
+        found = weights(engine)
+    differing = [name for name in held if not torch.equal(held[name], found[name])]
+    return Seen(said, seconds, differing)
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """Copy the weights; in fp32, they are their masters."""
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def save(engine: Engine, path: Path) -> None:
+    """Save with short patience."""
+    save_checkpoint(engine, path, stall_timeout_s=STALL_TIMEOUT_S)
+
+
+def load(engine: Engine, path: Path) -> None:
+    """Load with short patience."""
+    load_checkpoint(engine, path, stall_timeout_s=STALL_TIMEOUT_S)
+
+
+def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
+    """Let the disk answer in another way, for all ranks."""
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        disk.answer(bytes_per_s, latency_s=latency_s)
+    distributed.barrier()
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[Seen]]]:
+    """Give what runs on ranks whose disk is the slow one."""
+    disk = SlowDisk(tmp_path_factory.mktemp("slow"), FAST)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in disk.environment.items():
+            patch.setenv(name, value)
+        worlds = Pools()
+        try:
+            yield lambda way: worlds.run(WORLD, partial(save_then_load, disk, way), timeout_s=180)
+        finally:
+            worlds.close()
+
+
+@pytest.mark.parametrize("way", ["slow", "load"])
+def test_a_slow_disk_is_waited_for(way: str, on_disk: Callable[[str], list[Seen]]) -> None:
+    """A save at 1 MB/s for each rank, and a load that opens files of DeepSpeed's slowly, succeed.
+
+    Both take longer than a stall is waited for, and what was saved is what is restored.
+    """
+    ranks = on_disk(way)
+    assert [seen.said for seen in ranks] == ["", ""]
+    assert min(seen.seconds for seen in ranks) > 2 * STALL_TIMEOUT_S
+    assert not any(seen.differing for seen in ranks)
+
+
+def test_a_disk_that_does_not_answer_is_reported(on_disk: Callable[[str], list[Seen]]) -> None:
+    """No rank waits for it: the others are told, and it itself when it comes back.
+
+    The next save is sound.
+    """
+    ranks = on_disk("stalled")
+    for seen in ranks:
+        assert "alive, but without progress" in seen.said, seen.said
+        assert seen.seconds < STALL_TIMEOUT_S + 60
+    assert not any(seen.differing for seen in ranks)
