@@ -19,6 +19,8 @@ from lightning_elastic_zero.manifest import Plain, Progress, StateKey
 Scalar: TypeAlias = "torch.Tensor | int | float | bool | None"
 """An optimizer state that is one value per flat buffer: a 0-dimensional tensor or a number."""
 
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
@@ -91,6 +93,11 @@ def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
 def dtype_name(dtype: torch.dtype) -> str:
     """Give ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return a manifest's word for the dtype of a module's weights."""
+    return _PRECISIONS.get(dtype, dtype_name(dtype))
 
 
 def plain(value: object, where: str) -> Plain:

@@ -120,8 +120,8 @@ class ModelFile:
         return self.dtype_of(next(name for shapes in self.shapes for name in shapes))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Give a weight's low-precision dtype."""
-        return self._dtypes.get(name, torch.float32)
+        """Return a weight's low-precision dtype: ZeRO-3 keeps a placeholder of that dtype."""
+        return self._dtypes[name]
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Give the other names of a tied weight."""
