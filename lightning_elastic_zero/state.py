@@ -6,10 +6,12 @@ to be given: buffers to fill, before anything live is changed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from lightning_elastic_zero.errors import UnsupportedError
@@ -103,9 +105,12 @@ def precision_of(dtype: torch.dtype) -> str:
 def plain(value: object, where: str) -> Plain:
     """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
 
+    A number or text of NumPy's becomes Python's own, where that is exact.
+
     Raises:
         UnsupportedError: it is neither; ``where`` says which one it is.
     """
+    value = without_numpy(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.ndim == 0:
@@ -121,3 +126,33 @@ def plain(value: object, where: str) -> Plain:
         "strings, or lists, tuples and dicts of them, to be saved as plain data"
     )
     raise UnsupportedError(msg)
+
+
+def without_numpy(value: Any) -> Any:  # noqa: ANN401 (any value)
+    """Return a value with Python's numbers and texts in the place of NumPy's.
+
+    Only where that is exact, and within dicts, lists and tuples; all else stays what it is.
+    """
+    if isinstance(value, np.generic):
+        return _exact(value)
+    if isinstance(value, dict):
+        items = [(without_numpy(k), without_numpy(v)) for k, v in value.items()]
+        if all(k is n and v is m for (k, v), (n, m) in zip(value.items(), items, strict=True)):
+            return value
+        changed = copy.copy(value)
+        changed.clear()
+        for key, inner in items:
+            changed[key] = inner  # A Counter would count what it is updated with.
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(map(without_numpy, value))
+    return value
+
+
+def _exact(value: np.generic) -> Any:  # noqa: ANN401 (a number or a text)
+    """Return Python's value where it is the same; a long double may have more digits."""
+    if isinstance(value, (np.datetime64, np.timedelta64, np.void)):
+        return value
+    kinds = {np.longdouble: float, np.clongdouble: complex}
+    found: Any = kinds.get(type(value), type(value).item)(value)
+    return found if found == value or found != found else value  # noqa: PLR0124 (NaN)

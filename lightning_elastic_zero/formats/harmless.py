@@ -24,7 +24,7 @@ from lightning_elastic_zero.formats.rebuilt import MAX_NESTING, demand
 
 Arguments: TypeAlias = "tuple[Any, ...]"
 
-MAX_KEY_PARTS = 10_000
+MAX_KEY_PARTS = 1_000_000
 """Parts of one key, those that stand in it several times counted each time."""
 
 _NUMBERS = (bool, int, float)

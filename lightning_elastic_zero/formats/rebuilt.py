@@ -189,7 +189,7 @@ def rebuilt_tensor(  # noqa: PLR0913, PLR0917 (torch's own signature)
     last = offset + reach + 1 if numel else 0  # type: ignore[operator]
     # TypedStorage's own methods warn that it is deprecated.
     elements = storage_._untyped_storage.nbytes() // storage_.dtype.itemsize  # noqa: SLF001
-    demand(numel < 1 << 62 and last <= elements, "a tensor beyond its storage")
+    demand(numel < 1 << 62 and max(last, offset) <= elements, "a tensor beyond its storage")  # type: ignore[call-overload]
     _check_fields(requires_grad, hooks)
     if metadata is not None:
         demand(type(metadata) is dict, "a tensor of no metadata")
