@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Plain, Progress, StateKey
 
@@ -100,6 +100,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 def precision_of(dtype: torch.dtype) -> str:
     """Return a manifest's word for the dtype of a module's weights."""
     return _PRECISIONS.get(dtype, dtype_name(dtype))
+
+
+def check_cast(saved: torch.dtype, wanted: torch.dtype, where: str) -> None:
+    """Refuse to cast between numbers and integers: quantized weights have scales beside them.
+
+    Raises:
+        CheckpointMismatchError: one of two types is not floating-point.
+    """
+    floating = saved.is_floating_point and wanted.is_floating_point
+    if saved != wanted and not floating and not (saved.is_complex and wanted.is_complex):
+        msg = (
+            f"{where} holds elements of {saved} where {wanted} is wanted: only floating-point "
+            "types are cast. Quantized weights have scales beside them: save them dequantized"
+        )
+        raise CheckpointMismatchError(msg)
 
 
 def plain(value: object, where: str) -> Plain:

@@ -79,7 +79,10 @@ class ModelFile:
         self.deepspeed = str(tree.get("ds_version") or "")
         self.lightning = str(tree.get("pytorch-lightning_version") or "")
         self.progress = _progress(tree)
-        self._dtypes = {n: t.dtype for n, t in module.items() if isinstance(t, torch.Tensor)}
+        pieces: Mapping[str, Any] = tree.get("frozen_param_fragments") or {}
+        # What is read of a frozen weight, ahead of what stands for it in the module.
+        weights = {**module, **pieces}
+        self._dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
         self._shared: Mapping[str, str] = tree.get("shared_params") or {}
         self.frozen = self._frozen_shapes(tree, module)
 

@@ -14,7 +14,7 @@ import io
 import pickle
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ _MOVED = {"pathlib._local": "pathlib"}
 
 _DICTS = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
 
-_BASE: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch  # type: ignore[assignment]  # noqa: SLF001
+_BASE: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch  # noqa: SLF001
 
 _OLDER = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 """Ways to call that pickles of these values do not use."""
@@ -251,7 +251,7 @@ class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps 
         )
         raise UnsupportedError(msg)
 
-    dispatch = {  # noqa: RUF012 (as the base class has it)
+    _checked: ClassVar[dict[int, Callable[[Any], None]]] = {
         **_BASE,
         pickle.REDUCE[0]: load_reduce,
         pickle.NEWOBJ[0]: load_newobj,
@@ -266,6 +266,7 @@ class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps 
         pickle.FROZENSET[0]: load_frozenset,
         pickle.BYTEARRAY8[0]: load_bytearray8,
     }
+    dispatch = _checked
 
 
 def _check_target(target: object, *kinds: type) -> None:

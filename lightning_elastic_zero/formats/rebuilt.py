@@ -20,8 +20,7 @@ MAX_NESTING = 100
 """How deep keys and arrays may be nested: both are walked by C code that does not count."""
 
 _PLAIN_DTYPE = re.compile(r"b1|[iufcmMOSUV]\d+")
-_DATETIME_UNITS = (b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs")
-_DATETIME_UNITS += (b"as", b"generic")
+_DATETIME_UNITS = frozenset(b"Y M W D h m s ms us ns ps fs as generic".split())
 _MAX_C_INT = 2**31 - 1
 _MAX_DIMENSIONS = 32
 _LEGACY_FILE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -81,7 +80,10 @@ def _is_unit(told: object) -> bool:
     )
 
 
-def array_state(state: object, depth_of: Callable[[object], int]) -> tuple[Any, ...]:
+def array_state(
+    state: Any,  # noqa: ANN401 (whatever a pickle gives)
+    depth_of: Callable[[object], int],
+) -> tuple[Any, ...]:
     """Check the state of an array, and copy its bytes: NumPy would go on using those it is given.
 
     Args:
@@ -92,7 +94,7 @@ def array_state(state: object, depth_of: Callable[[object], int]) -> tuple[Any, 
         ValueError: it is no array's state.
     """
     demand(type(state) is tuple and len(state) == 5, "an array of another state")  # noqa: PLR2004
-    version, shape, dtype, fortran, data = state  # type: ignore[misc]
+    version, shape, dtype, fortran, data = state
     demand(isinstance(dtype, np.dtype) and version == 1, "an array of no dtype")
     demand(type(fortran) in (bool, int), "an array in no order")
     if dtype.kind == "O":
@@ -119,7 +121,7 @@ def array_over(
     made: np.ndarray[Any, Any] = flat.reshape(dimensions, order="F" if order == "F" else "C")
     if order == "K" and axes is not None:
         demand(type(axes) is tuple and all(type(axis) is int for axis in axes), "no axes")
-        made = made.transpose(axes)  # type: ignore[arg-type]
+        made = made.transpose(axes)  # type: ignore[call-overload]
     made.flags.writeable = type(data) is bytearray
     return made
 
@@ -186,7 +188,7 @@ def rebuilt_tensor(  # noqa: PLR0913, PLR0917 (torch's own signature)
     demand(len(sizes) == len(strides), "a tensor of no shape")
     reach = sum((s - 1) * step for s, step in zip(sizes, strides, strict=True))
     numel = math.prod(sizes)
-    last = offset + reach + 1 if numel else 0  # type: ignore[operator]
+    last = offset + reach + 1 if numel else 0
     # TypedStorage's own methods warn that it is deprecated.
     elements = storage_._untyped_storage.nbytes() // storage_.dtype.itemsize  # noqa: SLF001
     demand(numel < 1 << 62 and max(last, offset) <= elements, "a tensor beyond its storage")  # type: ignore[call-overload]
