@@ -140,7 +140,7 @@ class Manifest:
     world_size: int
     """Data-parallel ranks that wrote it."""
     precision: str
-    """``"fp32"``, ``"bf16"`` or ``"fp16"``: of the module."""
+    """``"fp32"``, ``"bf16"`` or ``"fp16"``: of the module; of what others wrote, any dtype."""
     master_dtype: str
     """Of the master weights: ``"float32"`` but for DeepSpeed's low-precision master options."""
     parameters: tuple[Parameter, ...]

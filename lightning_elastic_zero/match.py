@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest, Parameter
 
+_INTEGRAL = ("int", "uint", "bool", "qint", "quint", "bits")
+
 LISTED = 20
 """What is listed of each kind of difference; the rest is counted."""
 
@@ -99,11 +101,26 @@ def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str
     ]
     if reshaped:
         yield f"of other shapes: {_names(reshaped)}"
+    retyped = [
+        f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
+        for name, parameter in want.items()
+        if name in have and _is_integral(have[name].dtype) != _is_integral(parameter.dtype)
+    ]
+    if retyped:
+        yield (
+            f"of other types, and integers are not cast: {_names(retyped)}; quantized weights have "
+            "scales beside them: save them dequantized"
+        )
     if wanted.optimizer_state and live.groups:
         yield from _ownership(have, want)
     lost = [n for n in saved.excluded if n in want and live.groups and _owned(want[n])]
     if lost:
         yield f"left out by exclude_frozen_parameters, but trained here: {_names(lost)}"
+
+
+def _is_integral(dtype: str) -> bool:
+    """Whether elements of a type are whole numbers or bits, such as those of quantized weights."""
+    return dtype.startswith(_INTEGRAL)
 
 
 def _ownership(have: Mapping[str, Parameter], want: Mapping[str, Parameter]) -> Iterator[str]:

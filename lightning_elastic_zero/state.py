@@ -6,18 +6,22 @@ to be given: buffers to fill, before anything live is changed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Plain, Progress, StateKey
 
 Scalar: TypeAlias = "torch.Tensor | int | float | bool | None"
 """An optimizer state that is one value per flat buffer: a 0-dimensional tensor or a number."""
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,35 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def precision_of(dtype: torch.dtype) -> str:
+    """Return a manifest's word for the dtype of a module's weights."""
+    return _PRECISIONS.get(dtype, dtype_name(dtype))
+
+
+def check_cast(saved: torch.dtype, wanted: torch.dtype, where: str) -> None:
+    """Refuse to cast between numbers and integers: quantized weights have scales beside them.
+
+    Raises:
+        CheckpointMismatchError: one of two types is not floating-point.
+    """
+    floating = saved.is_floating_point and wanted.is_floating_point
+    if saved != wanted and not floating and not (saved.is_complex and wanted.is_complex):
+        msg = (
+            f"{where} holds elements of {saved} where {wanted} is wanted: only floating-point "
+            "types are cast. Quantized weights have scales beside them: save them dequantized"
+        )
+        raise CheckpointMismatchError(msg)
+
+
 def plain(value: object, where: str) -> Plain:
     """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
+
+    A number or text of NumPy's becomes Python's own, where that is exact.
 
     Raises:
         UnsupportedError: it is neither; ``where`` says which one it is.
     """
+    value = without_numpy(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.ndim == 0:
@@ -136,3 +163,33 @@ def _without_negative_zero(value: Plain) -> Plain:
     if isinstance(value, dict):
         return {key: _without_negative_zero(v) for key, v in sorted(value.items())}
     return value
+
+
+def without_numpy(value: Any) -> Any:  # noqa: ANN401 (any value)
+    """Return a value with Python's numbers and texts in the place of NumPy's.
+
+    Only where that is exact, and within dicts, lists and tuples; all else stays what it is.
+    """
+    if isinstance(value, np.generic):
+        return _exact(value)
+    if isinstance(value, dict):
+        items = [(without_numpy(k), without_numpy(v)) for k, v in value.items()]
+        if all(k is n and v is m for (k, v), (n, m) in zip(value.items(), items, strict=True)):
+            return value
+        changed = copy.copy(value)
+        changed.clear()
+        for key, inner in items:
+            changed[key] = inner  # A Counter would count what it is updated with.
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(map(without_numpy, value))
+    return value
+
+
+def _exact(value: np.generic) -> Any:  # noqa: ANN401 (a number or a text)
+    """Return Python's value where it is the same; a long double may have more digits."""
+    if isinstance(value, (np.datetime64, np.timedelta64, np.void)):
+        return value
+    kinds = {np.longdouble: float, np.clongdouble: complex}
+    found: Any = kinds.get(type(value), type(value).item)(value)
+    return found if found == value or found != found else value  # noqa: PLR0124 (NaN)

@@ -45,6 +45,7 @@ from lightning_elastic_zero.formats.client_state import (
 )
 from lightning_elastic_zero.formats.elastic_write import ClientPart, Told, write_rank
 from lightning_elastic_zero.formats.names import LATEST, RECOVERY_SCRIPT, TAG
+from lightning_elastic_zero.formats.readable import check_readable
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.ranks import Ranks
 from lightning_elastic_zero.state import RankState
@@ -177,6 +178,7 @@ class Draft:
                     kept = options.module_buffers
                     buffers = {n: kept.get(n, b) for n, b in state.module_buffers.items()}
                     state = replace(state, module_buffers=buffers)
+                _check_state(state)
                 split = split_objects(client_state)
                 made.append(cls(manifest, state, split.plain, split.objects))
             return made[0]
@@ -231,6 +233,18 @@ def _check_path(first: str, path: str | os.PathLike[str]) -> None:
             "directory; give all ranks the same path (ModelCheckpoint does)"
         )
         raise SaveError(msg)
+
+
+def _check_state(state: RankState) -> None:
+    """Refuse what in an engine's state no load could read."""
+    check_readable(
+        {
+            "the scheduler's state": state.lr_scheduler,
+            "the loss scaler's state": dict(state.loss_scaler),
+            "the optimizer's state": [dict(flat.scalars) for flat in state.flats],
+            "the module's buffers": dict(state.module_buffers),
+        }
+    )
 
 
 @contextmanager

@@ -22,8 +22,7 @@ import torch
 from lightning_elastic_zero.checkpoint.host_memory import HostMemory, placed_bytes
 from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
 from lightning_elastic_zero.checkpoint.saving import Draft
-from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.client_state import Objects, Path, dotted, pickled
+from lightning_elastic_zero.formats.client_state import Objects, check_pickle
 from lightning_elastic_zero.state import FlatState, RankState
 from lightning_elastic_zero.storage import no_work
 
@@ -237,20 +236,6 @@ def _apart(objects: Objects) -> Objects:
         copies: Iterable[Any] = pickle.loads(pickle.dumps(objects))  # noqa: S301 - just pickled
     except Exception:
         for path, value in objects:
-            _check_pickle(value, path)
+            check_pickle(value, path)
         raise
     return tuple(copies)
-
-
-def _check_pickle(value: object, path: Path) -> None:
-    """Name the object that cannot be copied."""
-    data = pickled(value, path)
-    try:
-        pickle.loads(data)  # noqa: S301 - just pickled
-    except Exception as error:
-        msg = (
-            f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that can be "
-            f"pickled but not be made of its pickle ({error}): no load could restore it; keep it "
-            "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
-        )
-        raise SaveError(msg) from error

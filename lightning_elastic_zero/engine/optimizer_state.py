@@ -9,7 +9,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.manifest import Group, Plain, StateKey
-from lightning_elastic_zero.state import Scalar, state_key
+from lightning_elastic_zero.state import Scalar, state_key, without_numpy
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
 """One algorithm with one state: a run may change between them, as it does with CPU offload."""
@@ -43,7 +43,8 @@ def split_state(
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
-    for key, value in state.items():
+    for key, held in state.items():
+        value = without_numpy(held)
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
             elementwise[key] = value
         elif _is_scalar(value):

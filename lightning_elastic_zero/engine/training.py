@@ -60,6 +60,7 @@ from lightning_elastic_zero.state import (
     Receiving,
     dtype_name,
     plain,
+    without_numpy,
 )
 
 
@@ -194,7 +195,7 @@ class TrainingEngine:
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
             loss_scaler=self._loss_scaler(),
-            lr_scheduler=scheduler.state_dict() if scheduler is not None else None,
+            lr_scheduler=without_numpy(scheduler.state_dict()) if scheduler is not None else None,
         )
 
     def _flat_state(self, index: int, buffer: LiveBuffer) -> FlatState:
@@ -218,7 +219,8 @@ class TrainingEngine:
         scaler = getattr(self._optimizer, "loss_scaler", None)
         if scaler is None:
             return {}
-        fields = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
+        held = without_numpy(vars(scaler))
+        fields = {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
         return {"class": type(scaler).__name__, **fields}
 
     # -- how it is given other state ---------------------------------------------------------

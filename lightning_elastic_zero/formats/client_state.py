@@ -58,7 +58,7 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
     """Part a client state into plain data and other objects.
 
     Raises:
-        SaveError: an entry's name is no plain string.
+        SaveError: an entry's name is no plain string, or an entry holds itself.
     """
     if strange := [key for key in state if type(key) not in (str, int)]:
         msg = (
@@ -67,7 +67,13 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
         )
         raise SaveError(msg)
     objects: list[tuple[Path, object]] = []
-    plain = {key: _plain_part(value, (key,), objects) for key, value in state.items()}
+    plain = {}
+    for key, value in state.items():
+        try:
+            plain[key] = _plain_part(value, (key,), objects)
+        except RecursionError as error:
+            msg = f"the trainer's state holds {key!r}, which holds itself, or is nested too deep"
+            raise SaveError(msg) from error
     return SplitState(plain, tuple(objects))
 
 
@@ -106,7 +112,8 @@ def is_plain(value: object) -> bool:
     if type(value) in _LEAVES:
         return value != b""  # pickled for torch.save, it is a call that weights_only refuses
     if type(value) in _TENSORS:
-        return _has_plain_fields(value)
+        # Of anything else ranges of bytes cannot be read.
+        return _has_plain_fields(value) and _is_dense(value) and not value.is_conj()  # type: ignore[attr-defined]
     if type(value) in (list, tuple, set):
         return all(is_plain(v) for v in value)  # type: ignore[attr-defined]
     if type(value) in (dict, OrderedDict):
@@ -141,9 +148,8 @@ def _compact(value: Any) -> Any:  # noqa: ANN401 (any plain value)
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is nothing but strided bytes somewhere."""
-    return (
-        tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-    )
+    plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return plain and tensor.device.type != "meta"
 
 
 def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
@@ -320,5 +326,23 @@ def pickled(value: object, path: Path) -> bytes:
             f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that cannot be "
             f"pickled ({error}): keep it out of save_hyperparameters(ignore=[...]) or of the "
             "callback's state_dict()"
+        )
+        raise SaveError(msg) from error
+
+
+def check_pickle(value: object, path: Path) -> None:
+    """Refuse an object that cannot be made of its pickle.
+
+    Raises:
+        SaveError: it cannot; the message says where it sits.
+    """
+    data = pickled(value, path)
+    try:
+        pickle.loads(data)  # noqa: S301 - just pickled
+    except Exception as error:
+        msg = (
+            f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that can be "
+            f"pickled but not be made of its pickle ({error}): no load could restore it; keep it "
+            "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
         )
         raise SaveError(msg) from error

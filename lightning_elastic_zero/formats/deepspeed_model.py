@@ -79,7 +79,10 @@ class ModelFile:
         self.deepspeed = str(tree.get("ds_version") or "")
         self.lightning = str(tree.get("pytorch-lightning_version") or "")
         self.progress = _progress(tree)
-        self._dtypes = {n: t.dtype for n, t in module.items() if isinstance(t, torch.Tensor)}
+        pieces: Mapping[str, Any] = tree.get("frozen_param_fragments") or {}
+        # What is read of a frozen weight, ahead of what stands for it in the module.
+        weights = {**module, **pieces}
+        self._dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
         self._shared: Mapping[str, str] = tree.get("shared_params") or {}
         self.frozen = self._frozen_shapes(tree, module)
 
@@ -120,8 +123,8 @@ class ModelFile:
         return self.dtype_of(next(name for shapes in self.shapes for name in shapes))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Give a weight's low-precision dtype."""
-        return self._dtypes.get(name, torch.float32)
+        """Return a weight's low-precision dtype: ZeRO-3 keeps a placeholder of that dtype."""
+        return self._dtypes[name]
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Give the other names of a tied weight."""

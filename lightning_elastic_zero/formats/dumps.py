@@ -30,13 +30,12 @@ from lightning_elastic_zero.formats.dumps_table import (
 )
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
-from lightning_elastic_zero.formats.rigid import PRECISIONS
 from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
 from lightning_elastic_zero.formats.zero_shards import ZeroShards
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
 from lightning_elastic_zero.partition import unpartitioned
-from lightning_elastic_zero.state import Scalar, dtype_name
+from lightning_elastic_zero.state import Scalar, dtype_name, precision_of
 from lightning_elastic_zero.storage import no_work
 
 NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of ranks other than 0")
@@ -125,12 +124,12 @@ class DumpsSource:
             )
             for row, group in (*owned, *((row, None) for row in self._table.frozen))
         )
-        first = self._tensor(owned[0][0].name, weights).dtype if owned else torch.float32
+        rows = [row for row, _ in owned] or list(self._table.frozen)
         return Manifest(
             save_id=identity_of(self.files.folder, self.names(), self.files.on_work),
             stage=self._shards.stage,
             world_size=self._shards.world_size,
-            precision=PRECISIONS.get(dtype_name(first), "fp32"),
+            precision=precision_of(self._tensor(rows[0].name, weights).dtype),
             master_dtype=dtype_name(self._shards.master_dtype),
             parameters=parameters,
             groups=self._shards.groups,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats.client_state import Objects, pickled
+from lightning_elastic_zero.formats.client_state import Objects, check_pickle
 from lightning_elastic_zero.formats.client_state import Path as TreePath
 from lightning_elastic_zero.formats.names import (
     CLIENT_OBJECTS,
@@ -197,10 +197,15 @@ class _Write:
 
 
 def _pickle(objects: Objects) -> torch.Tensor:
-    """Pickle objects into plain bytes, naming the one that cannot be pickled."""
-    for path, value in objects:
-        pickled(value, path)
-    return torch.frombuffer(bytearray(pickle.dumps(list(objects))), dtype=torch.uint8)
+    """Pickle objects into plain bytes, and read them again; name the one with which it fails."""
+    try:
+        data = pickle.dumps(list(objects))
+        pickle.loads(data)  # noqa: S301 (just pickled)
+    except Exception:
+        for path, value in objects:
+            check_pickle(value, path)
+        raise
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _masters(builder: ShardBuilder, flat: FlatState, told: Told, *, padded: bool) -> torch.Tensor:

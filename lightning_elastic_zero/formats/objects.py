@@ -1,17 +1,20 @@
 """Objects in the trainer's state that are not plain data: read only when harmless, or allowed.
 
-Harmless is a closed list of classes. It is not enough to look at what a pickle asks for by name:
-one can also change a class that everybody uses, and a NumPy dtype that lies about itself lets
-bytes be taken for pointers. So what a pickle may put into an object is checked too, and what can be
-called to make arrays and tensors is replaced by functions that check what they are given.
+Harmless is a closed list of classes, and of what each is called with (``harmless``). It is not
+enough to look at what a pickle asks for by name: one can also change a class that everybody uses,
+set an array's state a second time while somebody uses the first, or have a few bytes copied a
+million times. So each step of the unpickler that builds or changes something is checked.
 """
 
 from __future__ import annotations
 
+import collections
+import importlib
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any, NoReturn
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -21,32 +24,34 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-
-HARMLESS = frozenset(
-    {
-        *(f"builtins.{n}" for n in ("bool", "bytearray", "bytes", "complex", "dict", "float")),
-        *(f"builtins.{n}" for n in ("frozenset", "int", "list", "range", "set", "slice", "str")),
-        "builtins.tuple",
-        *(f"collections.{n}" for n in ("Counter", "OrderedDict", "defaultdict", "deque")),
-        *(f"datetime.{n}" for n in ("date", "datetime", "time", "timedelta", "timezone")),
-        *(f"pathlib.{n}" for n in ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")),
-        "argparse.Namespace",
-        "decimal.Decimal",
-        "fractions.Fraction",
-        "types.SimpleNamespace",
-        "uuid.UUID",
-        "torch.Size",
-        "torch.device",
-        "torch._utils._rebuild_parameter",
-        "torch._utils._rebuild_tensor_v2",
-        *(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")),
-        *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
-    }
+from lightning_elastic_zero.formats.harmless import (
+    CALLS,
+    FIELDS,
+    SHARED,
+    is_key,
+    set_fields,
+    size_of,
 )
-"""Globals that rebuild a value and run no code of anyone else's. Exact names, never modules."""
+from lightning_elastic_zero.formats.rebuilt import (
+    BUILDERS,
+    array_state,
+    demand,
+    empty_array,
+    is_own_state,
+)
 
 _MOVED = {"pathlib._local": "pathlib"}
 """Where Python 3.13 says that its paths are, which no other version does."""
+
+_DICTS = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
+
+_BASE: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch  # noqa: SLF001
+
+_OLDER = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+"""Ways to call that pickles of these values do not use."""
+
+_SPARE = 1024
+"""What a pickle may copy beyond its own size, in bytes."""
 
 
 def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
@@ -76,81 +81,167 @@ def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
         raise CheckpointFormatError(msg) from error
 
 
-class _Array:
-    """Stands for ``numpy.ndarray``, which could be called to take bytes for pointers."""
-
-
-def _empty_array(kind: object, shape: object, _: object) -> np.ndarray[Any, Any]:
-    """Give what an array's pickle begins with: an empty array, whose state is set next."""
-    if kind is not _Array or shape != (0,):
-        msg = "a pickled array that does not begin empty"
-        raise ValueError(msg)
-    empty: np.ndarray[Any, Any] = np.ndarray((0,), "b")
-    return empty
-
-
-def _new_dtype(text: object, *_: object) -> np.dtype[Any]:
-    """Give a dtype that nobody else has: setting its state changes no other one's."""
-    if type(text) is not str:
-        msg = f"a pickled dtype named {text!r}"
-        raise ValueError(msg)
-    made: np.dtype[Any] = np.dtype(text, copy=True)
-    return made
-
-
-def _storage(data: bytes) -> object:
-    """Give the storage of a pickled tensor, which torch itself would unpickle unguarded."""
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-_GUARDED: dict[str, Callable[..., object]] = {
-    "numpy.dtype": _new_dtype,
-    "numpy.ndarray": _Array,
-    "numpy.core.multiarray._reconstruct": _empty_array,
-    "numpy._core.multiarray._reconstruct": _empty_array,
-    "torch.storage._load_from_bytes": _storage,
-}
-"""What pickles of arrays and tensors call, and what is called in its place."""
-
-
 class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cannot be checked)
-    """Builds instances of the listed classes only, and changes no class."""
+    """Builds instances of listed classes, as their own pickles do, and changes no class."""
+
+    stack: list[Any]
+    """What was read since the last mark."""
+    metastack: list[list[Any]]
+    """What was read before each mark."""
 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
         self._where = where
-        self._classes: set[object] = {np.ndarray}
+        self._left = len(data) + _SPARE
+        self._rules: dict[int, tuple[object, Callable[..., bool]]] = {}
+        self._shared: dict[object, object] = {}
+        self._begun: dict[int, object] = {}
+        self._depths: dict[int, tuple[object, int]] = {}
 
     def find_class(self, module: str, name: str) -> object:
-        """Give a global that the pickle asks for.
+        """Return a global that the pickle asks for.
 
         Raises:
             UnsupportedError: it is not listed.
         """
-        wanted = f"{_MOVED.get(module, module)}.{name}"
-        if wanted in _GUARDED:
-            return _GUARDED[wanted]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        home = _MOVED.get(module, module)
+        wanted = f"{home}.{name}"
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if wanted not in HARMLESS:
+        if wanted in BUILDERS:
+            return self._known(BUILDERS[wanted], lambda _: True)
+        if wanted not in CALLS:
             self._refuse(f"a Python object of {module}.{name}")
-        found: object = super().find_class(_MOVED.get(module, module), name)
-        self._classes.add(found)
+        return self._known(getattr(importlib.import_module(home), name), CALLS[wanted])
+
+    def _known(self, found: object, rule: Callable[..., bool]) -> object:
+        self._rules[id(found)] = (found, rule)
         return found
 
+    # -- what is called ------------------------------------------------------------------------
+
+    def load_reduce(self) -> None:
+        """Call what is listed."""
+        args = self.stack.pop()
+        self.stack[-1] = self._called(self.stack[-1], args, lambda found: found(*args))
+
+    def load_newobj(self) -> None:
+        """Make an instance of what is listed."""
+        args = self.stack.pop()
+        self.stack[-1] = self._called(self.stack[-1], args, lambda cls: cls.__new__(cls, *args))
+
+    def _called(self, found: object, args: object, call: Callable[[Any], object]) -> object:
+        """Call what is listed, with what its own pickles call it with.
+
+        Raises:
+            UnsupportedError: it is not listed.
+        """
+        _, rule = self._rules.get(id(found), (None, None))
+        if rule is None:
+            self._refuse(f"a pickle that calls {found!r}")
+        demand(type(args) is tuple and rule(args), f"a call of {found!r} that it does not take")
+        if found in SHARED:
+            return self._once((found, args), call)
+        self._spend(size_of(args))  # type: ignore[arg-type]
+        made = call(found)
+        if found is empty_array or isinstance(made, np.dtype):
+            self._begun[id(made)] = made
+        return made
+
+    def _once(self, what: tuple[object, object], call: Callable[[Any], object]) -> object:
+        """Make equal immutable values once: each copies what it is made of."""
+        if what not in self._shared:
+            self._shared[what] = call(what[0])
+        return self._shared[what]
+
+    def _spend(self, count: int) -> None:
+        """Count what is copied: each byte of a pickle is used once, but for a few."""
+        self._left -= count
+        demand(self._left >= 0, "more copies than it has bytes")
+
+    def load_call(self) -> None:
+        """Refuse the ways to call that pickles of values do not use."""
+        demand(holds=False, what="a call of an older protocol")
+
+    # -- what is changed -----------------------------------------------------------------------
+
     def load_build(self) -> None:
-        """Set an object's state: an instance's, never a class's; a dtype's only to what it is.
+        """Set an object's state: an instance's, once if it is of NumPy; never a class's.
 
         Raises:
             UnsupportedError: it is another object's.
         """
-        state, instance = self.stack[-1], self.stack[-2]  # type: ignore[attr-defined]
-        if isinstance(instance, np.dtype):
-            if not _is_own_state(instance, state):
-                self._refuse(f"a NumPy array of {instance} with a layout of its own")
-        elif type(instance) not in self._classes:
+        state, instance = self.stack.pop(), self.stack[-1]
+        if isinstance(instance, (np.dtype, np.ndarray)):
+            demand(self._begun.pop(id(instance), None) is instance, "a second state of one array")
+            self._build_array(instance, state)
+        elif type(instance) in (*FIELDS, uuid.UUID):
+            set_fields(instance, state)
+        else:
             self._refuse(f"a pickle that changes {instance!r}")
-        _SET_STATE(self)
+
+    def _build_array(self, instance: Any, state: object) -> None:  # noqa: ANN401 (of NumPy)
+        if isinstance(instance, np.dtype):
+            if not is_own_state(instance, state):
+                self._refuse(f"a NumPy array of {instance} with a layout of its own")
+        else:
+            state = array_state(state, self._depth_of)
+            values = state[4]
+            self._spend(len(values))
+            depths = [self._depth_of(value) for value in values] if type(values) is list else [0]
+            self._depths[id(instance)] = instance, 1 + max(depths, default=0)
+        instance.__setstate__(state)
+
+    def _depth_of(self, value: object) -> int:
+        """Return how deep an array is nested; 0 for anything else."""
+        known, depth = self._depths.get(id(value), (None, 0))
+        return depth if known is value else 0
+
+    def load_append(self) -> None:
+        """Append to a list."""
+        _check_target(self.stack[-2], collections.deque, list)
+        _BASE[pickle.APPEND[0]](self)
+
+    def load_appends(self) -> None:
+        """Append to a list."""
+        _check_target(self.metastack[-1][-1], collections.deque, list)
+        _BASE[pickle.APPENDS[0]](self)
+
+    def load_setitem(self) -> None:
+        """Set an item of a dict."""
+        _check_target(self.stack[-3], *_DICTS)
+        _check_keys(self.stack[-2:-1])
+        _BASE[pickle.SETITEM[0]](self)
+
+    def load_setitems(self) -> None:
+        """Set items of a dict."""
+        _check_target(self.metastack[-1][-1], *_DICTS)
+        _check_keys(self.stack[::2])
+        _BASE[pickle.SETITEMS[0]](self)
+
+    def load_additems(self) -> None:
+        """Add to a set."""
+        _check_target(self.metastack[-1][-1], set)
+        _check_keys(self.stack)
+        _BASE[pickle.ADDITEMS[0]](self)
+
+    def load_dict(self) -> None:
+        """Make a dict of what is on the stack."""
+        _check_keys(self.stack[::2])
+        _BASE[pickle.DICT[0]](self)
+
+    def load_frozenset(self) -> None:
+        """Make a frozenset of what is on the stack."""
+        _check_keys(self.stack)
+        _BASE[pickle.FROZENSET[0]](self)
+
+    def load_bytearray8(self) -> None:
+        """Make a bytearray of what is there, not of what is said to be there."""
+        size_bytes = int.from_bytes(self.read(8), "little")  # type: ignore[attr-defined]
+        demand(size_bytes <= self._left, "fewer bytes than it says")
+        data = bytearray(self.read(size_bytes))  # type: ignore[attr-defined]
+        demand(len(data) == size_bytes, "fewer bytes than it says")
+        self.append(data)  # type: ignore[attr-defined]
 
     def _refuse(self, what: str) -> NoReturn:
         msg = (
@@ -160,16 +251,29 @@ class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps 
         )
         raise UnsupportedError(msg)
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[dict-item]  # noqa: RUF012, SLF001
+    _checked: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **_BASE,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        **dict.fromkeys((opcode[0] for opcode in _OLDER), load_call),
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: load_append,
+        pickle.APPENDS[0]: load_appends,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.DICT[0]: load_dict,
+        pickle.FROZENSET[0]: load_frozenset,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
+    dispatch = _checked
 
 
-_SET_STATE: Callable[[Any], None] = pickle._Unpickler.dispatch[pickle.BUILD[0]]  # noqa: SLF001
+def _check_target(target: object, *kinds: type) -> None:
+    """Refuse to fill what is no container: arrays and tensors take items too."""
+    demand(type(target) in kinds, f"a {type(target).__name__} that is filled")
 
 
-def _is_own_state(dtype: np.dtype[Any], state: object) -> bool:
-    """Tell whether a state says of a dtype what it is, but for its byte order and unit of time."""
-    own: Any = dtype.__reduce__()
-    if type(state) is not tuple or len(state) != len(own[2]):
-        return False
-    same_layout = (state[0], *state[2:8]) == (own[2][0], *own[2][2:8])
-    return same_layout and (dtype.kind in "mM" or state[8:] == own[2][8:])
+def _check_keys(keys: Iterable[object]) -> None:
+    """Refuse keys that cannot be hashed in bounded time."""
+    demand(all(map(is_key, keys)), "a key nested too deep")

@@ -22,11 +22,8 @@ from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
 from lightning_elastic_zero.formats.zero_shards import ZeroShards
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
-from lightning_elastic_zero.state import Scalar, dtype_name
+from lightning_elastic_zero.state import Scalar, dtype_name, precision_of
 from lightning_elastic_zero.storage import no_work
-
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
-"""Of the module, by the dtype of its weights; else it is fp32."""
 
 
 class RigidSource:
@@ -132,7 +129,7 @@ class RigidSource:
             save_id=identity_of(self._folder.path, self.names(), self.files.on_work),
             stage=shards.stage,
             world_size=first.world_size,
-            precision=PRECISIONS.get(dtype_name(first.dtype), "fp32"),
+            precision=precision_of(first.dtype),
             master_dtype=dtype_name(shards.master_dtype),
             parameters=self._models.parameters(shards.group_of),
             groups=shards.groups,

@@ -26,13 +26,12 @@ from lightning_elastic_zero.formats.deepspeed_folder import DeepSpeedFolder
 from lightning_elastic_zero.formats.deepspeed_models import ModelFiles
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
-from lightning_elastic_zero.formats.rigid import PRECISIONS
 from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
 from lightning_elastic_zero.formats.zero_shard import group_of_flats, numel_of
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
-from lightning_elastic_zero.state import Scalar, dtype_name, plain, state_key
+from lightning_elastic_zero.state import Scalar, dtype_name, plain, precision_of, state_key
 from lightning_elastic_zero.storage import no_work
 
 MASTER = "fp32"
@@ -120,7 +119,7 @@ class UniversalSource:
             save_id=identity_of(self._folder.path, self.names(), self.files.on_work),
             stage=self._stage,
             world_size=first.world_size,
-            precision=PRECISIONS.get(dtype_name(first.dtype), "fp32"),
+            precision=precision_of(first.dtype),
             master_dtype=dtype_name(self._tensor(name, WEIGHT).dtype),
             parameters=self._models.parameters(self._group_of),
             groups=self._groups(buffers),

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.rigid import PRECISIONS
 from lightning_elastic_zero.formats.torch_optimizer import (
     HELP,
     MEMBERS,
@@ -24,7 +23,7 @@ from lightning_elastic_zero.formats.torch_optimizer import (
 )
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.state import dtype_name, plain
+from lightning_elastic_zero.state import dtype_name, plain, precision_of
 
 COMPARED_ELEMENTS = 1 << 20
 """Elements of two copies of a tied weight that are compared at a time."""
@@ -138,14 +137,13 @@ def _manifest(
     )
     held = {p.name for p in parameters}
     groups = tuple(replace(g, names=tuple(n for n in g.names if n in held)) for g in groups)
-    dtype = next((p.dtype for p in parameters if p.group is not None), None)
-    dtype = dtype or next((p.dtype for p in parameters), "float32")
+    dtype = _dtype_of([p for p in parameters if p.group is not None] or parameters)
     return Manifest(
         save_id=whole.save_id,
         stage=0,
         world_size=1,
-        precision=PRECISIONS.get(getattr(torch, dtype), "fp32"),
-        master_dtype=dtype,
+        precision=precision_of(dtype),
+        master_dtype=dtype_name(dtype),
         parameters=parameters,
         groups=groups,
         # One holder, and a buffer for each parameter: their scalar states may differ.
@@ -160,6 +158,16 @@ def _manifest(
         writer=whole.writer,
         weights_only=not whole.optimizers,
     )
+
+
+def _dtype_of(parameters: Sequence[Parameter]) -> torch.dtype:
+    """Return the floating-point dtype that most elements have."""
+    numels: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        dtype: torch.dtype = getattr(torch, parameter.dtype)
+        if dtype.is_floating_point:
+            numels[dtype] = numels.get(dtype, 0) + parameter.numel
+    return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
 
 
 def progress_of(state: Mapping[str, Any]) -> Progress:

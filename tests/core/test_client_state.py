@@ -6,17 +6,19 @@ import io
 import json
 import pickle
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import (
     GONE,
     differing,
@@ -27,6 +29,8 @@ from lightning_elastic_zero.formats.client_state import (
     pickled,
     split_objects,
 )
+from lightning_elastic_zero.formats.readable import check_readable
+from lightning_elastic_zero.state import plain, without_numpy
 from tests.core.spelling import spelled
 from tests.core.strategies import plain_leaves, trees
 
@@ -104,6 +108,10 @@ class TestSplit:
             deque(),
             float,
             lambda: 0,
+            torch.eye(2).to_sparse(),
+            torch.tensor([1 + 2j]).conj(),
+            torch.empty(2, device="meta"),
+            [np.float64(1)],
         ],
         ids=repr,
     )
@@ -152,6 +160,93 @@ class TestSplit:
         """What cannot be the name of an entry is refused before anything is written."""
         with pytest.raises(SaveError, match="entries of a checkpoint are named by strings"):
             split_objects({key: 1})
+
+    @pytest.mark.parametrize("kind", [dict, list])
+    def test_what_holds_itself_is_named(self, kind: type) -> None:
+        """What has no end is refused by the name of its entry."""
+        inside: Any = kind()
+        if kind is dict:
+            inside["inside"] = inside
+        else:
+            inside.append(inside)
+        with pytest.raises(SaveError, match="holds 'mine', which holds itself"):
+            split_objects({"mine": inside})
+
+
+class TestWithoutNumpy:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (np.float64(0.1), 0.1),
+            (np.float32(0.1), 0.10000000149011612),
+            (np.float16(0.1), 0.0999755859375),
+            (np.longdouble(0.1), 0.1),
+            (np.float64("nan"), float("nan")),
+            (np.int8(-3), -3),
+            (np.uint64(2**64 - 1), 2**64 - 1),
+            (np.bool_(True), True),
+            (np.complex64(1j), 1j),
+            (np.str_("a"), "a"),
+            (np.bytes_(b"a"), b"a"),
+            ({np.int64(1): [np.float64(2), (np.int32(3), "x")]}, {1: [2.0, (3, "x")]}),
+            (Counter({np.int64(1): 2}), Counter({1: 2})),
+            (OrderedDict(a=np.int64(1)), OrderedDict(a=1)),
+        ],
+        ids=repr,
+    )
+    def test_numbers_become_pythons_own(self, value: object, expected: object) -> None:
+        """What Python has too is the same value in Python, and of Python's type."""
+        assert spelled(without_numpy(value)) == spelled(expected)
+
+    @pytest.mark.parametrize(
+        "value",
+        [np.longdouble(1) / 3, np.datetime64("2026-01-02"), np.ones(2), Path("x"), {1: 2}, None],
+        ids=repr,
+    )
+    def test_all_else_stays(self, value: object) -> None:
+        """What would not be exact is not converted, nor what is no number."""
+        assert without_numpy(value) is value
+
+    def test_hyperparameters(self) -> None:
+        """A learning rate of NumPy's is saved as the number that it is; an array is refused."""
+        assert spelled(plain({"lr": np.float32(0.5)}, "x")) == spelled({"lr": 0.5})
+        with pytest.raises(UnsupportedError, match="x is a ndarray"):
+            plain(np.ones(2), "x")
+
+
+class TestReadable:
+    @pytest.mark.parametrize(
+        ("value", "place"),
+        [
+            ({"a": [1, Fraction(1, 3)]}, "state.a.1 is a Fraction"),
+            ({"a": {"b": np.float64(1)}}, "state.a.b is a float64"),
+            ({"a": torch.eye(2).to_sparse()}, "state.a is a Tensor"),
+            ({"a": deque([1])}, "state.a is a deque"),
+            ({Color.RED: 1}, "state is a dict"),
+            (threading.Lock(), "state is a lock"),
+        ],
+        ids=repr,
+    )
+    def test_what_could_not_be_read_is_named(self, value: object, place: str) -> None:
+        """The innermost value that torch would not read is named."""
+        with pytest.raises(SaveError) as caught:
+            check_readable({"fine": 1, "state": value})
+        assert str(caught.value).startswith(f"{place}, and what is saved has to be plain data")
+
+    @given(trees(plain_leaves))
+    def test_plain_data_can_be_read(self, tree: dict[str, Any]) -> None:
+        """Nothing is refused that goes through a file."""
+        check_readable({"state": tree})
+
+    def test_a_scheduler_can_be_read(self) -> None:
+        """Torch's own schedulers keep counters, and what has no state."""
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+        schedulers = [
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2]),
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        ]
+        check_readable({"schedulers": [one.state_dict() for one in schedulers]})
 
 
 class TestFingerprints:

@@ -192,6 +192,23 @@ class TestDifferences:
             "left out by exclude_frozen_parameters, but trained here: b"
         ]
 
+    @pytest.mark.parametrize(("saved", "here"), [("int8", "bfloat16"), ("float32", "uint8")])
+    def test_integers_are_no_weights(self, saved: str, here: str) -> None:
+        """Quantized weights are refused by name; floating-point types may differ."""
+
+        def typed(dtype: str) -> Manifest:
+            whole = model(["a"], frozen=("b",))
+            changed = tuple(replace(p, dtype=dtype) for p in whole.parameters if p.name == "b")
+            return replace(whole, parameters=(whole.parameters[0], *changed))
+
+        (found,) = differences(typed(saved), typed(here))
+        assert found == (
+            f"of other types, and integers are not cast: b (saved {saved}, here {here}); quantized "
+            "weights have scales beside them: save them dequantized"
+        )
+        assert not differences(typed("float16"), typed("float64"))
+        assert not differences(typed("int8"), typed("int8"))
+
     def test_all_differences_stand_in_one_message(self) -> None:
         """One error tells all: what was saved, what is here, and each difference."""
         saved = model(

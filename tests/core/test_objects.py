@@ -232,7 +232,7 @@ class TestRefused:
     @pytest.mark.parametrize("text", [1, ["f8"], [("a", "O")], None])
     def test_a_dtype_is_made_of_its_name_only(self, text: object) -> None:
         """Nothing but the name of a dtype makes one."""
-        with pytest.raises(CheckpointFormatError, match="a pickled dtype named"):
+        with pytest.raises(CheckpointFormatError, match="a pickle with a dtype named"):
             load(calling("numpy", "dtype", text))
 
     def test_the_storage_of_a_tensor_is_no_back_door(self, tmp_path: Path) -> None:
@@ -247,6 +247,197 @@ class TestRefused:
         with pytest.raises(CheckpointFormatError):
             load(calling("torch.storage", "_load_from_bytes", file.getvalue()))
         assert list(tmp_path.iterdir()) == []
+
+
+KEPT, FIRST = pickle.BINPUT + b"\xc8", pickle.BINGET + b"\xc8"
+"""Keeps what is on the stack, and puts it there again."""
+
+
+def an_array(*, kept: bool = True) -> bytes:
+    """Give the opcodes of an empty array before its state is set, and keep it."""
+    begin = named("numpy._core.multiarray", "_reconstruct")
+    arguments = pickle.MARK + named("numpy", "ndarray") + pushed((0,)) + pushed(b"b") + pickle.TUPLE
+    return begin + arguments + pickle.REDUCE + (KEPT if kept else b"")
+
+
+def a_dtype(text: str) -> bytes:
+    """Give the opcodes of a dtype."""
+    return named("numpy", "dtype") + pushed((text, False, True)) + pickle.REDUCE
+
+
+def array_state(shape: tuple[int, ...], dtype: str, data: bytes) -> bytes:
+    """Give the opcodes that set an array's state; the data are opcodes too."""
+    fields = pushed(1) + pushed(shape) + a_dtype(dtype) + pickle.NEWFALSE + data
+    return pickle.MARK + fields + pickle.TUPLE + pickle.BUILD
+
+
+def array_over(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Give the opcodes of an array over bytes; the data are opcodes."""
+    over = named("numpy._core.numeric", "_frombuffer")
+    fields = data + a_dtype(dtype) + pushed(shape) + pushed("C")
+    return over + pickle.MARK + fields + pickle.TUPLE + pickle.REDUCE
+
+
+class TestMemory:
+    """A pickle cannot reach memory that is not its own, nor ask for more than it holds."""
+
+    @pytest.mark.parametrize(
+        "opcodes",
+        [
+            an_array() + array_state((2000,), "u1", pushed(b"a" * 2000)),
+            array_over(pushed(b"a" * 2000), "u1", (2000,)) + KEPT,
+        ],
+        ids=["built", "over bytes"],
+    )
+    def test_an_array_has_one_state(self, opcodes: bytes) -> None:
+        """What was made of an array keeps its memory: nothing gives it other memory afterwards."""
+        again = array_state((1,), "u1", pushed(b"b"))
+        with pytest.raises(CheckpointFormatError, match="a second state of one array"):
+            load(forged(opcodes + again))
+
+    def test_an_array_is_not_made_over_an_array(self) -> None:
+        """Memory belongs to one array; that of another one, of a list or of a text does not do."""
+        array = an_array() + array_state((2000,), "u1", pushed(b"a" * 2000))
+        for other in (array, pushed("a" * 2000), named("numpy", "ndarray")):
+            with pytest.raises(CheckpointFormatError, match="an array of no bytes"):
+                load(forged(array_over(other, "u1", (2000,))))
+
+    @pytest.mark.parametrize(
+        "second",
+        [
+            array_over(FIRST, "u1", (2000,)),
+            an_array(kept=False) + array_state((2000,), "u1", FIRST),
+        ],
+        ids=["over bytes", "built"],
+    )
+    def test_arrays_do_not_share_memory(self, second: bytes) -> None:
+        """Two arrays of the same bytes, and the bytes themselves, do not see one another."""
+        data = pushed(b"a" * 2000) + KEPT
+        # A pickle may copy as much as it holds: this one is long enough for two copies.
+        one = forged(pickle.MARK + data + second + second + pushed(b"b" * 4000) + pickle.TUPLE)
+        found = load(one)
+        assert isinstance(found, tuple)
+        for array in found[1:3]:
+            if array.flags.writeable:
+                array[:] = 0
+        assert found[0] == b"a" * 2000
+        assert not np.shares_memory(found[1], found[2])
+
+    @pytest.mark.parametrize(
+        "dtype", ["O,f8", "(2,2)O", "f8,f8", "T", "O", "i8,", "f8 ", "<f8", "U" * 3, "S3,S3"]
+    )
+    def test_dtypes_are_plain(self, dtype: str) -> None:
+        """A dtype is one number, text, time or object: no structure, no text of NumPy's own."""
+        with pytest.raises(CheckpointFormatError, match="a pickle with a dtype named"):
+            load(forged(a_dtype(dtype)))
+
+    @pytest.mark.parametrize(
+        "opcodes",
+        [
+            an_array() + array_state((3,), "O8", pushed([1])),
+            an_array() + array_state((1 << 40,), "O8", pushed([])),
+            an_array() + array_state((1,), "O8", pushed(b"a" * 8)),
+            an_array() + array_state((1 << 40,), "u1", pushed(b"a")),
+            an_array() + array_state((-1,), "u1", pushed(b"a")),
+            an_array() + array_state((0, 1 << 62, 8), "u1", pushed(b"")),
+            an_array() + array_state((2,), "b1", pushed(b"\x00\x02")),
+            array_over(pushed(b"a" * 8), "O8", (1,)),
+            array_over(pushed(b"a" * 8), "f8", (2,)),
+            array_over(pushed(b"a" * 8), "f8", (1 << 60,)),
+        ],
+    )
+    def test_arrays_have_the_bytes_of_their_shape(self, opcodes: bytes) -> None:
+        """An array of other bytes, or of other objects, than its shape says is refused."""
+        with pytest.raises(CheckpointFormatError, match=r"a pickle with (an array|objects|truth)"):
+            load(forged(opcodes))
+
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [
+            ("builtins.bytearray", (1 << 33,)),
+            ("builtins.list", (range(1 << 33),)),
+            ("builtins.set", (range(1 << 33),)),
+            ("builtins.int", (decimal.Decimal("1e99999999"),)),
+            ("fractions.Fraction", ("1e99999999",)),
+            ("collections.deque", (range(1 << 33),)),
+            ("collections.Counter", (range(1 << 33),)),
+            ("datetime.date", (b"\x07\xe8\x02\xff",)),
+        ],
+    )
+    def test_classes_are_called_as_their_own_pickles_call_them(
+        self, name: str, arguments: tuple[object, ...]
+    ) -> None:
+        """A few bytes do not become gigabytes, nor a date that there is not."""
+        module, _, attribute = name.rpartition(".")
+        with pytest.raises(CheckpointFormatError, match=r"that it does not take|is out of range"):
+            load(calling(module, attribute, *arguments))
+
+    def test_what_is_copied_is_not_more_than_what_is_there(self) -> None:
+        """Bytes that are kept once cannot be copied a thousand times."""
+        data = pushed(b"a" * 100_000) + KEPT
+        copies = array_over(FIRST, "u1", (100_000,)) * 1000
+        with pytest.raises(CheckpointFormatError, match="more copies than it has bytes"):
+            load(forged(data + copies))
+        claimed = pickle.BYTEARRAY8 + (1 << 33).to_bytes(8, "little") + b"a"
+        with pytest.raises(CheckpointFormatError, match="fewer bytes than it says"):
+            load(forged(claimed))
+
+    def test_values_that_are_alike_are_no_copies(self) -> None:
+        """Many paths of the same long part, as any pickle has them, are read."""
+        many = [Path("/a-folder-with-a-long-name" * 20, "b") for _ in range(2000)]
+        assert load(pickle.dumps(many)) == many
+
+    @pytest.mark.parametrize(
+        "opcodes",
+        [
+            pickle.EMPTY_DICT + pushed(()) + pickle.TUPLE1 * 200_000 + pickle.NONE + pickle.SETITEM,
+            pickle.EMPTY_DICT
+            + pickle.EMPTY_TUPLE
+            + (pickle.DUP + pickle.TUPLE2) * 60
+            + pickle.NONE
+            + pickle.SETITEM,
+        ],
+        ids=["deep", "wide"],
+    )
+    def test_keys_can_be_hashed(self, opcodes: bytes) -> None:
+        """A key that would take all the stack, or a thousand years, is refused."""
+        with pytest.raises(CheckpointFormatError, match="a key nested too deep"):
+            load(forged(opcodes))
+
+    def test_arrays_in_arrays_end(self) -> None:
+        """A chain of arrays is cut off before its end takes all the stack."""
+        chain = pushed(1)
+        for _ in range(200):
+            inner = pickle.EMPTY_LIST + chain + pickle.APPEND
+            chain = an_array(kept=False) + array_state((1,), "O8", inner)
+        with pytest.raises(CheckpointFormatError, match="arrays nested too deep"):
+            load(forged(chain))
+
+    @pytest.mark.parametrize(
+        ("offset", "size", "stride"),
+        [
+            (0, (7,), (1,)),
+            (1, (6,), (1,)),
+            (-1, (1,), (1,)),
+            (0, (2, 3), (3, 2)),
+            (0, (1 << 40,), (1,)),
+            (0, (1 << 32, 1 << 32), (0, 0)),
+            (0, (2,), (-1,)),
+            (6, (1,), (1,)),
+            (0, (2,), (1, 1)),
+        ],
+    )
+    def test_tensors_stay_within_their_storage(
+        self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
+        """A tensor that reaches beyond its storage is refused: torch would enlarge it."""
+        held = torch.arange(6.0)._typed_storage().__reduce__()[1][0]  # type: ignore[no-untyped-call]
+        storage = named("torch.storage", "_load_from_bytes") + pushed((held,)) + pickle.REDUCE
+        hooks = named("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
+        where = pushed(offset) + pushed(size) + pushed(stride) + pickle.NEWFALSE + hooks
+        rebuild = named("torch._utils", "_rebuild_tensor_v2")
+        with pytest.raises(CheckpointFormatError, match=r"a tensor (beyond its|of no) "):
+            load(forged(rebuild + pickle.MARK + storage + where + pickle.TUPLE + pickle.REDUCE))
 
 
 class TestDamaged:

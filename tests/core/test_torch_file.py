@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from hypothesis import strategies as st
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
+    CheckpointMismatchError,
 )
 from lightning_elastic_zero.formats.torch_file import (
+    LegacyFile,
+    PickleRules,
     Piece,
     PiecewiseSource,
     ShardBuilder,
@@ -99,6 +103,38 @@ class TestReading:
                 target = torch.zeros(100_000, dtype=dtype)
                 file.read_into([(target, Piece(file.tree["a"], 0, 100_000, 0))])
                 assert torch.equal(target, live.to(dtype))
+
+    @pytest.mark.parametrize("legacy", [False, True])
+    @pytest.mark.parametrize(
+        ("stored", "wanted"),
+        [
+            (torch.int8, torch.float32),
+            (torch.uint8, torch.bfloat16),
+            (torch.bool, torch.float32),
+            (torch.float32, torch.int8),
+            (torch.int8, torch.uint8),
+            (torch.complex64, torch.float32),
+        ],
+        ids=str,
+    )
+    def test_integers_are_not_cast(
+        self, stored: torch.dtype, wanted: torch.dtype, legacy: bool, tmp_path: Path
+    ) -> None:
+        """Quantized weights taken as numbers would be wrong by their scales, without a word."""
+        torch.save(
+            {"a": torch.ones(8).to(stored)},
+            tmp_path / "a.pt",
+            _use_new_zipfile_serialization=not legacy,
+        )
+        kind: Any = LegacyFile if legacy else TorchFile.open_foreign
+        file, target = kind(tmp_path / "a.pt", PickleRules()), torch.zeros(8, dtype=wanted)
+        with pytest.raises(CheckpointMismatchError, match=f"elements of {stored} where {wanted}"):
+            file.read_into([(target, Piece(file.tree["a"], 0, 8, 0))])
+        assert not target.any()
+        same = torch.zeros(8, dtype=stored)
+        file.read_into([(same, Piece(file.tree["a"], 0, 8, 0))])
+        assert torch.equal(same, torch.ones(8).to(stored))
+        file.close()
 
     def test_reads_no_more_than_it_needs(self, tmp_path: Path) -> None:
         """A run costs its own chunks and the index, whatever the size of the file."""

@@ -37,6 +37,7 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroE
 from lightning_elastic_zero.formats.sharded.verifying import verify_entries
 from lightning_elastic_zero.formats.torch_file import PickleRules
 from lightning_elastic_zero.formats.torch_file.unpickling import refuse_class
+from lightning_elastic_zero.state import check_cast
 from lightning_elastic_zero.storage import no_work, steady_stream
 
 _UNREADABLE = (
@@ -195,6 +196,7 @@ class Chunks:
 
         Raises:
             CheckpointCorruptedError: chunks are damaged, or do not hold each element once.
+            CheckpointMismatchError: elements would be cast from or to integers.
         """
         jobs = self._plan(runs)
         planner = _Filling(jobs, on_bytes)
@@ -207,13 +209,15 @@ class Chunks:
         for run in runs:
             entry = self._metadata.state_dict_metadata[run.key]
             assert isinstance(entry, TensorStorageMetadata)  # noqa: S101 (for the type checker)
+            dtype = entry.properties.dtype
+            check_cast(dtype, run.target.dtype, f"{self.folder}: {run.key}")
             shape, held = tuple(entry.size), 0
             for chunk in entry.chunks:
                 found = overlaps(run, shape, chunk.offsets, chunk.sizes)
                 count = sum(stop - start for _, start, stop in found)
                 if count:
                     index = MetadataIndex(run.key, chunk.offsets)
-                    job = _Job(index, chunk, shape, entry.properties.dtype)
+                    job = _Job(index, chunk, shape, dtype)
                     jobs.setdefault(index, job).runs.append(run)
                 held += count
             if held != run.stop - run.start:

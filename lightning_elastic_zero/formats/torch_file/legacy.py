@@ -15,6 +15,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.torch_file.reading import Piece
 from lightning_elastic_zero.formats.torch_file.unpickling import PickleRules, refuse_class
+from lightning_elastic_zero.state import check_cast
 from lightning_elastic_zero.storage import no_progress, no_work, steady_stream
 
 ZIP_MARK = b"PK\x03\x04"
@@ -85,6 +86,7 @@ class LegacyFile:
     ) -> None:
         """Fill targets with pieces of the tree's tensors."""
         for target, piece in wanted:
+            check_cast(piece.tensor.dtype, target.dtype, str(self.path))
             numel = piece.stop - piece.start
             found = piece.tensor.detach().reshape(-1)[piece.start : piece.stop]
             target.detach()[piece.target_offset : piece.target_offset + numel].copy_(found)

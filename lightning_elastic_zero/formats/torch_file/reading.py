@@ -15,6 +15,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
 from lightning_elastic_zero.formats.torch_file.unpickling import PLAIN_DATA, PickleRules
+from lightning_elastic_zero.state import check_cast
 from lightning_elastic_zero.storage import FileRecord, RangeFile, VerifiedFile, no_progress, no_work
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -169,6 +170,7 @@ class TorchFile:
 
         Raises:
             CheckpointCorruptedError: Bytes of the file are not what was written.
+            CheckpointMismatchError: Elements would be cast from or to integers.
             ValueError: A piece reaches beyond its tensor or its target.
 
         """
@@ -183,6 +185,7 @@ class TorchFile:
         if target.dim() != 1 or not 0 <= piece.target_offset <= target_stop <= target.numel():
             msg = f"[{piece.target_offset}, {target_stop}) is not within {tuple(target.shape)}."
             raise ValueError(msg)
+        check_cast(piece.tensor.dtype, target.dtype, str(self.path))
         place = self.locate(piece.tensor)
         start_byte = place.start_byte + piece.start * place.dtype.itemsize
         slot = target.detach()[piece.target_offset : target_stop]

@@ -1,0 +1,102 @@
+"""What ranks do with what users hang on a run: schedulers, states, client states."""
+
+from __future__ import annotations
+
+import fractions
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.engine._setup import Engine, Setup, engine_of, train
+
+STEPS = 3
+
+
+def cosine(epoch: int) -> Any:  # noqa: ANN401
+    """Give a factor as NumPy has it."""
+    return np.cos(epoch / 10)
+
+
+class Ratio:
+    """A callable whose fields a scheduler keeps, one of them no plain data."""
+
+    def __init__(self) -> None:
+        self.ratio = fractions.Fraction(1, 3)
+
+    def __call__(self, epoch: int) -> float:
+        return float(self.ratio)
+
+
+class Unmade(Exception):  # noqa: N818 (it is a value here)
+    """An object that can be pickled, and not be made of its pickle."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def _schedule(engine: Engine, factor: Any) -> None:  # noqa: ANN401
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer.optimizer, factor)
+
+
+def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
+    """Give what depends on the scheduler and on the scalar states."""
+    inner = engine.optimizer.optimizer
+    states = [{k: s[k] for k in ("scale", "count", "flag")} for s in inner.state.values()]
+    return {
+        "rates": [float(group["lr"]).hex() for group in inner.param_groups],
+        "scheduler": json.loads(json.dumps(engine.lr_scheduler.state_dict(), default=float)),
+        "states": json.loads(json.dumps(states, default=lambda value: value.item())),
+        "scale": float(engine.optimizer.loss_scaler.cur_scale),
+        "losses": [loss.hex() for loss in losses],
+    }
+
+
+def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save a run with numbers of NumPy wherever it can; give how it and a resumed one go on."""
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    path = f"{folder}/numbers.ckpt"
+    client = {"best": np.float32(0.1), "rates": [np.float64(1) / 3], "seen": {"n": np.int64(3)}}
+    with engine_of(setup, 0) as engine:
+        _schedule(engine, cosine)
+        train(engine, setup, 0, STEPS)
+        for state in engine.optimizer.optimizer.state.values():
+            state.update(scale=np.float32(0.1), count=np.int64(7), flag=np.bool_(True))
+        engine.optimizer.loss_scaler.cur_scale = np.float64(1)
+        save_checkpoint(engine, path, client)
+        went_on = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
+    with engine_of(setup, 1) as engine:
+        _schedule(engine, cosine)
+        read = load_checkpoint(engine, path).client_state
+        assert repr(read) == repr(client), read
+        resumed = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
+    return went_on, resumed
+
+
+def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
+    """Save what no load could read; give the errors, and what else is in the folder then."""
+    from lightning_elastic_zero import ElasticZeroError, save_checkpoint
+
+    found: dict[str, str] = {}
+    within: dict[str, Any] = {}
+    within["within"] = within
+
+    def attempt(name: str, engine: Engine, client: dict[str, Any]) -> None:
+        try:
+            save_checkpoint(engine, f"{folder}/{name}.ckpt", client)
+        except ElasticZeroError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    with engine_of(setup, 0) as engine:
+        attempt("within", engine, {"mine": within})
+        attempt("unmade", engine, {"callbacks": {"Mine": [Unmade(1, 2)]}})
+        _schedule(engine, Ratio())
+        attempt("scheduler", engine, {})
+        engine.lr_scheduler = None
+        engine.module.bn.register_buffer("sparse", torch.eye(2).to_sparse())
+        attempt("buffer", engine, {})
+    left = sorted(path.name for path in Path(folder).iterdir() if path.name != "numbers.ckpt")
+    return {**found, "left": ", ".join(left)}
