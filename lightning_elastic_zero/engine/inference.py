@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.module import (
+    drop_second_copies,
     parameter_names,
     parameter_table,
     persistent_buffers,
@@ -106,6 +107,7 @@ class InferenceEngine:
             _, piece = weight_piece(self._parameters[fragment.name])
             piece.copy_(received.weights[fragment.buffer])
         write_buffers(self._engine.module, incoming.module_buffers)
+        drop_second_copies(self._engine.module)
         persistent = getattr(self._engine.optimizer, "persistent_parameters", None)
         if persistent:
             persistent[0].all_gather(persistent)

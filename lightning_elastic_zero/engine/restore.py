@@ -59,17 +59,29 @@ def rebuild_masters(targets: Sequence[Target]) -> None:
 
 
 def state_targets(inner: Any, buffer: LiveBuffer, source: Manifest) -> dict[str, torch.Tensor]:  # noqa: ANN401
-    """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero."""
-    master = buffer.master
-    # A live state means that its memory is taken already: receive beside it, on the host.
-    device = "cpu" if inner.state.get(master) else master.device
-    return {
-        key.name: torch.zeros(
-            master.numel(), dtype=_state_dtype(key.dtype, source, master), device=device
-        )
-        for key in source.groups[buffer.group].state
-        if key.kind == "elementwise"
-    }
+    """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
+
+    On the host, where a live state will take the values in its own memory: the device never holds
+    it twice. Otherwise on the device, so that one that is full is found out before ``commit``.
+    """
+    master, live = buffer.master, inner.state.get(buffer.master, {})
+    targets: dict[str, torch.Tensor] = {}
+    for key in source.groups[buffer.group].state:
+        if key.kind == "elementwise":
+            dtype = _state_dtype(key.dtype, source, master)
+            device = "cpu" if _has_place(live.get(key.name), master, dtype) else master.device
+            targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
+    return targets
+
+
+def _has_place(live: object, master: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a live state can take values of a type for each element of the masters."""
+    return (
+        isinstance(live, torch.Tensor)
+        and live.shape == master.shape
+        and live.dtype == dtype
+        and live.device == master.device
+    )
 
 
 def _state_dtype(saved: str, source: Manifest, master: torch.Tensor) -> torch.dtype:
@@ -92,12 +104,18 @@ def commit_masters(targets: Sequence[Target], received: Receiving, *, keep_fp32:
         if not target.in_place:
             master.copy_(received.weights[index])
         if not keep_fp32:
-            master.copy_(master.to(target.buffer.low.dtype))
+            _round(master, target.buffer.low.dtype)
         reached = 0
         for _, start, stop, offset in target.buffer.places:
             master[reached:offset].zero_()
             reached = offset + stop - start
         master[reached:].zero_()
+
+
+def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
+    """Round masters to a narrower type, a bounded part at a time: the device may be full."""
+    for part in master.split(COMPARE_ELEMENTS):
+        part.copy_(part.to(dtype))
 
 
 def commit_state(
@@ -106,16 +124,28 @@ def commit_state(
     elementwise: Mapping[str, torch.Tensor],
     scalars: Mapping[str, Scalar],
 ) -> None:
-    """Hang new states onto a flat buffer; without any the optimizer starts fresh on it."""
+    """Give a flat buffer its states; without any the optimizer starts fresh on it.
+
+    Live states of the same type are overwritten where they are: they may be pinned or linked to,
+    and what is allocated now could fail half-way. Scalars are new: each buffer needs its own.
+    """
     master = buffer.master
     if not elementwise and not scalars:
         _forget_state(inner, master)
         return
     group, live = inner.param_groups[buffer.group], type(inner).__name__
+    kept = inner.state.get(master, {})
     inner.state[master] = {
-        **{key: value.to(master.device) for key, value in elementwise.items()},
+        **{key: _take(kept.get(key), value, master) for key, value in elementwise.items()},
         **{k: place_scalar(k, v, live, group, master.device) for k, v in scalars.items()},
     }
+
+
+def _take(live: object, value: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Put received values into the live state if they fit; else return them on its device."""
+    if isinstance(live, torch.Tensor) and _has_place(live, master, value.dtype):
+        return live.copy_(value)
+    return value.to(master.device)
 
 
 def _forget_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.gradients import drop_gradients
 from lightning_elastic_zero.engine.module import (
+    drop_second_copies,
     full_shape,
     module_weights,
     parameter_names,
@@ -296,6 +298,8 @@ class TrainingEngine:
         self._commit_frozen(received)
         write_buffers(self._engine.module, incoming.module_buffers)
         commit_counters(self._engine, incoming)
+        drop_gradients(self._engine, self._wrapper)
+        drop_second_copies(self._engine.module)
         self.gather_persistent()
 
     def _commit_frozen(self, received: Receiving) -> None:

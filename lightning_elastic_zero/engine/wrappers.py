@@ -88,8 +88,13 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
     for group, buffer in enumerate(live_buffers(optimizer, wrapper)):
         buffer.low.data.copy_(buffer.master.data)
         _gather_partitions(partitions[group], buffer.low, optimizer.real_dp_process_group[group])
-    # DeepSpeed links each parameter to its optimizer state once; the tensors are new now.
+    # DeepSpeed links each parameter to its optimizer state once; the tensors may be new now, and a
+    # link would keep the old ones from being freed.
     optimizer._hp_optimizer_states_linked = False
+    for group in live_buffers(optimizer, wrapper):
+        for parameter in group.parameters:
+            if getattr(parameter, "_hp_mapping", None) is not None:
+                parameter._hp_mapping.optim_fragment = None  # type: ignore[attr-defined]
     if has_state:
         optimizer._lazy_init_hp_params_optimizer_state()
 
