@@ -31,6 +31,10 @@ class LiveState(Protocol):
         """Give what this rank holds, by reference."""
         ...
 
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        ...
+
     def check_optimizer(self, source: Manifest) -> None:
         """Refuse the state of another optimizer."""
         ...

@@ -74,6 +74,10 @@ class InferenceEngine:
         )
         raise UnsupportedError(msg)
 
+    def module_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        return persistent_buffers(self._engine.module)
+
     def check_optimizer(self, source: Manifest) -> None:
         """Accept: no optimizer state is wanted."""
 

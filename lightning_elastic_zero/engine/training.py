@@ -235,6 +235,10 @@ class TrainingEngine:
         if self._stage == STAGE_WEIGHTS:
             self._optimizer.checkpoint_event_epilogue()
 
+    def module_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        return persistent_buffers(self._engine.module)
+
     def check_optimizer(self, source: Manifest) -> None:
         """Refuse state of another optimizer.
 

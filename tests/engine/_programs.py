@@ -243,3 +243,14 @@ def cpu_adam_builds() -> str:
     except (ImportError, OSError, RuntimeError) as error:
         return f"DeepSpeedCPUAdam does not build here: {error}"
     return ""
+
+
+def save_unlike(setup: Setup, path: str) -> None:
+    """Save a run whose last rank has a buffer of another shape."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 1)
+        if engine.global_rank == setup.world - 1:
+            engine.module.average = torch.full((1,), 0.5)
+        save_checkpoint(engine, path)
