@@ -114,7 +114,8 @@ def commit_masters(targets: Sequence[Target], received: Receiving, *, keep_fp32:
 
 def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
     """Round masters to a narrower type, a bounded part at a time: the device may be full."""
-    for part in master.split(COMPARE_ELEMENTS):
+    for start in range(0, master.numel(), COMPARE_ELEMENTS):
+        part = master[start : start + COMPARE_ELEMENTS]
         part.copy_(part.to(dtype))
 
 

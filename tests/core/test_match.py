@@ -21,7 +21,7 @@ from lightning_elastic_zero.match import (
     rounded_buffers,
 )
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.state import loses_values, shares_elements
+from lightning_elastic_zero.state import dtype_name, loses_values, shares_elements
 from tests.core.strategies import manifests
 
 EVERYTHING = Wanted(optimizer_state=True)
@@ -304,10 +304,14 @@ class TestDescribe:
 
 def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
     """Describe a buffer as it was saved, and as the model has it."""
-    types = [str(t.dtype).removeprefix("torch.") for t in (saved, here)]
-    loses, shared = loses_values(saved, here.dtype), shares_elements(here)
     return BufferPair(
-        name, tuple(saved.shape), tuple(here.shape), *types, loses, writable=not shared
+        name,
+        saved_shape=tuple(saved.shape),
+        shape=tuple(here.shape),
+        saved_dtype=dtype_name(saved.dtype),
+        dtype=dtype_name(here.dtype),
+        loses=loses_values(saved, here.dtype),
+        writable=not shares_elements(here),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from tests.engine._model import Net
 from tests.engine._pool import Pools
@@ -88,7 +88,7 @@ def test_other_formats(pools: Pools, tmp_path: Path) -> None:
     paths = [str(unpack(name, tmp_path / name).checkpoint) for name in recorded]
     weights = Net(0, hidden=5).state_dict()
     torch.save({"state_dict": weights}, tmp_path / "single.ckpt")
-    checkpoint.save(weights, checkpoint_id=tmp_path / "sharded")
+    save_sharded(weights, checkpoint_id=tmp_path / "sharded")
     paths += [str(tmp_path / "single.ckpt"), str(tmp_path / "sharded")]
     target = Setup(2, "2", hidden=5, buffers="reshaped")
     for path, refused in zip(paths, refused_all(pools, target, paths), strict=True):
