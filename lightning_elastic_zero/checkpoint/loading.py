@@ -30,6 +30,7 @@ from lightning_elastic_zero.formats import (
     open_checkpoint,
 )
 from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
+from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.match import (
     BufferPair,
     Wanted,
@@ -183,6 +184,8 @@ def _check(
         raise CheckpointMismatchError(msg)
     if wanted.optimizer_state and any(group.state for group in source.manifest.groups):
         live.check_optimizer(source.manifest)
+    if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
+        live.check_scheduler(once.lr_scheduler)
     if ranks.rank == 0:
         log.info("loading %s: %s into %s", where, _said(source), describe(here))
         if rounded := rounded_buffers(buffers, here):
@@ -206,6 +209,11 @@ def _pairs(
             loses=loses_values(held, wanted.dtype),
             writable=not shares_elements(wanted),
         )
+
+
+def _restores_run(source: CheckpointReader, here: Manifest) -> bool:
+    """Return whether a run goes on, if need be with a fresh optimizer; weights start a new one."""
+    return bool(here.groups) and not source.manifest.weights_only
 
 
 def _with_hyperparameters(source: CheckpointReader, options: LoadOptions) -> bool:
@@ -234,8 +242,7 @@ def _read(
     receiving = live.receive(manifest, with_optimizer=with_optimizer)
     requests = _requests(source, receiving)
     source.check(requests)
-    # Weights alone start a new run; a whole checkpoint goes on, if need be with a fresh optimizer.
-    restores_run = bool(here.groups) and not manifest.weights_only
+    restores_run = _restores_run(source, here)
     incoming = Incoming(
         scalars=tuple(
             _scalars_of(source, buffer.names) if with_optimizer else {} for buffer in here.buffers

@@ -39,6 +39,10 @@ class LiveState(Protocol):
         """Refuse the state of another optimizer."""
         ...
 
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Refuse the state of another kind of scheduler."""
+        ...
+
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill; nothing live is lost before ``commit``."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class InferenceEngine:
 
     def check_optimizer(self, source: Manifest) -> None:
         """Accept: no optimizer state is wanted."""
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Accept: nothing steps."""
 
     def partition(self) -> None:
         """ZeRO-3: partition the parameters that are gathered (collective)."""

@@ -11,6 +11,7 @@ import torch
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_group
 from lightning_elastic_zero.engine.wrappers import LiveBuffer
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.state import Incoming, Receiving, Scalar
 
@@ -170,6 +171,31 @@ def commit_groups(inner: Any, incoming: Incoming) -> None:  # noqa: ANN401
     same_class = incoming.optimizer == type(inner).__name__
     for group, saved in zip(inner.param_groups, incoming.hyperparameters, strict=True):
         update_group(group, saved, same_class=same_class, restore=unplain)
+
+
+def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: ANN401
+    """Refuse the state of another kind of scheduler, which would fail when all else is restored.
+
+    Args:
+        live: the scheduler that the engine steps; None where it steps none.
+        saved: the state of the one that was saved.
+
+    Raises:
+        CheckpointMismatchError: it lacks what the live one keeps.
+    """
+    if live is None:
+        return
+    kept = live.state_dict().keys()
+    # What begins with "_" and `verbose` come and go with releases of torch; nested states do not.
+    public = {key for key in kept if not key.startswith("_")} - {"verbose"}
+    lacking = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
+    if lacking:
+        msg = (
+            f"the learning-rate scheduler that was saved kept {sorted(saved)}; "
+            f"{type(live).__name__}, which this run has, keeps {sorted(kept)}: configure the "
+            "scheduler that was saved, or pass load_hyperparameters=False to start a new one"
+        )
+        raise CheckpointMismatchError(msg)
 
 
 def commit_counters(engine: Any, incoming: Incoming) -> None:  # noqa: ANN401 (untyped library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_elastic_zero.engine.optimizer_state import (
 )
 from lightning_elastic_zero.engine.restore import (
     Target,
+    check_scheduler,
     commit_counters,
     commit_groups,
     commit_masters,
@@ -249,6 +251,14 @@ class TrainingEngine:
             check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
         else:
             check_unnamed_optimizer(source.groups, self._groups(), self._inner)
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Refuse state of another kind of scheduler.
+
+        Raises:
+            CheckpointMismatchError: it lacks what the live one keeps.
+        """
+        check_scheduler(self._engine.lr_scheduler, saved)
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill with what this rank wants of a checkpoint.
