@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
@@ -12,6 +12,28 @@ _INTEGRAL = ("int", "uint", "bool", "qint", "quint", "bits")
 
 LISTED = 20
 """What is listed of each kind of difference; the rest is counted."""
+
+
+LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
+"""The type to which a run of each precision rounds its weights."""
+
+FLOATING = {"float64": (11, 52), "float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
+"""Bits of exponent and mantissa: what has as many of both holds every value of a type."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPair:
+    """A module buffer as it was saved, beside the model's own of that name."""
+
+    name: str
+    saved_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    saved_dtype: str
+    dtype: str
+    loses: bool
+    """Whether the model's type cannot hold the values that were saved."""
+    writable: bool = True
+    """False where several elements of the model's buffer share one place in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +49,13 @@ class Wanted:
     lacks stay as they are, and what it has beyond the model is left out."""
 
 
-def check_fits(saved: Manifest, live: Manifest, wanted: Wanted, where: str) -> None:
+def check_fits(
+    saved: Manifest,
+    live: Manifest,
+    wanted: Wanted,
+    where: str,
+    buffers: Sequence[BufferPair] = (),
+) -> None:
     """Compare a checkpoint with a live engine before anything is changed.
 
     Args:
@@ -35,11 +63,15 @@ def check_fits(saved: Manifest, live: Manifest, wanted: Wanted, where: str) -> N
         live: what the engine says of itself.
         wanted: what is to be restored.
         where: the checkpoint's path, for the message.
+        buffers: the module buffers that both have.
 
     Raises:
         CheckpointMismatchError: with all differences, by name.
     """
-    differences = list(_differences(saved, live, wanted))
+    differences = [
+        *_differences(saved, live, wanted),
+        *_unlike_buffers(buffers, _rounds_to(live)),
+    ]
     if not differences:
         return
     listed = "\n".join(f"  - {difference}" for difference in differences)
@@ -111,6 +143,18 @@ def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str
             f"of other types, and integers are not cast: {_names(retyped)}; quantized weights have "
             "scales beside them: save them dequantized"
         )
+
+    rounded = _rounds_to(live)
+    lossy = [
+        f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
+        for name, parameter in want.items()
+        if name in have
+        and name not in saved.excluded
+        and not _owned(parameter)
+        and _loses(have[name].dtype, parameter.dtype, rounded)
+    ]
+    if lossy:
+        yield f"frozen, of types that cannot hold what was saved: {_names(lossy)}"
     if wanted.optimizer_state and live.groups:
         yield from _ownership(have, want)
     lost = [n for n in saved.excluded if n in want and live.groups and _owned(want[n])]
@@ -157,6 +201,57 @@ def _buffers(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
         yield f"buffers missing from the checkpoint: {_names(sorted(want - have))}"
     if have - want:
         yield f"buffers in the checkpoint, but not in the model: {_names(sorted(have - want))}"
+
+
+def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
+    """Return the names of the buffers that a load rounds, as it does with weights."""
+    rounded = _rounds_to(live)
+    return [b.name for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, rounded)]
+
+
+def _rounds_to(live: Manifest) -> frozenset[str]:
+    """Return the types to which values may be rounded: the run's own; in an evaluation, any."""
+    if not live.groups:
+        return frozenset(FLOATING)
+    return frozenset({LOW_PRECISION.get(live.precision, "")})
+
+
+def _unlike_buffers(buffers: Sequence[BufferPair], rounded: frozenset[str]) -> Iterator[str]:
+    """Yield the module buffers that cannot take what was saved."""
+    reshaped = [
+        f"{b.name} (saved {b.saved_shape}, here {b.shape})"
+        for b in buffers
+        if b.saved_shape != b.shape
+    ]
+    if reshaped:
+        yield f"buffers of other shapes: {_names(reshaped)}"
+    lossy = [
+        f"{b.name} (saved {b.saved_dtype}, here {b.dtype})"
+        for b in buffers
+        if b.loses and not _is_rounding(b.saved_dtype, b.dtype, rounded)
+    ]
+    if lossy:
+        yield f"buffers of types that cannot hold what was saved: {_names(lossy)}"
+    shared = [b.name for b in buffers if not b.writable]
+    if shared:
+        yield (
+            "buffers whose elements share their memory (expanded views), so that they cannot be "
+            f"written: {_names(shared)}; .clone() them where they are registered"
+        )
+
+
+def _is_rounding(saved: str, dtype: str, rounded: frozenset[str]) -> bool:
+    """Return whether a cast is the rounding that weights undergo too."""
+    return saved in FLOATING and dtype in rounded
+
+
+def _loses(saved: str, dtype: str, rounded: frozenset[str]) -> bool:
+    """Return whether a type cannot hold each value of another one, nor is that the run's choice."""
+    if saved == dtype or _is_rounding(saved, dtype, rounded):
+        return False
+    if saved not in FLOATING or dtype not in FLOATING:
+        return True
+    return any(has < needs for has, needs in zip(FLOATING[dtype], FLOATING[saved], strict=True))
 
 
 def _groups(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:

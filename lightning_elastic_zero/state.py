@@ -117,6 +117,25 @@ def check_cast(saved: torch.dtype, wanted: torch.dtype, where: str) -> None:
         raise CheckpointMismatchError(msg)
 
 
+def loses_values(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a type cannot hold all of a tensor's values; NaN stays NaN."""
+    if values.dtype == dtype:
+        return False
+    if values.is_complex() and not dtype.is_complex:
+        return True
+    found, kept = values, values.to(dtype).to(values.dtype)
+    if values.is_floating_point():  # 8-bit types cannot be compared.
+        found, kept = found.double(), kept.double()
+    return bool(((found != kept) & ~((found != found) & (kept != kept))).any())  # noqa: PLR0124 (NaN)
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a tensor lie in one place, as in an expanded view."""
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def plain(value: object, where: str) -> Plain:
     """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
 

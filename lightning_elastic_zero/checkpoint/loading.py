@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_elastic_zero.checkpoint.older import DAMAGED, find_older
 from lightning_elastic_zero.checkpoint.words import (
@@ -23,13 +25,29 @@ from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMisma
 from lightning_elastic_zero.formats import (
     WEIGHT,
     CheckpointReader,
+    ModuleState,
     ReadRequest,
     open_checkpoint,
 )
 from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
-from lightning_elastic_zero.match import Wanted, check_fits, describe
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.match import (
+    BufferPair,
+    Wanted,
+    check_fits,
+    describe,
+    rounded_buffers,
+)
 from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.state import Incoming, Receiving, Scalar, comparable
+from lightning_elastic_zero.state import (
+    Incoming,
+    Receiving,
+    Scalar,
+    comparable,
+    dtype_name,
+    loses_values,
+    shares_elements,
+)
 from lightning_elastic_zero.storage import check_local_path, repair_target
 
 log = logging.getLogger(__name__)
@@ -88,12 +106,12 @@ def _load(
         f"load {directory}: open", lambda: _open(path, first, options, ranks.progress)
     )
     try:
-        ranks.together(
+        once = ranks.together(
             f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks)
         )
         try:
             filled = ranks.together(
-                f"load {directory}: read", lambda: _read(source, live, options, ranks)
+                f"load {directory}: read", lambda: _read(source, live, options, ranks, once)
             )
         except BaseException:
             live.abandon()
@@ -153,25 +171,56 @@ def _open(
 
 def _check(
     source: CheckpointReader, live: LiveState, options: LoadOptions, where: str, ranks: Ranks
-) -> None:
-    """Find all that can be wrong before anything is changed."""
+) -> ModuleState:
+    """Find all that can be wrong before anything is changed; give what is held once."""
     here = live.describe()
     source.meet(here)
     training = bool(here.groups)
+    # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result must
+    # not depend on the number of devices. Training goes on with each rank's own.
+    once = source.module_state(ranks.rank if training else 0, ranks.world_size)
+    buffers = list(_pairs(once.buffers, live.module_buffers()))
     wanted = Wanted(
         optimizer_state=training and options.optimizer_state,
         hyperparameters=training and _with_hyperparameters(source, options),
         strict=options.strict,
     )
-    check_fits(source.manifest, here, wanted, where)
+    check_fits(source.manifest, here, wanted, where, buffers)
     if wanted.optimizer_state and source.found.unmatched:
         msg = f"{where} does not fit this model: {source.found.unmatched}"
         raise CheckpointMismatchError(msg)
     if wanted.optimizer_state and any(group.state for group in source.manifest.groups):
         live.check_optimizer(source.manifest)
+    if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
+        live.check_scheduler(once.lr_scheduler)
     if ranks.rank == 0:
         log.info("loading %s: %s into %s", where, _said(source), describe(here))
+        if rounded := rounded_buffers(buffers, here):
+            log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
     source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
+    return once
+
+
+def _pairs(
+    saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
+) -> Iterator[BufferPair]:
+    """Yield the module buffers that both have, as they are there and here."""
+    for name in filter(saved.__contains__, live):
+        held, wanted = saved[name], live[name]
+        yield BufferPair(
+            name,
+            saved_shape=tuple(held.shape),
+            shape=tuple(wanted.shape),
+            saved_dtype=dtype_name(held.dtype),
+            dtype=dtype_name(wanted.dtype),
+            loses=loses_values(held, wanted.dtype),
+            writable=not shares_elements(wanted),
+        )
+
+
+def _restores_run(source: CheckpointReader, here: Manifest) -> bool:
+    """Return whether a run goes on, if need be with a fresh optimizer; weights start a new one."""
+    return bool(here.groups) and not source.manifest.weights_only
 
 
 def _with_hyperparameters(source: CheckpointReader, options: LoadOptions) -> bool:
@@ -190,19 +239,17 @@ def _said(source: CheckpointReader) -> str:
     return f"{text} without {', '.join(found.lacks)}," if found.lacks else text
 
 
-def _read(source: CheckpointReader, live: LiveState, options: LoadOptions, ranks: Ranks) -> _Filled:
+def _read(
+    source: CheckpointReader, live: LiveState, options: LoadOptions, ranks: Ranks, once: ModuleState
+) -> _Filled:
     """Fill this rank's buffers from the checkpoint."""
     manifest = source.manifest
     here = live.describe()
     with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
-    # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result must
-    # not depend on the number of devices. Training goes on with each rank's own.
-    once = source.module_state(ranks.rank if here.groups else 0, ranks.world_size)
     receiving = live.receive(manifest, with_optimizer=with_optimizer)
     requests = _requests(source, receiving)
     source.check(requests)
-    # Weights alone start a new run; a whole checkpoint goes on, if need be with a fresh optimizer.
-    restores_run = bool(here.groups) and not manifest.weights_only
+    restores_run = _restores_run(source, here)
     incoming = Incoming(
         scalars=tuple(
             _scalars_of(source, buffer.names) if with_optimizer else {} for buffer in here.buffers

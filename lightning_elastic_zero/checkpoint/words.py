@@ -31,8 +31,16 @@ class LiveState(Protocol):
         """Give what this rank holds, by reference."""
         ...
 
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        ...
+
     def check_optimizer(self, source: Manifest) -> None:
         """Refuse the state of another optimizer."""
+        ...
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Refuse the state of another kind of scheduler."""
         ...
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lightning_elastic_zero.engine.module import (
+    drop_second_copies,
     parameter_names,
     parameter_table,
     persistent_buffers,
@@ -73,8 +75,15 @@ class InferenceEngine:
         )
         raise UnsupportedError(msg)
 
+    def module_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        return persistent_buffers(self._engine.module)
+
     def check_optimizer(self, source: Manifest) -> None:
         """Accept: no optimizer state is wanted."""
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Accept: nothing steps."""
 
     def partition(self) -> None:
         """ZeRO-3: partition the parameters that are gathered (collective)."""
@@ -106,6 +115,7 @@ class InferenceEngine:
             _, piece = weight_piece(self._parameters[fragment.name])
             piece.copy_(received.weights[fragment.buffer])
         write_buffers(self._engine.module, incoming.module_buffers)
+        drop_second_copies(self._engine.module)
         persistent = getattr(self._engine.optimizer, "persistent_parameters", None)
         if persistent:
             persistent[0].all_gather(persistent)

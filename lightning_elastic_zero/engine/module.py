@@ -85,6 +85,18 @@ def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -
             buffer.copy_(values[name])
 
 
+def drop_second_copies(module: torch.nn.Module) -> None:
+    """Drop hpZ's second copy of each weight, which forward would gather in the place of a new one.
+
+    DeepSpeed makes it anew when it next partitions the weight. Its own way to drop them
+    (``invalidate_secondary_tensor``) leaves out the weights that no optimizer owns, and is not
+    there without an optimizer.
+    """
+    for parameter in module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
 def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Give the low-precision weights as the module has them, under all their names.
 

@@ -11,6 +11,7 @@ import torch
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_group
 from lightning_elastic_zero.engine.wrappers import LiveBuffer
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.state import Incoming, Receiving, Scalar
 
@@ -59,17 +60,29 @@ def rebuild_masters(targets: Sequence[Target]) -> None:
 
 
 def state_targets(inner: Any, buffer: LiveBuffer, source: Manifest) -> dict[str, torch.Tensor]:  # noqa: ANN401
-    """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero."""
-    master = buffer.master
-    # A live state means that its memory is taken already: receive beside it, on the host.
-    device = "cpu" if inner.state.get(master) else master.device
-    return {
-        key.name: torch.zeros(
-            master.numel(), dtype=_state_dtype(key.dtype, source, master), device=device
-        )
-        for key in source.groups[buffer.group].state
-        if key.kind == "elementwise"
-    }
+    """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
+
+    On the host, where a live state will take the values in its own memory: the device never holds
+    it twice. Otherwise on the device, so that one that is full is found out before ``commit``.
+    """
+    master, live = buffer.master, inner.state.get(buffer.master, {})
+    targets: dict[str, torch.Tensor] = {}
+    for key in source.groups[buffer.group].state:
+        if key.kind == "elementwise":
+            dtype = _state_dtype(key.dtype, source, master)
+            device = "cpu" if _has_place(live.get(key.name), master, dtype) else master.device
+            targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
+    return targets
+
+
+def _has_place(live: object, master: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a live state can take values of a type for each element of the masters."""
+    return (
+        isinstance(live, torch.Tensor)
+        and live.shape == master.shape
+        and live.dtype == dtype
+        and live.device == master.device
+    )
 
 
 def _state_dtype(saved: str, source: Manifest, master: torch.Tensor) -> torch.dtype:
@@ -92,12 +105,19 @@ def commit_masters(targets: Sequence[Target], received: Receiving, *, keep_fp32:
         if not target.in_place:
             master.copy_(received.weights[index])
         if not keep_fp32:
-            master.copy_(master.to(target.buffer.low.dtype))
+            _round(master, target.buffer.low.dtype)
         reached = 0
         for _, start, stop, offset in target.buffer.places:
             master[reached:offset].zero_()
             reached = offset + stop - start
         master[reached:].zero_()
+
+
+def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
+    """Round masters to a narrower type, a bounded part at a time: the device may be full."""
+    for start in range(0, master.numel(), COMPARE_ELEMENTS):
+        part = master[start : start + COMPARE_ELEMENTS]
+        part.copy_(part.to(dtype))
 
 
 def commit_state(
@@ -106,16 +126,28 @@ def commit_state(
     elementwise: Mapping[str, torch.Tensor],
     scalars: Mapping[str, Scalar],
 ) -> None:
-    """Hang new states onto a flat buffer; without any the optimizer starts fresh on it."""
+    """Give a flat buffer its states; without any the optimizer starts fresh on it.
+
+    Live states of the same type are overwritten where they are: they may be pinned or linked to,
+    and what is allocated now could fail half-way. Scalars are new: each buffer needs its own.
+    """
     master = buffer.master
     if not elementwise and not scalars:
         _forget_state(inner, master)
         return
     group, live = inner.param_groups[buffer.group], type(inner).__name__
+    kept = inner.state.get(master, {})
     inner.state[master] = {
-        **{key: value.to(master.device) for key, value in elementwise.items()},
+        **{key: _take(kept.get(key), value, master) for key, value in elementwise.items()},
         **{k: place_scalar(k, v, live, group, master.device) for k, v in scalars.items()},
     }
+
+
+def _take(live: object, value: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Put received values into the live state if they fit; else return them on its device."""
+    if isinstance(live, torch.Tensor) and _has_place(live, master, value.dtype):
+        return live.copy_(value)
+    return value.to(master.device)
 
 
 def _forget_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
@@ -139,6 +171,31 @@ def commit_groups(inner: Any, incoming: Incoming) -> None:  # noqa: ANN401
     same_class = incoming.optimizer == type(inner).__name__
     for group, saved in zip(inner.param_groups, incoming.hyperparameters, strict=True):
         update_group(group, saved, same_class=same_class, restore=unplain)
+
+
+def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: ANN401
+    """Refuse the state of another kind of scheduler, which would fail when all else is restored.
+
+    Args:
+        live: the scheduler that the engine steps; None where it steps none.
+        saved: the state of the one that was saved.
+
+    Raises:
+        CheckpointMismatchError: it lacks what the live one keeps.
+    """
+    if live is None:
+        return
+    kept = live.state_dict().keys()
+    # What begins with "_" and `verbose` come and go with releases of torch; nested states do not.
+    public = {key for key in kept if not key.startswith("_")} - {"verbose"}
+    lacking = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
+    if lacking:
+        msg = (
+            f"the learning-rate scheduler that was saved kept {sorted(saved)}; "
+            f"{type(live).__name__}, which this run has, keeps {sorted(kept)}: configure the "
+            "scheduler that was saved, or pass load_hyperparameters=False to start a new one"
+        )
+        raise CheckpointMismatchError(msg)
 
 
 def commit_counters(engine: Any, incoming: Incoming) -> None:  # noqa: ANN401 (untyped library)

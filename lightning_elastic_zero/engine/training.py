@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.gradients import drop_gradients
 from lightning_elastic_zero.engine.module import (
+    drop_second_copies,
     full_shape,
     module_weights,
     parameter_names,
@@ -25,6 +28,7 @@ from lightning_elastic_zero.engine.optimizer_state import (
 )
 from lightning_elastic_zero.engine.restore import (
     Target,
+    check_scheduler,
     commit_counters,
     commit_groups,
     commit_masters,
@@ -235,6 +239,10 @@ class TrainingEngine:
         if self._stage == STAGE_WEIGHTS:
             self._optimizer.checkpoint_event_epilogue()
 
+    def module_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        return persistent_buffers(self._engine.module)
+
     def check_optimizer(self, source: Manifest) -> None:
         """Refuse state of another optimizer.
 
@@ -245,6 +253,14 @@ class TrainingEngine:
             check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
         else:
             check_unnamed_optimizer(source.groups, self._groups(), self._inner)
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Refuse state of another kind of scheduler.
+
+        Raises:
+            CheckpointMismatchError: it lacks what the live one keeps.
+        """
+        check_scheduler(self._engine.lr_scheduler, saved)
 
     def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
         """Give buffers to fill with what this rank wants of a checkpoint.
@@ -298,6 +314,8 @@ class TrainingEngine:
         self._commit_frozen(received)
         write_buffers(self._engine.module, incoming.module_buffers)
         commit_counters(self._engine, incoming)
+        drop_gradients(self._engine, self._wrapper)
+        drop_second_copies(self._engine.module)
         self.gather_persistent()
 
     def _commit_frozen(self, received: Receiving) -> None:

@@ -6,7 +6,7 @@ Places come from the flat buffers and the wrapper's own offsets, never from Deep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,13 +85,22 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
     partitions = (
         optimizer.bf16_partitioned_groups if bf16 else optimizer.parallel_partitioned_bit16_groups
     )
-    for group, buffer in enumerate(live_buffers(optimizer, wrapper)):
+    partitioned = live_buffers(optimizer, wrapper)
+    for group, buffer in enumerate(partitioned):
         buffer.low.data.copy_(buffer.master.data)
         _gather_partitions(partitions[group], buffer.low, optimizer.real_dp_process_group[group])
-    # DeepSpeed links each parameter to its optimizer state once; the tensors are new now.
+    # DeepSpeed links each parameter to its optimizer state once; the tensors may be new now.
     optimizer._hp_optimizer_states_linked = False
+    _unlink_states(parameter for members in partitioned for parameter in members.parameters)
     if has_state:
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _unlink_states(parameters: Iterable[Any]) -> None:
+    """Drop DeepSpeed's links to optimizer states: they would keep old ones from being freed."""
+    for parameter in parameters:
+        if getattr(parameter, "_hp_mapping", None) is not None:
+            parameter._hp_mapping.optim_fragment = None
 
 
 def _gather_partitions(

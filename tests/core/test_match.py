@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Writer
-from lightning_elastic_zero.match import LISTED, Wanted, check_fits, describe
+from lightning_elastic_zero.match import (
+    LISTED,
+    BufferPair,
+    Wanted,
+    check_fits,
+    describe,
+    rounded_buffers,
+)
 from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.state import dtype_name, loses_values, shares_elements
 from tests.core.strategies import manifests
 
 EVERYTHING = Wanted(optimizer_state=True)
@@ -305,3 +317,98 @@ class TestDescribe:
     def test_one_line(self, manifest: Manifest, expected: str) -> None:
         """A checkpoint, or an engine, is told in one line."""
         assert describe(manifest) == expected
+
+
+def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
+    """Describe a buffer as it was saved, and as the model has it."""
+    return BufferPair(
+        name,
+        saved_shape=tuple(saved.shape),
+        shape=tuple(here.shape),
+        saved_dtype=dtype_name(saved.dtype),
+        dtype=dtype_name(here.dtype),
+        loses=loses_values(saved, here.dtype),
+        writable=not shares_elements(here),
+    )
+
+
+def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
+    """Shapes that would be broadcast, values that would change, views that cannot be written."""
+    live = model(["a"])
+    saved = replace(live, parameters=(Parameter("a", (5,), "float32", 0),))
+    buffers = [
+        pair("wide", torch.zeros(1), torch.zeros(4)),
+        pair("square", torch.tensor(0), torch.zeros(2, 2, dtype=torch.int64)),
+        pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16)),
+        pair("count", torch.tensor(300), torch.tensor(0, dtype=torch.uint8)),
+        pair("view", torch.zeros(3), torch.zeros(1).expand(3)),
+        pair("fits", torch.tensor(200), torch.tensor(0, dtype=torch.uint8)),
+        pair("widens", torch.full((2,), 0.5).bfloat16(), torch.zeros(2)),
+    ]
+    with pytest.raises(CheckpointMismatchError) as refused:
+        check_fits(saved, live, EVERYTHING, "a.ckpt", buffers)
+    assert str(refused.value).splitlines()[3:] == [
+        "  - of other shapes: a (saved (5,), here (4,))",
+        "  - buffers of other shapes: wide (saved (1,), here (4,)), square (saved (), here (2, 2))",
+        (
+            "  - buffers of types that cannot hold what was saved: half (saved float32, here "
+            "float16), count (saved int64, here uint8)"
+        ),
+        (
+            "  - buffers whose elements share their memory (expanded views), so that they cannot "
+            "be written: view; .clone() them where they are registered"
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("precision", "evaluates"), [("fp16", False), ("fp32", True)])
+def test_a_run_in_low_precision_rounds_buffers_like_weights(
+    precision: str, evaluates: bool
+) -> None:
+    """A module that is half as a whole has its buffers so; an evaluation may be in any type."""
+    live = replace(model(["a"]), precision=precision)
+    live = replace(live, groups=()) if evaluates else live
+    half = [pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16))]
+    check_fits(model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", half)
+    assert rounded_buffers(half, live) == ["half"]
+    integer = [pair("integer", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int64))]
+    with pytest.raises(CheckpointMismatchError, match="integer"):
+        check_fits(model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", integer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "precision", "fits"),
+    [
+        ("float32", "bfloat16", "bf16", True),
+        ("bfloat16", "float32", "fp32", True),
+        ("float32", "bfloat16", "fp32", False),
+        ("float16", "bfloat16", "fp32", False),
+        ("uint8", "float32", "fp32", False),
+        ("uint8", "uint8", "bf16", True),
+    ],
+)
+def test_types_of_frozen_weights(saved: str, here: str, precision: str, fits: bool) -> None:
+    """A frozen weight has no masters: a type that cannot hold it is refused, but for rounding."""
+    base = model(["a"])
+    frozen = [(*base.parameters, Parameter("f", (4,), dtype, None)) for dtype in (saved, here)]
+    live = replace(base, parameters=frozen[1], precision=precision)
+    held = replace(base, parameters=frozen[0])
+    if fits:
+        check_fits(held, live, EVERYTHING, "a.ckpt")
+        return
+    with pytest.raises(CheckpointMismatchError, match=rf"f \(saved {saved}, here {here}\)"):
+        check_fits(held, live, EVERYTHING, "a.ckpt")
+
+
+@given(st.integers(-(2**40), 2**40), st.floats(width=32))
+def test_what_a_cast_loses(integer: int, number: float) -> None:
+    """A cast loses a value exactly where NumPy's own comes back as another one."""
+    with np.errstate(over="ignore"):
+        back = float(np.float16(number))
+    fits = back == number or math.isnan(number)
+    assert loses_values(torch.tensor(number), torch.float16) == (not fits)
+    assert loses_values(torch.tensor([integer]), torch.int16) == (not -(2**15) <= integer < 2**15)
+    assert loses_values(torch.tensor(integer), torch.float32) == (
+        int(np.float32(integer)) != integer
+    )
+    assert not loses_values(torch.tensor([number]), torch.float64)

@@ -18,6 +18,13 @@ BUFFERS = (
 )
 """The persistent ones; ``scratch`` is not."""
 
+ODD_BUFFERS = {
+    "reshaped": (torch.full((1,), 0.1), torch.full((2, 2), 300)),
+    "narrow": (torch.full((HIDDEN,), 0.1, dtype=torch.float16), torch.tensor(3, dtype=torch.uint8)),
+    "integer": (torch.full((HIDDEN,), 3), torch.tensor(data=True)),
+}
+"""Kinds of ``average`` and ``seen`` that do not fit those that a model has otherwise."""
+
 
 class Norm(nn.BatchNorm1d):
     """BatchNorm in fp32: DeepSpeed casts parameters to bf16; buffers too, before release 0.19."""
@@ -51,10 +58,17 @@ class Net(nn.Module):
         empty: with a parameter of no elements.
         renamed: ``b`` is called ``c``.
         hidden: size of the inner layer.
+        buffers: a key of ``ODD_BUFFERS``: two buffers of other shapes or types, which stay.
     """
 
     def __init__(
-        self, seed: int, *, empty: bool = False, renamed: bool = False, hidden: int = HIDDEN
+        self,
+        seed: int,
+        *,
+        empty: bool = False,
+        renamed: bool = False,
+        hidden: int = HIDDEN,
+        buffers: str = "",
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -72,8 +86,10 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
         self.average: torch.Tensor
         self.seen: torch.Tensor
-        self.register_buffer("average", torch.randn(hidden))
-        self.register_buffer("seen", torch.tensor(seed))
+        self.buffers_are = buffers
+        average, seen = ODD_BUFFERS.get(buffers, (torch.randn(hidden), torch.tensor(seed)))
+        self.register_buffer("average", average.clone())
+        self.register_buffer("seen", seen.clone())
         self.register_buffer("scratch", torch.full((3,), float(seed)), persistent=False)
         for tensor in (self.bn.weight, self.bn.bias, self.bn.running_mean):
             nn.init.normal_(tensor)  # type: ignore[arg-type]
@@ -81,7 +97,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give one row of scores per token."""
         h = self.bn(torch.relu(self.a(self.embedding(x))))
-        if self.training:
+        if self.training and not self.buffers_are:
             with torch.no_grad():
                 self.average.lerp_(h.detach().float().mean(0).to(self.average.dtype), 0.25)
                 self.seen.add_(x.numel())

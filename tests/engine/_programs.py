@@ -157,7 +157,12 @@ class Refusal:
 
 
 def refusal(
-    setup: Setup, act: Callable[[Engine], object], *, steps: int = 1, look: bool = True
+    setup: Setup,
+    act: Callable[[Engine], object],
+    *,
+    steps: int = 1,
+    look: bool = True,
+    prepare: Callable[[Engine], object] | None = None,
 ) -> Refusal:
     """Do what must be refused to a run that has trained, and look at what is left of it.
 
@@ -166,8 +171,11 @@ def refusal(
         act: what must be refused.
         steps: trained before.
         look: compare what the run held before and after; the oracle cannot look at each.
+        prepare: done to the engine before it trains.
     """
     with engine_of(setup, 7, tilt=3.0) as engine:
+        if prepare is not None:
+            prepare(engine)
         train(engine, setup, 100, 100 + steps)
         before = dump(engine, setup) if look else None
         began = time.monotonic()
@@ -243,3 +251,31 @@ def cpu_adam_builds() -> str:
     except (ImportError, OSError, RuntimeError) as error:
         return f"DeepSpeedCPUAdam does not build here: {error}"
     return ""
+
+
+def save_unlike(setup: Setup, path: str) -> None:
+    """Save a run whose last rank has a buffer of another shape."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 1)
+        if engine.global_rank == setup.world - 1:
+            engine.module.average = torch.full((1,), 0.5)
+        save_checkpoint(engine, path)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """Let DeepSpeed step a scheduler, to be pickled."""
+
+    kind: str
+
+    def __call__(self, engine: Engine) -> None:
+        """Give the engine its scheduler."""
+        from deepspeed.runtime.lr_schedules import WarmupLR
+
+        inner = engine.optimizer.optimizer
+        if self.kind == "warm-up":
+            engine.lr_scheduler = WarmupLR(inner, warmup_num_steps=10)
+        else:
+            engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)

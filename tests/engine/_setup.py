@@ -40,6 +40,12 @@ class Setup:
     """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
     elastic: bool = False
     """With DeepSpeed's own ``elastic_checkpoint``."""
+    hpz: int = 1
+    """Ranks that hold a second copy of the weights together (ZeRO-3)."""
+    accumulation: int = 1
+    """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
+    buffers: str = ""
+    """Buffers of other shapes or types (``ODD_BUFFERS``)."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -61,11 +67,17 @@ class Setup:
 
     def model(self, seed: int) -> Net:
         """Make the model."""
-        return Net(seed, empty=self.empty, renamed=self.renamed, hidden=self.hidden)
+        return Net(
+            seed,
+            empty=self.empty,
+            renamed=self.renamed,
+            hidden=self.hidden,
+            buffers=self.buffers,
+        )
 
     def twin(self) -> Setup:
         """Give the setup that lays its flat buffers out in the same way."""
-        return replace(self, optimizer="SGD", steady=False, elastic=False)
+        return replace(self, optimizer="SGD", steady=False, elastic=False, accumulation=1)
 
     def config(self) -> dict[str, Any]:
         """Give the DeepSpeed config."""
@@ -84,8 +96,11 @@ class Setup:
         if self.zero == "3":
             zero["sub_group_size"] = self.sub_group
             zero["stage3_param_persistence_threshold"] = self.persistence
+        if self.hpz > 1:
+            zero["zero_hpz_partition_size"] = self.hpz
         config = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
+            "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -171,6 +186,15 @@ def engine_of(
         engine.destroy()
         del engine, model, optimizer
         gc.collect()
+        forget_second_copies(setup)
+
+
+def forget_second_copies(setup: Setup) -> None:
+    """Undo hpZ: DeepSpeed keeps its groups for the process, and uses them in every engine."""
+    if setup.hpz > 1:
+        from deepspeed.utils import groups
+
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine import _damage
 from tests.engine._pool import Pools
-from tests.engine._programs import Loading, Saved, refusal
+from tests.engine._programs import Loading, Saved, Saving, Scheduler, refusal
 from tests.engine._setup import Setup
 
 pytestmark = pytest.mark.engine
@@ -103,3 +103,20 @@ def test_frozen_weights_that_were_left_out_are_wanted_for_training(
     saved = saved_by(Setup(2, "2"), exclude_frozen_parameters=True)
     changed = replace(target, hidden=64)
     assert_refused(pools, changed, saved.path, "CheckpointMismatchError", "a.weight")
+
+
+@pytest.mark.parametrize("target", [Setup(2, "2"), Setup(2, "3")], ids=str)
+def test_another_scheduler_is_refused(target: Setup, pools: Pools, tmp_path: Path) -> None:
+    """A scheduler's state that the live one cannot read is found before anything is changed."""
+    path = str(tmp_path / "steps.ckpt")
+    saved = partial(refusal, target, Saving(path), prepare=Scheduler("steps"), look=False)
+    assert {found.error for found in pools.run(target.world, saved)} == {"NoneType"}
+    loaded = partial(refusal, target, prepare=Scheduler("warm-up"))
+    for refused in pools.run(target.world, partial(loaded, Loading(path))):
+        assert refused.error == "CheckpointMismatchError", refused
+        assert "step_size" in refused.message
+        assert "WarmupLR" in refused.message
+        assert refused.unchanged
+    allowed = Loading(path, {"load_hyperparameters": False})
+    for found in pools.run(target.world, partial(loaded, allowed, look=False)):
+        assert found.error == "NoneType", found

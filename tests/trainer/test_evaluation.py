@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +57,41 @@ def test_metrics_are_those_at_the_save(
     plan = Plan(root, target, epochs=2, ckpt_path="last", hidden=WIDE)
     for message in worlds.run(2, partial(error_of, plan)):
         assert message.startswith("CheckpointCorruptedError"), message
+
+
+def test_second_copies_of_weights(worlds: Pools, tmp_path: Path) -> None:
+    """With hpZ, evaluation finds what the training run found at the save; so does a resumed fit."""
+    root = str(tmp_path)
+    fitted = worlds.run(2, partial(with_second_copies, Plan(root, 3, epochs=1), "fit"))
+    plan = Plan(root, 3, ckpt_path=f"{root}/last.ckpt", seed=7)
+    found = worlds.run(2, partial(with_second_copies, plan, "validate"))
+    print([run["metrics"]["val_loss"] for run in fitted], [run["loss"] for run in found])
+    for before, after in zip(fitted, found, strict=True):
+        assert after["loss"] == before["metrics"]["val_loss"], (before, after)
+    uninterrupted = worlds.run(
+        2, partial(with_second_copies, Plan(f"{root}/whole", 3, epochs=2), "fit")
+    )
+    resumed = worlds.run(2, partial(with_second_copies, replace(plan, epochs=2), "fit"))
+    for whole, half in zip(uninterrupted, resumed, strict=True):
+        assert half["metrics"] == whole["metrics"]
+        assert half["end"] == whole["end"]
+
+
+def with_second_copies(plan: Plan, verb: str) -> dict[str, Any]:
+    """Fit or evaluate with hpZ, which DeepSpeed would go on to use in each later engine."""
+    zero = {
+        "stage": 3,
+        "zero_hpz_partition_size": 2,
+        "stage3_param_persistence_threshold": 10,
+    }
+    # Lightning's evaluation asks for the second entry, whatever the config.
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    plan = replace(plan, strategy={"config": config}, hidden=40)
+    try:
+        return fit(plan) if verb == "fit" else evaluate(plan, verb)
+    finally:
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def damage_optimizer_state(checkpoint: Path) -> int:

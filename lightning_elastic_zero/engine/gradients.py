@@ -1,0 +1,58 @@
+"""Gradients of an accumulation window that a load interrupts: those of a run that is replaced."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning_elastic_zero.engine.wrappers import live_buffers
+
+
+def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped library)
+    """Make the next micro-batch the first of its window, as in an engine that has just been made.
+
+    Args:
+        engine: one that trains.
+        wrapper: class name of its ZeRO optimizer.
+    """
+    optimizer = engine.optimizer
+    # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    if wrapper == "DeepSpeedZeroOptimizer":
+        _drop_zero_1_2(optimizer)
+    elif wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        _drop_zero_3(optimizer)
+    # With offload, gradients lie beside the masters, in memory that is kept.
+    for buffer in live_buffers(optimizer, wrapper):
+        if buffer.master.grad is not None:
+            buffer.master.grad.zero_()
+    # What the engine itself counts and adds up until the next step, where its release does.
+    for name, start in (("_unmanaged_backward_count", 0), ("losses", None)):
+        if hasattr(engine, name):
+            setattr(engine, name, start)
+
+
+def _drop_zero_1_2(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Drop what ZeRO-1/2 has accumulated: lists of gradients by group, and offloaded ones."""
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = sys.modules[type(optimizer).__module__].INITIAL_MICRO_STEP_ID
+    for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for group in gradients:
+            gradients[group] = None
+    if optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()
+        for gradient in optimizer.accumulated_grads_in_cpu.values():
+            gradient.zero_()
+        getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
+
+
+def _drop_zero_3(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Drop what ZeRO-3 has accumulated: this rank's pieces, of which a step is handed views."""
+    optimizer.averaged_gradients = {}
+    if optimizer.grad_partitions_flat_buffer is not None:
+        optimizer.grad_partitions_flat_buffer.zero_()
+    if optimizer.offload_optimizer:
+        optimizer.reset_cpu_buffers()
+    getattr(optimizer, "_offload_boundary_param_ids", set()).clear()

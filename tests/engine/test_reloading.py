@@ -1,0 +1,87 @@
+"""A load leaves nothing of what a run had: no copies of weights, no gradients, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._continuing import same_world
+from tests.engine._pool import Pools
+from tests.engine._programs import Saved
+from tests.engine._reloading import evaluated, loaded_over, within_window
+from tests.engine._setup import Setup
+
+pytestmark = pytest.mark.engine
+
+HPZ = Setup(4, "3", hpz=2, persistence=100)
+
+
+def test_frozen_layers_with_second_copies(pools: Pools, tmp_path: Path) -> None:
+    """Second copies of weights (hpZ), which frozen ones keep for good, do not get into training."""
+    saved = Saved(HPZ, str(tmp_path / "hpz.ckpt"))
+    for rank, continued in enumerate(pools.run(HPZ.world, partial(same_world, HPZ, saved))):
+        uninterrupted, resumed = continued.losses
+        print(f"rank {rank}: uninterrupted {uninterrupted}, resumed {resumed}")
+        assert resumed == uninterrupted
+        assert not continued.differing
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: Path) -> None:
+    """Evaluation with hpZ is of the weights that were loaded, not of those that were there."""
+    setup = Setup(4, "3", precision, hpz=2, persistence=100)
+    saved = Saved(setup, str(tmp_path / "hpz.ckpt"))
+    for rank, found in enumerate(pools.run(setup.world, partial(evaluated, setup, setup, saved))):
+        print(f"rank {rank}: {found}")
+        assert found.loaded == found.saved != found.untrained
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(2, "1", accumulation=2),
+        Setup(2, "1", "bf16", accumulation=2),
+        Setup(2, "2", accumulation=2),
+        Setup(2, "2", "bf16", accumulation=3, offload=True),
+        Setup(2, "3", accumulation=2, sub_group=700),
+        Setup(2, "3", "bf16", accumulation=3, offload=True),
+        Setup(2, "B", "bf16", accumulation=2),
+    ],
+    ids=str,
+)
+def test_a_load_within_an_accumulation_window(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """No gradient of the run that is replaced gets into the next step."""
+    saved = Saved(setup, str(tmp_path / "whole.ckpt"))
+    for rank, continued in enumerate(pools.run(setup.world, partial(within_window, setup, saved))):
+        uninterrupted, resumed = continued.losses
+        print(f"rank {rank}: uninterrupted {uninterrupted}, resumed {resumed}")
+        assert resumed == uninterrupted
+        assert not continued.differing
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(2, "1"),
+        Setup(2, "2", "bf16", offload=True),
+        Setup(2, "3", sub_group=700),
+        Setup(2, "B", "bf16"),
+    ],
+    ids=str,
+)
+def test_a_load_over_live_state_takes_its_place(
+    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """States are restored where they are: what is pinned stays so, and the device holds one copy.
+
+    A run without state at the save leaves none behind either.
+    """
+    saved, stateless = saved_by(setup), saved_by(setup, steps=0)
+    for held in pools.run(setup.world, partial(loaded_over, setup, saved, 3)):
+        assert not held.moved, held
+        assert max(held.tensor_bytes) <= held.tensor_bytes[0], held
+    for held in pools.run(setup.world, partial(loaded_over, setup, stateless, 2)):
+        assert max(held.tensor_bytes[1:]) <= held.tensor_bytes[0] - held.state_bytes, held
