@@ -56,6 +56,7 @@ class HostMemory:
         """
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(placed_bytes, tensors))]
+        # Other devices copy from and to pages as they are, if not behind.
         block = self._of(starts[-1], pinned=any(tensor.is_cuda for tensor in tensors))
         return [
             block[start : start + size].view(tensor.dtype).view(tensor.shape)

@@ -8,7 +8,6 @@ where it lives, piece by piece: no copy of the state is made.
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats.client_state import Objects, pickled
+from lightning_elastic_zero.formats.client_state import Objects, host_pickle, on_host, pickled
 from lightning_elastic_zero.formats.client_state import Path as TreePath
 from lightning_elastic_zero.formats.names import (
     CLIENT_OBJECTS,
@@ -160,7 +159,7 @@ class _Write:
                 for name in frozen
             },
             "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
-            "lr_scheduler": state.lr_scheduler,
+            "lr_scheduler": on_host(state.lr_scheduler),
             "global_steps": manifest.progress.global_steps,
             "global_samples": manifest.progress.global_samples,
             "skipped_steps": manifest.progress.skipped_steps,
@@ -200,7 +199,7 @@ def _pickle(objects: Objects) -> torch.Tensor:
     """Pickle objects into plain bytes, naming the one that cannot be pickled."""
     for path, value in objects:
         pickled(value, path)
-    return torch.frombuffer(bytearray(pickle.dumps(list(objects))), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(host_pickle(list(objects))), dtype=torch.uint8)
 
 
 def _masters(builder: ShardBuilder, flat: FlatState, told: Told, *, padded: bool) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -64,7 +65,7 @@ def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
     """
     try:
         if allow_pickle:
-            return pickle.loads(data)  # noqa: S301 (the user has allowed it)
+            return _HostUnpickler(io.BytesIO(data)).load()
         return _HarmlessUnpickler(data, where).load()
     except ElasticZeroError:
         raise
@@ -98,9 +99,19 @@ def _new_dtype(text: object, *_: object) -> np.dtype[Any]:
     return made
 
 
-def _storage(data: bytes) -> object:
-    """Give the storage of a pickled tensor, which torch itself would unpickle unguarded."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+def _load_storage(data: bytes, *, weights_only: bool = True) -> object:
+    """Return the storage of a pickled tensor, on the host; torch itself would run what it holds."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+
+
+class _HostUnpickler(pickle.Unpickler):
+    """Builds whatever is asked for, with tensors on the host: a saved device may not be here."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return partial(_load_storage, weights_only=False)
+        found: object = super().find_class(module, name)
+        return found
 
 
 _GUARDED: dict[str, Callable[..., object]] = {
@@ -108,7 +119,7 @@ _GUARDED: dict[str, Callable[..., object]] = {
     "numpy.ndarray": _Array,
     "numpy.core.multiarray._reconstruct": _empty_array,
     "numpy._core.multiarray._reconstruct": _empty_array,
-    "torch.storage._load_from_bytes": _storage,
+    "torch.storage._load_from_bytes": _load_storage,
 }
 """What pickles of arrays and tensors call, and what is called in its place."""
 
