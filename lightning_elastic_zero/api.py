@@ -15,6 +15,7 @@ from lightning_elastic_zero.checkpoint import (
     SaveOptions,
 )
 from lightning_elastic_zero.engine import live_engine, recovery_script
+from lightning_elastic_zero.options import flag
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Loaded",
     "SaveOptions",
     "load_checkpoint",
+    "load_options",
     "load_with",
     "save_checkpoint",
     "save_with",
@@ -60,15 +62,16 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         Where it was published, the seconds it took, the bytes that all ranks wrote.
 
     Raises:
+        ValueError: an option is neither True nor False.
         UnsupportedError: the engine, or a state of it, cannot be saved by this library.
         SaveError: it could not be written; the last published checkpoint is intact.
         RanksError: a rank failed, died, or did not call this.
         ValueError: ``stall_timeout_s`` is no positive number.
     """
     options = SaveOptions(
-        weights_only=weights_only,
-        exclude_frozen=exclude_frozen_parameters,
-        module_weights=save_module_weights,
+        weights_only=flag("weights_only", weights_only),
+        exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
+        module_weights=flag("save_module_weights", save_module_weights),
     )
     with closing(current_ranks(RankTimes().with_stall_timeout(stall_timeout_s))) as ranks:
         return save_with(engine, path, ranks, client_state or {}, options)
@@ -106,6 +109,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         The client state, the manifest, and what the load cost.
 
     Raises:
+        ValueError: an option is neither True nor False.
         CheckpointNotFoundError: nothing is there.
         CheckpointFormatError: something is there, but no checkpoint that can be read.
         CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
@@ -114,15 +118,37 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         RanksError: a rank failed, died, or did not call this.
         ValueError: ``stall_timeout_s`` is no positive number.
     """
-    options = LoadOptions(
-        optimizer_state=load_optimizer_state,
-        hyperparameters=load_hyperparameters,
+    options = load_options(
+        load_optimizer_state=load_optimizer_state,
+        load_hyperparameters=load_hyperparameters,
         strict=strict,
         allow_pickle=allow_pickle,
         fall_back=fall_back,
     )
     with closing(current_ranks(RankTimes().with_stall_timeout(stall_timeout_s))) as ranks:
         return load_with(engine, path, ranks, options)
+
+
+def load_options(
+    *,
+    load_optimizer_state: bool,
+    load_hyperparameters: bool,
+    strict: bool = True,
+    allow_pickle: bool,
+    fall_back: bool,
+) -> LoadOptions:
+    """Return the options of a load, by the names that users know them by; see ``load_checkpoint``.
+
+    Raises:
+        ValueError: one is neither True nor False.
+    """
+    return LoadOptions(
+        optimizer_state=flag("load_optimizer_state", load_optimizer_state),
+        hyperparameters=flag("load_hyperparameters", load_hyperparameters),
+        strict=flag("strict", strict),
+        allow_pickle=flag("allow_pickle", allow_pickle),
+        fall_back=flag("fall_back", fall_back),
+    )
 
 
 def save_with(

@@ -20,6 +20,7 @@ from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, Live
 from lightning_elastic_zero.engine import before_each_step, live_engine, recovery_script
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.links import Links
+from lightning_elastic_zero.options import count, flag
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.storage import check_local_path, occupant_of
@@ -51,16 +52,13 @@ class Publication:
             snapshot_bytes: the most host memory that a rank's copy of the state may take.
 
         Raises:
-            ValueError: one of them makes no sense.
+            ValueError: an option has a value that it cannot have.
         """
         self._times = RankTimes().with_stall_timeout(stall_timeout_s)
-        if snapshot_bytes is not None and snapshot_bytes < 0:
-            msg = f"snapshot_bytes={snapshot_bytes}: it is how much memory a copy may take, or None"
-            raise ValueError(msg)
         self.last_save: CheckpointFigures | None = None
         """What the last save cost that was published."""
-        self._background = background
-        self._snapshot_bytes = snapshot_bytes
+        self._background = flag("async_save", background)
+        self._snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0, unit="bytes")
         self._writer: BackgroundWriter | None = None
         self._is_first = False
         self._retention = Retention()

@@ -20,6 +20,7 @@ from lightning_elastic_zero.api import (
     Loaded,
     LoadOptions,
     SaveOptions,
+    load_options,
     load_with,
 )
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
@@ -31,6 +32,7 @@ from lightning_elastic_zero.engine import (
     use_accelerator,
     version_of,
 )
+from lightning_elastic_zero.options import flag
 from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks
@@ -51,9 +53,8 @@ RESUME_END = "_CheckpointConnector.resume_end"
 class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     """DeepSpeed ZeRO-1, 2 and 3 whose checkpoints resume on any number of devices.
 
-    Takes everything that Lightning's ``DeepSpeedStrategy`` takes. The trainer's loop,
-    ``ModelCheckpoint`` and ``ckpt_path`` are used as ever; a checkpoint is a directory. Runs with
-    ``accelerator="cpu"`` (gloo) as well as on CUDA.
+    Takes all that Lightning's ``DeepSpeedStrategy`` takes; ``ModelCheckpoint`` and ``ckpt_path``
+    are used as ever. A checkpoint is a directory. Runs on the CPU (gloo) as well as on CUDA.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
-        self._load_options = LoadOptions(
-            optimizer_state=load_optimizer_state,
-            hyperparameters=load_hyperparameters,
+        self._load_options = load_options(
+            load_optimizer_state=load_optimizer_state,
+            load_hyperparameters=load_hyperparameters,
             allow_pickle=allow_pickle,
             fall_back=fall_back,
         )
-        self._save_module_weights = save_module_weights
+        self._save_module_weights = flag("save_module_weights", save_module_weights)
         self._publication = saves = Publication(
             stall_timeout_s, background=async_save, snapshot_bytes=snapshot_bytes
         )

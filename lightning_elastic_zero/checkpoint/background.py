@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.devices import current_device, use_device
 from lightning_elastic_zero.checkpoint.saving import Draft, name_below, write
 from lightning_elastic_zero.checkpoint.snapshot import Camera, Snapshot
 from lightning_elastic_zero.checkpoint.words import (
@@ -251,12 +252,14 @@ class _Job(threading.Thread):
         self._work = work
         self._on_end = on_end
         self._began = began
+        self._device = current_device()  # training's
 
     def run(self) -> None:
         """Write and publish."""
         _stand_back()
         figures = None
         try:
+            use_device(self._device)
             figures = self._work(self._go_on, self._commit)
             seconds = time.monotonic() - self._began
             figures = replace(figures, seconds=seconds, waited_s=self.waited_s)

@@ -74,6 +74,7 @@ class HostMemory:
         """
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(placed_bytes, tensors))]
+        # Other devices copy from and to pages as they are, if not behind.
         pinned = any(tensor.is_cuda for tensor in tensors)
         block = self._of(starts[-1], on_work, pinned=pinned)
         return [

@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from lightning_elastic_zero.checkpoint.devices import is_on_device, on_stream, side_stream
+
 _GLANCE_S = 1.0
 
 
@@ -19,9 +21,8 @@ class LiveTensors:
         self._tensors = {id(tensor): tensor for tensor in tensors}
         self._unread = set(self._tensors)
         self._over = threading.Event()
-        self._streams = [
-            _side_stream(device) for device in {t.device for t in tensors if t.is_cuda}
-        ]
+        devices = {tensor.device for tensor in tensors if is_on_device(tensor)}
+        self._streams = [side_stream(device) for device in devices]
         self._look()
 
     @contextmanager
@@ -30,7 +31,7 @@ class LiveTensors:
         try:
             with ExitStack() as streams:
                 for stream in self._streams:
-                    streams.enter_context(torch.cuda.stream(stream))
+                    streams.enter_context(on_stream(stream))
                 yield
         finally:
             self._unread.clear()
@@ -53,10 +54,3 @@ class LiveTensors:
     def _look(self) -> None:
         if not self._unread:
             self._over.set()
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Give a stream for reading what the current one has computed so far."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

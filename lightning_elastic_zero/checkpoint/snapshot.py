@@ -12,17 +12,24 @@ import copy
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lightning_elastic_zero.checkpoint.devices import (
+    Event,
+    done,
+    is_on_device,
+    on_stream,
+    side_stream,
+)
 from lightning_elastic_zero.checkpoint.host_memory import HostMemory, placed_bytes
 from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
 from lightning_elastic_zero.checkpoint.saving import Draft
-from lightning_elastic_zero.formats.client_state import Objects, check_pickle
+from lightning_elastic_zero.formats.client_state import Objects, check_pickle, host_pickle
 from lightning_elastic_zero.state import FlatState, RankState
 from lightning_elastic_zero.storage import no_work
 
@@ -38,7 +45,7 @@ class Snapshot:
     live: LiveTensors
     """Those of its tensors that are no copies."""
     _on_host: Future[None]
-    _on_device: tuple[torch.cuda.Event, ...]
+    _on_device: tuple[Event, ...]
 
     def wait_for_copies(self) -> None:
         """Wait until all copies are made. It may be called from any thread."""
@@ -110,8 +117,8 @@ class Camera:
             client=isolated(draft.client),
             objects=_apart(draft.objects),
         )
-        events = tuple(_copy_on_side_streams([pair for pair in behind if pair[1].is_cuda]))
-        on_host = self._thread.submit(_copy, [pair for pair in behind if not pair[1].is_cuda])
+        events = _copy_on_side_streams([pair for pair in behind if is_on_device(pair[1])])
+        on_host = self._thread.submit(_copy, [p for p in behind if not is_on_device(p[1])])
         self._last = Snapshot(draft, LiveTensors(live), on_host, events)
         return self._last
 
@@ -130,10 +137,19 @@ class Camera:
 
 def _needed(draft: Draft, *, with_weights: bool) -> RankState:
     """Give what of a rank's state is written."""
-    state = draft.state
+    state = replace(draft.state, flats=tuple(map(_held, draft.state.flats)))
     if draft.manifest.weights_only:
         state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
     return state if with_weights else replace(state, frozen={}, module_weights={})
+
+
+def _held(flat: FlatState) -> FlatState:
+    """Return a flat buffer by tensors of our own on the same memory.
+
+    DeepSpeed's ``offload_states`` gives its tensors other memory, and theirs back.
+    """
+    elementwise = {key: tensor.detach() for key, tensor in flat.elementwise.items()}
+    return replace(flat, master=flat.master.detach(), elementwise=elementwise)
 
 
 def _large_at_once(state: RankState) -> list[torch.Tensor]:
@@ -188,16 +204,21 @@ def _copy(pairs: _Pairs) -> None:
             to.copy_(source)
 
 
-def _copy_on_side_streams(pairs: _Pairs) -> Iterator[torch.cuda.Event]:
-    """Start copies that run beside what the devices compute; yield when they will be done."""
-    for device in {source.device for _, source in pairs}:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for to, source in pairs:
-                if source.device == device:
-                    to.copy_(source, non_blocking=True)
-            yield stream.record_event()
+def _copy_on_side_streams(pairs: _Pairs) -> tuple[Event, ...]:
+    """Start copies that run beside what the devices compute; return when each will be done."""
+    devices = {source.device for _, source in pairs}
+    return tuple(_copy_on_side_stream(device, pairs) for device in devices)
+
+
+def _copy_on_side_stream(device: torch.device, pairs: _Pairs) -> Event:
+    stream = side_stream(device)
+    with torch.no_grad(), on_stream(stream):
+        for to, source in pairs:
+            if source.device == device:
+                to.copy_(source, non_blocking=True)
+                # It may be given back before it has been read (DeepSpeed's offload_states).
+                source.record_stream(stream)
+        return done(device)
 
 
 def isolated(value: Any) -> Any:  # noqa: ANN401 (any plain value)
@@ -233,7 +254,7 @@ def _isolated_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torc
 def _apart(objects: Objects) -> Objects:
     """Copy objects as a load would give them; what they share, the copies share."""
     try:
-        copies: Iterable[Any] = pickle.loads(pickle.dumps(objects))  # noqa: S301 - just pickled
+        copies: Iterable[Any] = pickle.loads(host_pickle(objects))  # noqa: S301 - just pickled
     except Exception:
         for path, value in objects:
             check_pickle(value, path)

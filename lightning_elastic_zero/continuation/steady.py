@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -20,6 +20,7 @@ from lightning_elastic_zero.continuation.batches import (
 )
 from lightning_elastic_zero.continuation.placing import LostData, check_orders
 from lightning_elastic_zero.continuation.resume import Continuation
+from lightning_elastic_zero.options import choice, count, flag
 from lightning_elastic_zero.ranks import Ranks, current_ranks
 
 if TYPE_CHECKING:
@@ -78,11 +79,17 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
             lost_data: what to do where training data cannot be taken up in the middle of an epoch:
                 ``"refuse"``, or ``"restart_epoch"``: that epoch's samples come once more.
             **kwargs: as ``DeepSpeedStrategy``.
+
+        Raises:
+            ValueError: an option has a value that it cannot have.
         """
         super().__init__(*args, **kwargs)
-        self._global_batch_size = global_batch_size
-        self._allow_uneven_batches = allow_uneven_batches
+        self._global_batch_size = count(
+            "global_batch_size", global_batch_size, least=1, unit="samples"
+        )
+        self._allow_uneven_batches = flag("allow_uneven_batches", allow_uneven_batches)
         self._given = GivenSettings()
+        lost_data = choice("lost_data", lost_data, get_args(LostData))
         self._continuation = Continuation(lost_data, self._given)
         self._is_settled = False  # the batches of this fit
         self._is_configured = False  # DeepSpeed's config, for this fit

@@ -9,6 +9,7 @@ others keep what differs.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import struct
@@ -33,6 +34,7 @@ _NUMBERS = {type(None), bool, int, float}
 """Their pickles depend on nothing but their values, and long lists of them are quickly pickled."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_HOST = ("cpu", "meta")
 _HASHED_BYTES = 1 << 24
 """Tensor bytes hashed at a time."""
 
@@ -85,7 +87,7 @@ def _plain_part(value: object, path: Path, objects: list[tuple[Path, object]]) -
     if type(value) is list:
         return [_plain_part(v, (*path, i), objects) for i, v in enumerate(value)]
     if is_plain(value):
-        return _compact(value)
+        return on_host(value)
     objects.append((path, value))
     return None
 
@@ -128,22 +130,37 @@ def _has_plain_fields(value: object) -> bool:
     return not fields or is_plain(fields)
 
 
-def _compact(value: Any) -> Any:  # noqa: ANN401 (any plain value)
-    """Give a plain value whose tensors own just their bytes: a view is saved with all it views."""
+def on_host(value: Any) -> Any:  # noqa: ANN401 (any plain value)
+    """Give a plain value whose tensors own just their bytes, on the host.
+
+    A view is saved with all it views, and a tensor with the device that it lies on.
+    """
     if type(value) is tuple:
-        return tuple(_compact(v) for v in value)
+        return tuple(on_host(v) for v in value)
     if type(value) in (dict, OrderedDict):
-        return _like(value, [(k, _compact(v)) for k, v in value.items()])
+        return _like(value, [(k, on_host(v)) for k, v in value.items()])
     if type(value) is list:
-        return [_compact(v) for v in value]
-    if type(value) in _TENSORS and _is_dense(value) and not vars(value):
-        size_bytes = value.numel() * value.element_size()
-        if value.untyped_storage().nbytes() > size_bytes:
-            copy = value.detach().clone(memory_format=torch.contiguous_format)
-            if type(value) is torch.nn.Parameter:
-                return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
-            return copy.requires_grad_(value.requires_grad)
-    return value
+        return [on_host(v) for v in value]
+    return _compact_tensor(value) if type(value) in _TENSORS else value
+
+
+def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Give a tensor on the host, without what its storage holds beside it.
+
+    A device that is named in a file is asked for wherever the file is read by ``torch.load``.
+    """
+    if value.device.type not in _HOST:
+        moved = _moved_to_host(value)
+        vars(moved).update({key: on_host(field) for key, field in vars(value).items()})
+        return moved
+    if not _is_dense(value) or vars(value):
+        return value
+    if value.untyped_storage().nbytes() <= value.numel() * value.element_size():
+        return value
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
+    if type(value) is torch.nn.Parameter:
+        return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+    return copy.requires_grad_(value.requires_grad)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -314,13 +331,13 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def pickled(value: object, path: Path) -> bytes:
-    """Pickle an object of the client state.
+    """Pickle an object of the client state, its tensors as ones of the host.
 
     Raises:
         SaveError: it cannot be pickled; the message says where it sits.
     """
     try:
-        return pickle.dumps(value)
+        return host_pickle(value)
     except Exception as error:
         msg = (
             f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that cannot be "
@@ -346,3 +363,31 @@ def check_pickle(value: object, path: Path) -> None:
             "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
         )
         raise SaveError(msg) from error
+
+
+def host_pickle(value: object) -> bytes:
+    """Pickle, with what lies on devices as if it lay on the host.
+
+    A pickled tensor comes back on the device that it was on, which a machine may not have, and
+    which is another rank's where there are several.
+    """
+    file = io.BytesIO()
+    _HostPickler(file).dump(value)
+    return file.getvalue()
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of devices as ones of the host."""
+
+    def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 (whatever is pickled)
+        if isinstance(value, torch.Tensor) and value.device.type not in _HOST:
+            return _moved_to_host(value).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _moved_to_host(value: torch.Tensor) -> torch.Tensor:
+    moved = value.detach().cpu()
+    if isinstance(value, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, requires_grad=value.requires_grad)
+    vars(moved).update(vars(value))
+    return moved.requires_grad_(value.requires_grad)

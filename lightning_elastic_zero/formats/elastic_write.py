@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats.client_state import Objects, check_pickle
+from lightning_elastic_zero.formats.client_state import Objects, check_pickle, host_pickle, on_host
 from lightning_elastic_zero.formats.client_state import Path as TreePath
 from lightning_elastic_zero.formats.names import (
     CLIENT_OBJECTS,
@@ -160,7 +160,7 @@ class _Write:
                 for name in frozen
             },
             "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
-            "lr_scheduler": state.lr_scheduler,
+            "lr_scheduler": on_host(state.lr_scheduler),
             "global_steps": manifest.progress.global_steps,
             "global_samples": manifest.progress.global_samples,
             "skipped_steps": manifest.progress.skipped_steps,
@@ -199,7 +199,7 @@ class _Write:
 def _pickle(objects: Objects) -> torch.Tensor:
     """Pickle objects into plain bytes, and read them again; name the one with which it fails."""
     try:
-        data = pickle.dumps(list(objects))
+        data = host_pickle(list(objects))
         pickle.loads(data)  # noqa: S301 (just pickled)
     except Exception:
         for path, value in objects:

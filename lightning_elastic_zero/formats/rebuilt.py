@@ -161,9 +161,9 @@ def _numel(shape: object, itemsize: int) -> int:
 
 
 def storage(data: bytes) -> torch.storage.TypedStorage:
-    """Return the storage of a pickled tensor, which torch itself would unpickle unguarded."""
+    """Return the storage of a pickled tensor, on the host; torch itself would run what it holds."""
     demand(type(data) is bytes and data.startswith(_LEGACY_FILE), "a storage of another format")
-    found = torch.load(io.BytesIO(data), weights_only=True)
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     demand(isinstance(found, torch.storage.TypedStorage), f"a storage that is {type(found)}")
     held: torch.storage.TypedStorage = found
     return held

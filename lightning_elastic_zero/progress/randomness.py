@@ -35,8 +35,8 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
         ),
         "torch": torch.get_rng_state(),
     }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device is not None and device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
@@ -55,8 +55,9 @@ def set_random_state(state: Mapping[str, Any], device: torch.device | None = Non
         np.random.set_state((name, words, place, has_gauss, gauss))  # noqa: NPY002 (see above)
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    # By the device's type, not its index: a rank may have another one than when it saved.
+    if device is not None and device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
 
 
 def seed_host(seed: int) -> None:

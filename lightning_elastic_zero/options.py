@@ -1,0 +1,65 @@
+"""What users pass to constructors and functions, checked where it is passed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T", bound=str)
+
+
+def flag(name: str, value: object) -> bool:
+    """Return an option that is True or False.
+
+    Raises:
+        ValueError: it is something else. Strings and numbers too: ``"false"`` would count as True.
+    """
+    if isinstance(value, bool):
+        return value
+    raise _refusal(name, value, "True or False")
+
+
+def count(name: str, value: object, *, least: int, unit: str) -> int | None:
+    """Return an option that is a whole number, or None where it is not used.
+
+    Args:
+        name: of the option.
+        value: as passed; what counts as an index for Python (NumPy's integers) is one.
+        least: the smallest number that makes sense.
+        unit: what it counts, for the message.
+
+    Raises:
+        ValueError: it is something else, or too small.
+    """
+    if value is None:
+        return None
+    number = None if isinstance(value, bool) else _index(value)
+    if number is None or number < least:
+        raise _refusal(name, value, f"a whole number of {unit}, at least {least}, or None")
+    return number
+
+
+def choice(name: str, value: object, choices: Sequence[T]) -> T:
+    """Return an option that is one of some words.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for known in choices:
+        if isinstance(value, str) and value == known:
+            return known
+    raise _refusal(name, value, " or ".join(map(repr, choices)))
+
+
+def _index(value: object) -> int | None:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # it says whether it is one
+    except TypeError:
+        return None
+
+
+def _refusal(name: str, value: object, allowed: str) -> ValueError:
+    quoted = isinstance(value, str) and not allowed.startswith("'")
+    hint = ", and no string: leave out the quotes" if quoted else ""
+    return ValueError(f"{name}={value!r}: it must be {allowed}{hint}")

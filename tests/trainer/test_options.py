@@ -1,0 +1,89 @@
+"""What a constructor is given is checked there: at once, by name, on every rank alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_elastic_zero import (
+    ElasticDeepSpeedStrategy,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+FLAGS = [
+    "allow_uneven_batches",
+    "load_optimizer_state",
+    "load_hyperparameters",
+    "save_module_weights",
+    "allow_pickle",
+    "fall_back",
+    "async_save",
+]
+NUMBERS = {
+    "global_batch_size": (0, -6, 6.0, "6", True, [6]),
+    "snapshot_bytes": (-1, 1e9, "0", False),
+}
+
+
+def refused(name: str, value: object, *allowed: str) -> None:
+    """Fail unless the constructor refuses a value, naming option, value and what is allowed."""
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")) as raised:
+        ElasticDeepSpeedStrategy(**{name: value})  # type: ignore[arg-type]
+    assert all(text in str(raised.value) for text in allowed), raised.value
+
+
+@pytest.mark.parametrize("value", ["bogus", None, "Refuse", "", True, ["refuse"]])
+def test_lost_data(value: object) -> None:
+    """A word that is not known is not taken as leave to repeat an epoch."""
+    refused("lost_data", value, "'refuse'", "'restart_epoch'")
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NUMBERS.items() for v in vs])
+def test_numbers(name: str, value: object) -> None:
+    """What is no whole number, or too small, is refused; a string out of YAML is called one."""
+    refused(name, value, "whole number", "None")
+    if isinstance(value, str):
+        refused(name, value, "quotes")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["false", 0, 1, None])
+def test_flags(name: str, value: object) -> None:
+    """What Python would take as true or false is not enough: ``"false"`` is true."""
+    refused(name, value, "True or False")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"global_batch_size": np.int64(6), "lost_data": "restart_epoch", "snapshot_bytes": 0},
+        {"global_batch_size": None, "snapshot_bytes": None, "async_save": True},
+        dict.fromkeys(FLAGS, True),
+    ],
+)
+def test_what_is_meant_is_taken(options: dict[str, Any]) -> None:
+    """Whole numbers of NumPy are numbers; all defaults may be passed."""
+    strategy = ElasticDeepSpeedStrategy(**options)
+    size = strategy._global_batch_size
+    assert size is None or (type(size) is int and size == 6)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights_only", "exclude_frozen_parameters", "save_module_weights"]
+)
+def test_plain_saves(name: str) -> None:
+    """The functions for plain engines refuse before they look at the engine."""
+    with pytest.raises(ValueError, match=f"{name}='yes'"):
+        save_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["load_optimizer_state", "strict", "allow_pickle", "fall_back"])
+def test_plain_loads(name: str) -> None:
+    """So do those that load."""
+    with pytest.raises(ValueError, match=f"{name}='yes'"):
+        load_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
