@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_elastic_zero.ranks.ending import settle_at_exit
 from lightning_elastic_zero.ranks.store_ranks import StoreRanks
 from lightning_elastic_zero.verdicts import STALL_TIMEOUT_S, RankTimes
 
@@ -114,7 +115,10 @@ def current_ranks(
         times: how long ranks wait for each other.
         name: ranks that are made by one name agree with each other only.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
+        return OneRank()
+    settle_at_exit()
+    if dist.get_world_size() == 1:
         return OneRank()
     # There is no public way to the store that the ranks met in.
     return StoreRanks(

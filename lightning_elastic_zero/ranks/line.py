@@ -17,6 +17,7 @@ Only a connection that breaks, a process group that is destroyed or ``close`` en
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -156,12 +157,29 @@ class Line(threading.Thread):
         time.sleep(2 * self._times.beat_s)
         return _SILENT.format(self._times.dead_s) if self._answered_at == answered_at else ""
 
+    def serve(self) -> None:
+        """Start, to be ended with the process at the latest."""
+        self.start()
+        # Registered late, this runs before an exit hook that destroys the process group.
+        atexit.register(self.end)
+
     def close(self) -> None:
         """Stop, unless the thread is held by a store that does not answer."""
         self._closing = True
         self._orders.put(lambda: None)
         if threading.current_thread() is not self:
             self.join(2 * LINGER_S)
+            if not self.is_alive():
+                atexit.unregister(self.end)
+
+    def end(self) -> None:
+        """Stop when the process ends, and wait for the thread as long as the store may answer.
+
+        A thread that came back from C++ to a finalized interpreter would abort the process.
+        """
+        self.close()
+        while self.is_alive() and not self._silence():
+            self.join(_GLANCE_S)
 
     def run(self) -> None:
         """Serve the caller, beat and look, until closed or cut off."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,12 +35,9 @@ class StoreRanks:
         self.world_size = world_size
         self._running = threading.Lock()
         self._line = Line(store, rank, world_size, name, times)
-        self._line.start()
+        self._line.serve()
         self._close = weakref.finalize(self, self._line.close)
-        # At exit, a thread that comes back from C++ to a dead interpreter may crash it. Registered
-        # late, this runs before an exit hook, such as Lightning's, that destroys the process group.
-        self._close.atexit = False
-        atexit.register(self._close)
+        self._close.atexit = False  # the line has a hook of its own
 
     def together(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; see ``Ranks``."""
@@ -79,7 +75,6 @@ class StoreRanks:
 
     def close(self) -> None:
         """Stop the thread; see ``Ranks``."""
-        atexit.unregister(self._close)
         self._close()
 
     def _run(self, kind: str, name: str, work: Callable[[], object] | None) -> list[Any]:
