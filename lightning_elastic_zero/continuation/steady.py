@@ -17,6 +17,7 @@ from lightning_elastic_zero.continuation.batches import (
     settle_batches,
 )
 from lightning_elastic_zero.continuation.placing import LostData
+from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
                 ``"refuse"``, or ``"restart_epoch"``: that epoch's samples come once more.
             **kwargs: as ``DeepSpeedStrategy``.
         """
+        own = own_options(kwargs)
         super().__init__(*args, **kwargs)
+        vars(self).update(own)
         self._global_batch_size = global_batch_size
         self._allow_uneven_batches = allow_uneven_batches
         self._given = GivenSettings()
@@ -68,6 +71,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        check_release(trainer)
         self._init_config_if_needed()
         if self._fitting() and not self._is_settled:
             # The config is of an evaluation, or of a fit before, which had other batches perhaps.
