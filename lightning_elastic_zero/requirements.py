@@ -1,4 +1,8 @@
-"""Whether the installed release of a package is one that this library works with; pure."""
+"""The releases of DeepSpeed and Lightning that this library works with; pure.
+
+The names that it relies upon in them are listed beside their use: ``engine.releases`` and
+``continuation.releases``.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +68,24 @@ class Requirement:
 def missing_names(owner: object, names: Iterable[str]) -> list[str]:
     """Return the names that an object does not have."""
     return [name for name in names if not hasattr(owner, name)]
+
+
+DEEPSPEED = Requirement(
+    title="DeepSpeed",
+    package="deepspeed",
+    wanted=">=0.16,!=0.18.3",
+    newest_tested="0.19.8",
+    excluded={
+        "0.18.3": "it ignores scale_wrt_gas: with gradient accumulation over A micro-batches, "
+        "each step would be 1/A of what it should be"
+    },
+)
+"""0.16 is the oldest that Lightning takes together with torch 2.6."""
+
+LIGHTNING = Requirement(
+    title="Lightning",
+    package="lightning",
+    wanted=">=2.5,!=2.6.2,!=2.6.3",
+    newest_tested="2.6.6",
+    excluded={"2.6.2": "a compromised upload", "2.6.3": "a compromised upload"},
+)

@@ -18,18 +18,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.requirements import Requirement, missing_names
-
-LIGHTNING = Requirement(
-    title="Lightning",
-    package="lightning",
-    wanted=">=2.5,!=2.6.2,!=2.6.3",
-    newest_tested="2.6.6",
-    excluded={
-        "2.6.2": "a compromised upload",
-        "2.6.3": "a compromised upload",
-    },
-)
+from lightning_elastic_zero.requirements import LIGHTNING, missing_names
 
 FIT_LOOP_NAMES = (
     "_combined_loader",

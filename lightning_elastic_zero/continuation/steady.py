@@ -19,6 +19,7 @@ from lightning_elastic_zero.continuation.batches import (
 from lightning_elastic_zero.continuation.placing import LostData
 from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
+from lightning_elastic_zero.continuation.scaling import ScaleCheck
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -64,6 +65,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._continuation = Continuation(lost_data, self._given)
         self._is_settled = False
         self._told_batch_size: int | None = None
+        self._scale_check = ScaleCheck()
 
     def _fitting(self) -> bool:
         module = self.lightning_module
@@ -162,8 +164,11 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if module is not None and module.automatic_optimization:
             kwargs.setdefault("scale_wrt_gas", False)
             weight = self._continuation.weight(module.trainer, self.global_rank)
+            of_this = (closure_loss, weight, module.trainer.accumulate_grad_batches)
             if weight != 1.0:
                 closure_loss = closure_loss * weight
+            with self._scale_check.watch(*of_this, _loss_scale(self.deepspeed_engine)):
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -215,3 +220,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if self._fitting() and (module := self.lightning_module) is not None:
             self._continuation.validated(module.trainer, self.root_device)
         super().on_validation_end()
+
+
+def _loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
+    """Return the factor by which DeepSpeed multiplies a loss: other than 1 in fp16."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))

@@ -9,19 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_elastic_zero.requirements import Requirement, missing_names
-
-DEEPSPEED = Requirement(
-    title="DeepSpeed",
-    package="deepspeed",
-    wanted=">=0.16,!=0.18.3",
-    newest_tested="0.19.8",
-    excluded={
-        "0.18.3": "it ignores scale_wrt_gas: with gradient accumulation over A micro-batches, "
-        "each step would be 1/A of what it should be"
-    },
-)
-"""0.16 is the oldest that Lightning takes together with torch 2.6."""
+from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
 
 ENGINE_NAMES = (
     "bfloat16_enabled",

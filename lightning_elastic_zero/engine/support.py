@@ -9,8 +9,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.engine.releases import DEEPSPEED, check_names
+from lightning_elastic_zero.engine.releases import check_names
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.requirements import DEEPSPEED
 
 log = logging.getLogger(__name__)
 
