@@ -286,7 +286,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
         """
         if self.load_full_weights and self.zero_stage_3:
-            return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)
+            given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
+            return super().load_checkpoint(os.fspath(checkpoint_path), *given)
         module = self.lightning_module
         options = LoadOptions(
             optimizer_state=self._load_options.optimizer_state,

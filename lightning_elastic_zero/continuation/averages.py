@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import callbacks
 
 from lightning_elastic_zero.errors import UnsupportedError
+
+WEIGHT_AVERAGING: type[pl.Callback] | None = getattr(callbacks, "WeightAveraging", None)
+"""Lightning's callback, which came with 2.6.0; None before."""
 
 CURRENT = "current_model_state"
 """Where ``WeightAveraging`` keeps the weights that are trained, beside their average."""
@@ -20,8 +23,10 @@ def check_averaging(trainer: pl.Trainer, *, cut_up: bool) -> None:
     Raises:
         UnsupportedError: the callback would average empty tensors.
     """
+    if WEIGHT_AVERAGING is None or not cut_up:
+        return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if cut_up and isinstance(callback, WeightAveraging):
+        if isinstance(callback, WEIGHT_AVERAGING):
             msg = (
                 f"{type(callback).__name__} averages whole weights, and ZeRO-3 leaves each device "
                 "a part: use stage 1 or 2, or keep the average in a module of its own"

@@ -19,7 +19,9 @@ from lightning_elastic_zero.continuation.batches import (
     settle_batches,
 )
 from lightning_elastic_zero.continuation.placing import LostData, check_orders
+from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
+from lightning_elastic_zero.continuation.scaling import ScaleCheck
 from lightning_elastic_zero.options import choice, count, flag
 from lightning_elastic_zero.ranks import Ranks, current_ranks
 
@@ -83,7 +85,9 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         Raises:
             ValueError: an option has a value that it cannot have.
         """
+        own = own_options(kwargs)
         super().__init__(*args, **kwargs)
+        vars(self).update(own)
         self._global_batch_size = count(
             "global_batch_size", global_batch_size, least=1, unit="samples"
         )
@@ -94,6 +98,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._is_settled = False  # the batches of this fit
         self._is_configured = False  # DeepSpeed's config, for this fit
         self._told_batch_size: int | None = None
+        self._scale_check = ScaleCheck()
         self._ranks: Ranks | None = None
 
     def _agree(self) -> Ranks:
@@ -155,6 +160,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         callbacks = _callbacks(trainer)
         callbacks[:] = [c for c in callbacks if not isinstance(c, SettlesFirst)]
+        check_release(trainer)
         self._init_config_if_needed()
         if self._fitting() and not self._is_configured:
             # The config is of an evaluation, or of a fit before, which had other batches perhaps.
@@ -248,8 +254,11 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if module is not None and module.automatic_optimization:
             kwargs.setdefault("scale_wrt_gas", False)
             weight = self._continuation.weight(module.trainer, self.global_rank)
+            of_this = (closure_loss, weight, module.trainer.accumulate_grad_batches)
             if weight != 1.0:
                 closure_loss = closure_loss * weight
+            with self._scale_check.watch(*of_this, _loss_scale(self.deepspeed_engine)):
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -302,3 +311,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if self._fitting() and (module := self.lightning_module) is not None:
             self._continuation.validated(module.trainer, self.root_device)
         super().on_validation_end()
+
+
+def _loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
+    """Return the factor by which DeepSpeed multiplies a loss: other than 1 in fp16."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))

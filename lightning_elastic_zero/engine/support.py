@@ -9,7 +9,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.engine.releases import check_names
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.requirements import DEEPSPEED
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     Raises:
         UnsupportedError: with every reason that was found.
     """
+    _refuse([*_release(engine)])  # What is looked at below may not be there else.
     reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
     _refuse(reasons)
 
@@ -55,6 +58,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: with every reason that was found.
     """
+    if reason := DEEPSPEED.refuses(version_of(DEEPSPEED.package)):
+        _refuse([reason])
     zero = config.get("zero_optimization")
     if zero is None or not zero.get("stage"):
         _refuse(["ZeRO stage 0: there is nothing partitioned to save; use Lightning's DDPStrategy"])
@@ -140,6 +145,14 @@ def _refuse(reasons: list[str]) -> None:
         listed = "\n".join(f"  - {reason}" for reason in reasons)
         msg = f"lightning_elastic_zero cannot save and resume this run:\n{listed}"
         raise UnsupportedError(msg)
+
+
+def _release(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield what is wrong with the installed release of DeepSpeed."""
+    found = version_of(DEEPSPEED.package)
+    if reason := DEEPSPEED.refuses(found):
+        yield reason
+    yield from check_names(engine, optimizer_wrapper(engine), found)
 
 
 def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)

@@ -1,4 +1,4 @@
-"""Where each of DeepSpeed's optimizer wrappers keeps its flat buffers (read in 0.19.8).
+"""Where each of DeepSpeed's optimizer wrappers keeps its flat buffers; ``releases`` says since when.
 
 Places come from the flat buffers and the wrapper's own offsets, never from DeepSpeed's
 ``_hp_mapping``, which is wrong with ``round_robin_gradients`` and empty in several states.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lightning_elastic_zero.engine.releases import parameter_paddings
 from lightning_elastic_zero.layout import Fragment
 
 GATHER_ELEMENTS = 1 << 21
@@ -127,7 +128,7 @@ def _zero_1_2(optimizer: Any) -> Iterator[LiveBuffer]:  # noqa: ANN401 (untyped)
     for group, parameters in enumerate(optimizer.round_robin_bit16_groups):
         rank = distributed.get_rank(group=optimizer.real_dp_process_group[group])
         master = optimizer.single_partition_of_fp32_groups[group]
-        paddings = tuple(optimizer.round_robin_bit16_padding[group])
+        paddings = parameter_paddings(optimizer, group)
         yield LiveBuffer(
             group=group,
             parameters=tuple(parameters),

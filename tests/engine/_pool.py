@@ -166,7 +166,10 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")
     defaults = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
-    fixed = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Other releases of DeepSpeed or Lightning may stand before the installed ones (tests/releases).
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    found = os.pathsep.join(dict.fromkeys([*filter(None, others), str(ROOT)]))
+    fixed = {"PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
     return {**defaults, **os.environ, **fixed}
 
 

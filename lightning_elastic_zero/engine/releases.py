@@ -1,0 +1,109 @@
+"""Each name of DeepSpeed's that is relied upon, and the releases that have it.
+
+Read in 0.16.0, 0.16.9, 0.17.6, 0.18.9, 0.19.0 and 0.19.8. A name that only some of them have is
+asked for here, so that the rest of the engine need not know of releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
+
+ENGINE_NAMES = (
+    "bfloat16_enabled",
+    "fp16_enabled",
+    "global_rank",
+    "global_samples",
+    "global_steps",
+    "gradient_accumulation_steps",
+    "has_moe_layers",
+    "lr_scheduler",
+    "micro_steps",
+    "module",
+    "mp_world_size",
+    "optimizer",
+    "random_ltd_enabled",
+    "seq_dp_world_size",
+    "set_gradient_accumulation_boundary",
+    "skipped_steps",
+    "train_batch_size",
+    "zero_load_from_fp32_weights",
+    "zero_optimization_stage",
+    "zero_quantized_nontrainable_weights",
+)
+"""Of ``DeepSpeedEngine``, since 0.16 or before."""
+
+OPTIMIZER_NAMES = {
+    "DeepSpeedZeroOptimizer": (
+        "_hp_optimizer_states_linked",
+        "_lazy_init_hp_params_optimizer_state",
+        "bit16_groups",
+        "optimizer",
+        "parallel_partitioned_bit16_groups",
+        "real_dp_process_group",
+        "round_robin_bit16_groups",
+        "single_partition_of_fp32_groups",
+    ),
+    "BF16_Optimizer": (
+        "_hp_optimizer_states_linked",
+        "_lazy_init_hp_params_optimizer_state",
+        "bf16_groups",
+        "bf16_partitioned_groups",
+        "fp32_groups_flat_partition",
+        "optimizer",
+        "real_dp_process_group",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "_reassign_or_swap_out_partitioned_parameters",
+        "checkpoint_event_epilogue",
+        "checkpoint_event_prologue",
+        "fp16_groups",
+        "fp16_partitioned_groups_flat",
+        "fp32_partitioned_groups_flat",
+        "optimizer",
+        "sub_group_to_group_id",
+    ),
+}
+"""Of each optimizer wrapper, since 0.16 or before."""
+
+PARAMETER_NAMES = (
+    "ds_id",
+    "ds_numel",
+    "ds_process_group",
+    "ds_shape",
+    "ds_tensor",
+    "partition_numel",
+)
+"""Of a parameter that ZeRO-3 has cut up, since 0.16 or before."""
+
+
+def check_names(engine: Any, wrapper: str | None, found: str) -> Iterator[str]:  # noqa: ANN401
+    """Yield what the installed release of DeepSpeed lacks of what is relied upon.
+
+    Args:
+        engine: a live engine.
+        wrapper: class name of its optimizer wrapper; None without one.
+        found: the installed release.
+    """
+    checked = [(type(engine).__name__, engine, ENGINE_NAMES)]
+    if wrapper in OPTIMIZER_NAMES:
+        checked.append((wrapper, engine.optimizer, OPTIMIZER_NAMES[wrapper]))
+    partitioned = next((p for p in engine.module.parameters() if hasattr(p, "ds_id")), None)
+    if partitioned is not None:
+        checked.append(("a partitioned parameter", partitioned, PARAMETER_NAMES))
+    for owner, live, names in checked:
+        if sentence := DEEPSPEED.lacks(found, owner, missing_names(live, names)):
+            yield sentence
+
+
+def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: ANN401 (untyped)
+    """Return the elements of padding after each parameter of a ZeRO-1/2 group.
+
+    ``parameter_alignment`` came with 0.19.7; before it, parameters follow one another.
+    """
+    paddings = getattr(optimizer, "round_robin_bit16_padding", None)
+    if paddings is None:
+        return (0,) * len(optimizer.round_robin_bit16_groups[group])
+    return tuple(paddings[group])

@@ -1,0 +1,91 @@
+"""The releases of DeepSpeed and Lightning that this library works with; pure.
+
+The names that it relies upon in them are listed beside their use: ``engine.releases`` and
+``continuation.releases``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """The releases of a package that this library works with, as pyproject.toml has them."""
+
+    title: str
+    """What its users call the package."""
+    package: str
+    """The distribution, as pip knows it."""
+    wanted: str
+    """A version specifier."""
+    newest_tested: str
+    """The newest release that the tests were run with: that of constraints.txt."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Why a release inside the range is left out."""
+
+    def __str__(self) -> str:
+        return f"{self.package}{self.wanted}"
+
+    def refuses(self, found: str) -> str | None:
+        """Return why the installed release cannot be used; None where it can.
+
+        Args:
+            found: the installed release; empty where it is not known, which refuses nothing.
+        """
+        try:
+            release = Version(found)
+        except InvalidVersion:
+            return None
+        if SpecifierSet(self.wanted).contains(release, prereleases=True):
+            return None
+        reason = self.excluded.get(release.base_version)
+        because = f" ({reason})" if reason else ""
+        return f"{self.title} {found} is installed{because}: install {self}"
+
+    def lacks(self, found: str, owner: str, missing: Iterable[str]) -> str | None:
+        """Return which names the installed release has no more; None where none is missing.
+
+        Args:
+            found: the installed release.
+            owner: the class whose names they are.
+            missing: the names that are not there.
+        """
+        names = ", ".join(missing)
+        if not names:
+            return None
+        return (
+            f"{self.title} {found or '(of an unknown release)'} has no {names} in {owner}, which "
+            f"this library reads: install {self}; {self.newest_tested} is the newest that it was "
+            "tested with"
+        )
+
+
+def missing_names(owner: object, names: Iterable[str]) -> list[str]:
+    """Return the names that an object does not have."""
+    return [name for name in names if not hasattr(owner, name)]
+
+
+DEEPSPEED = Requirement(
+    title="DeepSpeed",
+    package="deepspeed",
+    wanted=">=0.16,!=0.18.3",
+    newest_tested="0.19.8",
+    excluded={
+        "0.18.3": "it ignores scale_wrt_gas: with gradient accumulation over A micro-batches, "
+        "each step would be 1/A of what it should be"
+    },
+)
+"""0.16 is the oldest that Lightning takes together with torch 2.6."""
+
+LIGHTNING = Requirement(
+    title="Lightning",
+    package="lightning",
+    wanted=">=2.5,!=2.6.2,!=2.6.3",
+    newest_tested="2.6.6",
+    excluded={"2.6.2": "a compromised upload", "2.6.3": "a compromised upload"},
+)

@@ -1,0 +1,95 @@
+"""What is installed is held against what pyproject.toml promises, and against what is relied upon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero.continuation.scaling import ScaleCheck
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.requirements import DEEPSPEED, LIGHTNING, Requirement, missing_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("requirement", [DEEPSPEED, LIGHTNING], ids=lambda r: r.package)
+def test_the_range_is_that_of_pyproject(requirement: Requirement) -> None:
+    """What is refused at setup is what pip would not have installed; tested is what is pinned."""
+    assert f'"{requirement}"' in (ROOT / "pyproject.toml").read_text()
+    pinned = f"{requirement.package}=={requirement.newest_tested}"
+    assert pinned in (ROOT / "constraints.txt").read_text().split("\n")
+
+
+@pytest.mark.parametrize(
+    ("found", "refused"),
+    [
+        ("0.15.4", True),
+        ("0.16.0", False),
+        ("0.18.2", False),
+        ("0.18.3", True),
+        ("0.18.3+cu126", True),
+        ("0.18.4", False),
+        ("0.19.8", False),
+        ("0.20.0.dev1+abcdef", False),
+        ("", False),
+        ("unknown", False),
+    ],
+)
+def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> None:
+    """The sentence names the release that was found and the range that is wanted."""
+    reason = DEEPSPEED.refuses(found)
+    assert (reason is not None) is refused
+    if reason is not None:
+        assert f"DeepSpeed {found} is installed" in reason
+        assert "install deepspeed>=0.16,!=0.18.3" in reason
+        assert ("1/A" in reason) is found.startswith("0.18.3")
+
+
+def test_missing_names_are_listed() -> None:
+    """All at once, with whose they are, the release found and the range wanted."""
+    missing = missing_names(torch.nn.Linear(1, 1), ("weight", "gone", "bias", "lost"))
+    sentence = LIGHTNING.lacks("9.9", "Linear", missing)
+    assert sentence is not None
+    assert "Lightning 9.9 has no gone, lost in Linear" in sentence
+    assert "install lightning>=2.5,!=2.6.2,!=2.6.3; 2.6.6 is the newest" in sentence
+    assert LIGHTNING.lacks("9.9", "Linear", []) is None
+
+
+def passed(check: ScaleCheck, factor: float, *, weight: float = 1.0, accumulate: int = 4) -> float:
+    """Go through a backward pass whose gradient is scaled where DeepSpeed hangs its hooks."""
+    parameter = torch.ones(3, requires_grad=True)
+    returned = parameter.sum()
+    returned.register_hook(lambda gradient: gradient * factor)
+    loss = returned / accumulate
+    with check.watch(loss, weight, accumulate, 8.0):
+        (loss * weight * 8.0).backward()  # type: ignore[no-untyped-call]
+    assert parameter.grad is not None
+    return float(parameter.grad[0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("weight", [1.0, 0.75])
+def test_a_loss_that_is_divided_once_passes(accumulate: int, weight: float) -> None:
+    """Whatever the accumulation, the weight of a micro-batch and the loss scale."""
+    gradient = passed(ScaleCheck(), 1.0, weight=weight, accumulate=accumulate)
+    assert gradient == pytest.approx(8.0 * weight / accumulate)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0, 0.5])
+def test_a_loss_that_is_scaled_once_more_is_refused(factor: float) -> None:
+    """A factor other than one is refused by its size; without accumulation there is nothing to."""
+    with pytest.raises(UnsupportedError, match=re.escape(f"are {factor:g} times")) as refused:
+        passed(ScaleCheck(), factor)
+    assert "deepspeed>=0.16,!=0.18.3" in str(refused.value)
+    assert passed(ScaleCheck(), factor, accumulate=1) == factor * 8.0
+
+
+def test_it_looks_once() -> None:
+    """A micro-batch of no weight says nothing; after the first that does, nothing is looked at."""
+    check = ScaleCheck()
+    passed(check, 0.25, weight=0.0)
+    passed(check, 1.0)
+    passed(check, 0.25)
