@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import distributed
 
 from tests.engine._oracle import Dump, differences, dump
@@ -35,7 +34,7 @@ class Beside:
     """How a resumed run went on, and how one did that was made to hold the writer's state."""
 
     lacking: dict[str, int]
-    """What the other run did not hold although it was put there: nothing, or this proves nothing."""
+    """What the other run did not hold although it was put there: must be empty."""
     losses: tuple[Losses, Losses]
     """The resumed run's, and the other's."""
     differing: dict[str, int]
