@@ -20,7 +20,7 @@ from torch import distributed
 from tests.engine._oracle import dump
 from tests.engine._setup import Setup, engine_of, train
 from tests.foreign._rows import Row
-from tests.foreign._writing import CLIENT_STATE, MORE, keep, keep_continued
+from tests.foreign._writing import CLIENT_STATE, keep
 
 
 def write_after_8031(row: Row, folder: str, by_name: bool) -> None:
@@ -33,8 +33,6 @@ def write_after_8031(row: Row, folder: str, by_name: bool) -> None:
         distributed.barrier()
         _rewrite(Path(folder) / "checkpoint" / "elastic", setup, by_name=by_name)
         distributed.barrier()
-        losses = train(engine, setup, row.steps, row.steps + MORE)
-        keep_continued(engine, row, folder, losses)
 
 
 def _rewrite(tag: Path, setup: Setup, *, by_name: bool) -> None:

@@ -13,14 +13,14 @@ from torch import distributed
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.engine._model import BUFFERS
+from tests.engine._model import batch
 from tests.engine._oracle import Dump, dump
 from tests.engine._programs import judge
-from tests.engine._setup import Setup
+from tests.engine._setup import Engine, Setup
+from tests.foreign._beside import MORE, Beside, beside
 from tests.foreign._data import Fixture
 from tests.foreign._restoring import wanted_of
-from tests.foreign._trainers import LitNet, Steps, Watch
-from tests.foreign._writing import MORE
+from tests.foreign._trainers import DECAY, LitNet, Steps, Watch
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,10 @@ class Resumed:
     """What the callback was given back."""
     mine: Any
     """What the module was given back."""
-    losses: list[list[float]]
-    """Of each rank, after the load."""
     rates: list[float]
     """Learning rates of the first group, before each step."""
-    continued: Dump
-    """What the engine held at the end."""
+    beside: Beside
+    """How it went on, and how a plain engine did that was made to hold the writer's state."""
 
 
 class Kept(Watch):
@@ -137,20 +135,35 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
     module = Resuming(target, seed=7, hidden=target.hidden)
     module.first = fixture.setup_steps
     trainer.fit(module, ckpt_path=path)
-    everyone: list[Any] = [None] * target.world
-    distributed.all_gather_object(everyone, module.losses)
-    if look.before is None or look.after is None:
+    wanted = wanted_of(fixture, target, look.before) if look.before is not None else None
+    ran = (module.losses, look.after)
+    other = beside(target, fixture.setup_steps, wanted, ran, train_as_fit)
+    if wanted is None or look.before is None or other is None:
         return None
-    verdict = judge(wanted_of(fixture, target, look.before), look.before)
     return Resumed(
-        differing=verdict.differing,
+        differing=judge(wanted, look.before).differing,
         step=look.step,
         callback=kept.given,
         mine=module.mine,
-        losses=everyone,
         rates=look.rates,
-        continued={k: v for k, v in look.after.items() if k.partition("/")[2] not in BUFFERS},
+        beside=other,
     )
+
+
+def train_as_fit(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
+    """Train as the Trainer does with the writer's module."""
+    losses = []
+    for step in range(first, last):
+        engine.module.bn.eval()
+        x, y = batch(step, distributed.get_rank(), setup.world)
+        # Lightning casts what floats in a batch.
+        loss = (engine(x).float() - y.to(setup.dtype)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        for group in engine.optimizer.optimizer.param_groups:
+            group["lr"] *= DECAY
+    return losses
 
 
 class Weighing(Resuming):

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import distributed
-
 from tests.engine._model import BUFFERS
-from tests.engine._oracle import Dump, differences, dump, expected_in
+from tests.engine._oracle import Dump, dump, expected_in
 from tests.engine._programs import Verdict, judge
 from tests.engine._setup import Setup, engine_of, train
+from tests.foreign._beside import MORE, Beside, beside
 from tests.foreign._data import Fixture
 
 
@@ -29,8 +27,8 @@ class Case:
     counters: bool = True
     """Whether it holds DeepSpeed's step counters."""
     client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 3})
-    steps_after: int = 0
-    """Trained after the load, and compared with the writer's own continuation."""
+    goes_on: bool = False
+    """Whether it is trained on, beside a run that was made to hold the writer's state."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,8 @@ class Outcome:
 
     verdict: Verdict
     """Of what was restored."""
-    continued: dict[str, int]
-    """What differs from the writer's own continuation, in how many bits."""
-    losses: tuple[list[float], list[float]]
-    """Mean losses after the load, and the writer's."""
+    beside: Beside | None = None
+    """How it went on, where it did."""
 
 
 def restore(case: Case) -> Outcome | None:
@@ -55,30 +51,16 @@ def restore(case: Case) -> Outcome | None:
         loaded = load_checkpoint(engine, case.path, **case.options)
         assert loaded.client_state == case.client_state, loaded.client_state
         found = dump(engine, target)
-        first = fixture.setup_steps
-        losses = train(engine, target, first, first + case.steps_after)
-        everyone: list[Any] = [None] * target.world
-        distributed.all_gather_object(everyone, losses)
-        after = dump(engine, target) if case.steps_after else None
-    if found is None or before is None:
+        first, losses = fixture.setup_steps, list[float]()
+        after: Dump | None = None
+        if case.goes_on:
+            losses = train(engine, target, first, first + MORE)
+            after = dump(engine, target)
+    wanted = _wanted(case, before) if before is not None else None
+    other = beside(target, first, wanted, (losses, after)) if case.goes_on else None
+    if found is None or wanted is None:
         return None
-    verdict = judge(_wanted(case, before), found)
-    theirs: Dump | None = None
-    writer: list[list[float]] = []
-    if case.steps_after:
-        theirs, writer = fixture.continued()
-    same = after is not None and theirs is not None and target == fixture.setup
-    continued = differences(_scaled(theirs), _scaled(after)) if same else {}
-    return Outcome(verdict, continued, (_mean(everyone), _mean(writer)))
-
-
-def _scaled(held: Dump | None) -> Dump:
-    """Give what must continue as the writer's run did: its buffers do where they were held."""
-    return {k: v for k, v in (held or {}).items() if not k.startswith("buffer/")}
-
-
-def _mean(losses: list[list[float]]) -> list[float]:
-    return torch.tensor(losses).mean(0).tolist() if losses else []
+    return Outcome(judge(wanted, found), other)
 
 
 def _wanted(case: Case, before: Dump) -> Dump:

@@ -22,7 +22,7 @@ from tests.engine._model import Net, batch, group_members
 from tests.engine._oracle import dump
 from tests.engine._setup import Setup, make_optimizer
 from tests.foreign._rows import Row
-from tests.foreign._writing import MORE, keep, keep_continued, wait_for_gathers
+from tests.foreign._writing import MORE, keep, wait_for_gathers
 
 DECAY = 0.75
 """Of the learning rate, each step."""
@@ -129,27 +129,13 @@ def fit(row: Row, folder: str) -> None:
         strategy=strategy,
         precision="bf16-true" if row.setup.precision == "bf16" else "32-true",
         max_steps=row.steps + MORE,
-        callbacks=[saves, Watch(), Last(row, folder)],
+        callbacks=[saves, Watch()],
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(LitNet(row.setup, hidden=row.setup.hidden))
-
-
-class Last(Callback):
-    """Says what the engine holds at the end."""
-
-    def __init__(self, row: Row, folder: str) -> None:
-        self.row, self.folder = row, folder
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(trainer.strategy, OnCPU)
-        assert isinstance(pl_module, LitNet)
-        losses = pl_module.losses[self.row.steps :]
-        keep_continued(trainer.strategy.deepspeed_engine, self.row, self.folder, losses)
 
 
 def accelerate(row: Row, folder: str) -> None:
@@ -171,20 +157,13 @@ def accelerate(row: Row, folder: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=DECAY)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
-    def train(first: int, last: int) -> list[float]:
-        losses = []
-        for step in range(first, last):
-            model.module.bn.eval()
-            x, y = batch(step, distributed.get_rank(), row.setup.world)
-            loss = (model(x).float() - y).pow(2).mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        return losses
-
-    train(0, row.steps)
+    for step in range(row.steps):
+        model.module.bn.eval()
+        x, y = batch(step, distributed.get_rank(), row.setup.world)
+        loss = (model(x).float() - y).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
     keep(dump(model, row.setup), folder, "truth")
     accelerator.save_state(str(Path(folder) / "checkpoint"))
-    keep_continued(model, row, folder, train(row.steps, row.steps + MORE))

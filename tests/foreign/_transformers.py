@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from tests.engine._model import GLOBAL_BATCH, Net, batch
 from tests.engine._oracle import dump
 from tests.foreign._rows import Row
-from tests.foreign._writing import MORE, keep, keep_continued, wait_for_gathers
+from tests.foreign._writing import MORE, keep, wait_for_gathers
 
 
 class Samples(Dataset[Any]):
@@ -36,8 +36,6 @@ class Samples(Dataset[Any]):
 class LossNet(Net):
     """The toy model, with its loss."""
 
-    losses: tuple[float, ...] = ()
-
     def train(self, mode: bool = True) -> LossNet:
         """Train all but BatchNorm."""
         super().train(mode)
@@ -47,7 +45,6 @@ class LossNet(Net):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """Give the loss."""
         loss = (super().forward(x).float() - y).pow(2).mean()
-        self.losses = (*self.losses, float(loss))
         return {"loss": loss}
 
 
@@ -59,7 +56,7 @@ class InOrder(transformers.Trainer):  # type: ignore[misc]
 
 
 class Say(transformers.TrainerCallback):  # type: ignore[misc]
-    """Says what the engine holds: at the save, and at the end."""
+    """Says what the engine holds when it is saved."""
 
     def __init__(self, row: Row, folder: str) -> None:
         self.row, self.folder = row, folder
@@ -70,12 +67,6 @@ class Say(transformers.TrainerCallback):  # type: ignore[misc]
         if state.global_step == self.row.steps:
             keep(dump(self.trainer.model_wrapped, self.row.setup), self.folder, "truth")
         control.should_save = state.global_step == self.row.steps
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
-        """Say how it went on."""
-        engine = self.trainer.model_wrapped
-        losses = list(engine.module.losses[self.row.steps :])
-        keep_continued(engine, self.row, self.folder, losses)
 
 
 def train(row: Row, folder: str) -> None:

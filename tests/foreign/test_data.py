@@ -27,15 +27,12 @@ def test_the_data_are_small() -> None:
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_an_archive_holds_what_its_row_says(name: str, tmp_path: Path) -> None:
-    """Setup and release are the row's; what was held is there, finite, and changed afterwards."""
+    """Setup and release are the row's; what was held is there, and finite."""
     row, found = BY_NAME[name], unpack(name, tmp_path)
     assert found.setup == row.setup
     assert found.about["steps"] == row.steps
     assert found.about["versions"]["deepspeed"].startswith(f"{row.release}.")
     assert found.checkpoint.is_dir()
     truth = found.truth()
-    continued, losses = found.continued()
-    assert [len(own) for own in losses] == [2] * row.setup.world
     held = [value for value in truth.values() if isinstance(value, torch.Tensor)]
     assert all(bool(value.isfinite().all()) for value in held)
-    assert not torch.equal(truth["master/a.weight"], continued["master/a.weight"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._oracle import Dump, differences, same_bits
+from tests.engine._oracle import same_bits
 from tests.engine._pool import Pools
 from tests.foreign._data import names, unpack
 from tests.foreign._fitting import Resumed, resume, validate
@@ -23,7 +23,7 @@ LIGHTNING = [name for name in names() if name.startswith("lightning")]
 @pytest.mark.parametrize("name", LIGHTNING)
 @pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
 def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> None:
-    """State, step, callbacks, module and schedule are the writer's, and so is what follows."""
+    """State, step, callbacks, module and schedule are the writer's, and so is what comes next."""
     fixture = unpack(name, tmp_path)
     target = fixture.setup
     if other:
@@ -35,15 +35,7 @@ def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> No
     assert resumed.callback == {"rank": 0, "common": [1, 2.5, "three"]}
     assert resumed.mine["tensor"].tolist() == [0, 1, 2]
     assert resumed.rates[0] == pytest.approx(1e-3 * DECAY**fixture.setup_steps)
-    if not other:
-        held, losses = fixture.continued()
-        weights = {k: v for k, v in held.items() if k in resumed.continued}
-        assert resumed.losses == losses
-        assert not differences(_steps(weights), _steps(resumed.continued))
-
-
-def _steps(held: Dump) -> Dump:
-    return {k: v for k, v in held.items() if not k.startswith("buffer/")}
+    resumed.beside.assert_same()
 
 
 @pytest.mark.parametrize(("name", "world"), [("lightning2", 3), ("lightning3", 1)])

@@ -45,6 +45,7 @@ def test_fit_goes_on(fitted: Fixture, pools: Pools) -> None:
     assert resumed.callback == {"rank": 0, "common": [1, 2.5, "three"]}
     assert resumed.mine["tensor"].tolist() == [0, 1, 2]
     assert resumed.rates == pytest.approx([1e-3 * DECAY**step for step in (3, 4)])
+    resumed.beside.assert_same()
 
 
 def test_validate(fitted: Fixture, pools: Pools) -> None:
