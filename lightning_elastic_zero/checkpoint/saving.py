@@ -106,7 +106,7 @@ def write(
 
     def stage() -> dict[str, Any]:
         sent = {"path": str(check_local_path(path)), "save_id": uuid.uuid4().hex}
-        _stage(draft(), tables(), sent, ranks, staged)
+        _stage(draft(), tables(), sent, ranks, staged, begun=course.begun)
         return {**sent, DIGESTS: digests_of(tables())}
 
     def write_files() -> dict[str, Any]:
@@ -266,13 +266,15 @@ def _stage(
     sent: Mapping[str, str],
     ranks: Ranks,
     staged: list[StagedDirectory],
+    *,
+    begun: bool,
 ) -> None:
     """Rank 0: make the hidden directory beside the target, and note that it is there."""
     target, save_id = Path(sent["path"]), sent["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)
-        staged.append(StagedDirectory.create(target, save_id, below=name_below(draft)))
+        staged.append(StagedDirectory.create(target, save_id, below=name_below(draft), begun=begun))
         (staged[0].path / TAG).mkdir()
         leave_tables(staged[0].path, tables)
         leave_token(staged[0].path, save_id)
