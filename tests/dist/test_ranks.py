@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.ranks import OneRank, RankTimes, current_ranks
 from lightning_elastic_zero.ranks.connections import check_limit, what_is_wrong
@@ -284,13 +285,13 @@ def test_a_limit_that_is_too_low_is_told() -> None:
 
 def test_the_limit_is_that_of_the_process(caplog: pytest.LogCaptureFixture) -> None:
     """It is read where it is in force: a process that lowers its own is warned."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    wrapped = dist.PrefixStore("some", dist.PrefixStore("prefix", store))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wrapped = PrefixStore("some", PrefixStore("prefix", store))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 900), hard))
     try:
         check_limit(wrapped, 1023)
-        check_limit(dist.HashStore(), 1021)
+        check_limit(HashStore(), 1021)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     (record,) = caplog.records
