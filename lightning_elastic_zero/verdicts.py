@@ -75,13 +75,9 @@ class RankTimes:
         Raises:
             ValueError: It is no positive number.
         """
-        given: object = stall_timeout_s  # whatever a configuration holds
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if not (number and 0 < stall_timeout_s < math.inf):
-            msg = (
-                f"stall_timeout_s={stall_timeout_s!r}: it is for how many seconds a rank may be at "
-                "work on a save or load without progress, a positive number"
-            )
+        if type(stall_timeout_s) not in (int, float) or not 0 < stall_timeout_s < math.inf:
+            what = "how many seconds a rank may work without progress, a positive number"
+            msg = f"stall_timeout_s={stall_timeout_s!r}: it is {what}"
             raise ValueError(msg)
         beat_s = min(self.beat_s, stall_timeout_s / 4)
         return replace(self, beat_s=beat_s, stalled_s=float(stall_timeout_s))

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_elastic_zero.ranks.connections import check_limit
 from lightning_elastic_zero.ranks.ending import settle_at_exit
 from lightning_elastic_zero.ranks.store_ranks import StoreRanks
 from lightning_elastic_zero.verdicts import STALL_TIMEOUT_S, RankTimes
@@ -121,6 +122,7 @@ def current_ranks(
     if dist.get_world_size() == 1:
         return OneRank()
     # There is no public way to the store that the ranks met in.
-    return StoreRanks(
-        _get_default_store(), dist.get_rank(), dist.get_world_size(), name=name, times=times
-    )
+    store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        check_limit(store, world_size)
+    return StoreRanks(store, rank, world_size, name=name, times=times)

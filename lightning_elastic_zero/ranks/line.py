@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_elastic_zero import verdicts
 from lightning_elastic_zero.errors import ElasticZeroError, RanksError, error_class
+from lightning_elastic_zero.ranks.connections import connection_to
 from lightning_elastic_zero.verdicts import Beat, Judge, RankTimes, Store, Watch
 
 LINGER_S = 2.0
@@ -45,9 +45,6 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 
 _MOST_POLLS_PER_S = 5000
 """What the waiting ranks, however many, may ask of the store together."""
-
-_ANSWER_S = 7 * 86400.0
-"""How long a key that is there may take to be read: it is the host that is waited for."""
 
 _SILENT = (
     "the job's store has not answered for {:g} s: rank 0, or whatever process hosts it, died or is "
@@ -201,9 +198,8 @@ class Line(threading.Thread):
 
     def _open(self) -> None:
         store, self._source = self._source, None  # held, it would outlive its process group
-        with contextlib.suppress(AttributeError):  # older ones have one connection only
-            store = store.clone()
-            store.set_timeout(timedelta(seconds=_ANSWER_S))
+        # Kept as long as this line is: others find it by that.
+        self._connection = store = connection_to(store)
         made = PrefixStore(self._prefix, store).add(f"made/{self._rank}", 1)
         self._store: Store = PrefixStore(f"{self._prefix}/{made}", store)
         if self._rank == 0:

@@ -30,7 +30,8 @@ class SlowDisk:
         self.folder = folder / "disk"
         self.folder.mkdir()
         library = folder / "slow_disk.so"
-        command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"]
+        options = ["-shared", "-fPIC", "-O1", "-o", str(library)]
+        command = [compiler, *options, str(SOURCE), "-ldl", "-lpthread"]
         subprocess.run(command, check=True, timeout=60)
         self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(self.folder)}
         """What a process has to be started with."""

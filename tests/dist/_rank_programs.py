@@ -26,6 +26,7 @@ from lightning_elastic_zero.ranks import RankTimes, StoreRanks, current_ranks
 from tests.dist._launch import Job
 
 WORLD = 4
+LINES = 3
 SHORT = RankTimes(beat_s=0.2, dead_s=1.6, stalled_s=1.6, absent_s=2.4, settle_s=0.3)
 
 
@@ -97,6 +98,21 @@ def steps_of_living_ranks(job: Job) -> None:
         ranks.close()
         os._exit(0)
     job.note("end", end)
+
+
+def many_lines(job: Job) -> None:
+    """Agree over several lines at once, and count their connections to the store."""
+    lines = [current_ranks(name=f"line {number}") for number in range(LINES)]
+    for line in lines:
+        line.together("come", lambda: None)
+    job.note("connections", len({id(line._line._connection) for line in lines}))  # type: ignore[attr-defined]
+    for line in lines[1:]:
+        line.close()
+    job.note("first goes on", lines[0].everywhere("meet", lambda: job.rank))
+    lines[0].close()
+    anew = current_ranks()
+    job.note("anew", anew.everywhere("meet", lambda: job.rank))
+    anew.close()
 
 
 def interrupted(job: Job, together: Callable[[str, Callable[[], None]], None]) -> dict[str, Any]:

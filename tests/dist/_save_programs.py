@@ -109,9 +109,9 @@ def saves(job: Job) -> None:
         assert isinstance(ranks, StoreRanks)
         folder = Path(ranks.from_first("make a folder", tempfile.mkdtemp))
         line = ranks._line
-        counting = line._store = Counting(line._store)  # type: ignore[assignment]
+        counting = line._store = Counting(line._store)
         if line._judge is not None:
-            line._judge._store = counting  # type: ignore[assignment]
+            line._judge._store = counting
         for odd in ("", "client", "buffers", "parameters"):
             for count in (FEW, MANY):
                 before = counting.bytes

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.ranks import OneRank, RankTimes, current_ranks
+from lightning_elastic_zero.ranks.connections import check_limit, what_is_wrong
 from tests.dist._launch import RankResult, run_ranks
 from tests.dist._rank_programs import (
     SHORT,
     WORLD,
     first_rank_is_lost,
+    many_lines,
     raising,
     steps_of_living_ranks,
     steps_that_take_time,
@@ -261,6 +265,38 @@ def test_a_killed_first_rank_is_noticed(first_lost: tuple[bool, list[RankResult]
         assert note["error"] == "RanksError"
         assert "rank 0" in note["message"]
         assert note["seconds"] < 4
+
+
+def test_a_process_has_one_connection_beside_torchs() -> None:
+    """However many lines it has; one that is closed takes it from no other."""
+    results = run_ranks(many_lines, WORLD)
+    assert notes(results, "connections") == [1] * WORLD
+    assert notes(results, "first goes on") == [list(range(WORLD))] * WORLD
+    assert notes(results, "anew") == [list(range(WORLD))] * WORLD
+
+
+def test_a_limit_that_is_too_low_is_told() -> None:
+    """What is needed, who may have how much, and what to type: before the first rank is missing."""
+    assert what_is_wrong(400, 1024, 100, "rank 0") == ""
+    text = what_is_wrong(1024, 1024, 50, "rank 0, process 7,")
+    for part in ("1024 ranks", "rank 0, process 7,", "1024 open files", "2098", "ulimit -n 8192"):
+        assert part in text
+
+
+def test_the_limit_is_that_of_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    """It is read where it is in force: a process that lowers its own is warned."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wrapped = PrefixStore("some", PrefixStore("prefix", store))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 900), hard))
+    try:
+        check_limit(wrapped, 1023)
+        check_limit(HashStore(), 1021)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    (record,) = caplog.records
+    assert "1023 ranks" in record.message
+    assert "900 open files" in record.message
 
 
 def test_the_default_times_keep_the_promise() -> None:
