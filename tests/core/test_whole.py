@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
@@ -34,7 +34,7 @@ def save_directory(tree: dict[str, object], folder: Path) -> Path:
     path = folder / "model.distcp"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no process group.
-        dcp.save({"model": tree}, checkpoint_id=path, no_dist=True)
+        save({"model": tree}, checkpoint_id=path, no_dist=True)
     return path
 
 
