@@ -150,7 +150,8 @@ def _layers(count: int = 5) -> dict[str, torch.Tensor]:
 
 def save_replicated(path: str) -> list[str]:
     """Save what DDP has: the same on each rank, states by position. Give the order on disk."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     named = {name: torch.nn.Parameter(tensor) for name, tensor in _layers().items()}
     optimizer = torch.optim.Adam(named.values(), lr=0.0)
@@ -161,8 +162,8 @@ def save_replicated(path: str) -> list[str]:
         optimizer.state[parameter]["exp_avg"].fill_(index)
         optimizer.state[parameter]["exp_avg_sq"].fill_(100 + index)
     model = {name: parameter.detach() for name, parameter in named.items()}
-    dcp.save({"model": model, "optim": optimizer.state_dict()}, checkpoint_id=path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    save({"model": model, "optim": optimizer.state_dict()}, checkpoint_id=path)
+    metadata = FileSystemReader(path).read_metadata()
     return [key for key in metadata.state_dict_metadata if key.startswith("model.")]
 
 
