@@ -115,7 +115,8 @@ def is_plain(value: object) -> bool:
         return value != b""  # pickled for torch.save, it is a call that weights_only refuses
     if type(value) in _TENSORS:
         # Of anything else ranges of bytes cannot be read.
-        return _has_plain_fields(value) and _is_dense(value) and not value.is_conj()  # type: ignore[attr-defined]
+        tensor: Any = value
+        return _has_plain_fields(value) and _is_dense(tensor) and not tensor.is_conj()
     if type(value) in (list, tuple, set):
         return all(is_plain(v) for v in value)  # type: ignore[attr-defined]
     if type(value) in (dict, OrderedDict):

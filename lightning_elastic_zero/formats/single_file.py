@@ -41,6 +41,10 @@ from lightning_elastic_zero.storage import no_work
 
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
 
+CURRENT, AVERAGING = "current_model_state", "averaging_state"
+"""Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
+average then."""
+
 
 class SingleFileSource:
     """A file of ``torch.save`` that holds a whole model (``Source``)."""
@@ -188,6 +192,11 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
     if isinstance(weights, Mapping):
         if not weights:
             _refuse(path, f"has an empty `{WEIGHTS}`: its weights were saved elsewhere, or not")
+        if isinstance(current := tree.get(CURRENT), Mapping) and AVERAGING in tree:
+            # The optimizer's state is that of the trained weights; the average, and what else it
+            # keeps, is the callback's, which looks for all three.
+            rest = {k: v for k, v in tree.items() if k not in (CURRENT, OPTIMIZERS)}
+            return current, {**rest, CURRENT: {}}
         return weights, {k: v for k, v in tree.items() if k not in (WEIGHTS, OPTIMIZERS)}
     if OPTIMIZER in tree or "param_shapes" in tree:
         _refuse(path, "is one file of DeepSpeed's: pass the checkpoint's directory")

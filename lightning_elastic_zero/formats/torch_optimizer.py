@@ -56,6 +56,13 @@ def is_optimizer(tree: object) -> bool:
     )
 
 
+def by_position(saved: Mapping[str, Any]) -> bool:
+    """Whether the states of a state dict are told by numbers, and no names stand beside them."""
+    groups = saved["param_groups"]
+    named = all("param_names" in group for group in groups)
+    return not named and not all(isinstance(k, str) for g in groups for k in g["params"])
+
+
 def name_states(
     saved: Mapping[str, Any], live: Manifest, order: Sequence[str], canonical: Mapping[str, str]
 ) -> NamedState:

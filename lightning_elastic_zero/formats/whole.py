@@ -18,6 +18,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.torch_optimizer import (
     HELP,
     MEMBERS,
+    by_position,
     is_optimizer,
     name_states,
 )
@@ -37,12 +38,14 @@ class Whole:
     """What was found in a checkpoint."""
 
     weights: Mapping[str, torch.Tensor]
-    """Parameters and buffers by name, in the model's order; they need no values."""
+    """Parameters and buffers by name, in the model's order (``ordered``); they need no values."""
     optimizers: Sequence[Mapping[str, Any]]
     """State dicts of torch optimizers; their tensors need no values, but for hyperparameters."""
     save_id: str
     progress: Progress
     writer: Writer
+    ordered: bool = True
+    """False: nothing says in which order the model's parameters were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ def meet(whole: Whole, live: Manifest) -> Met:
         del weight_of[name]
     # Where a tied weight has lost its first name, its place among the others is lost too.
     order = [name for name in weight_of if name in whole.weights]
+    if not whole.ordered:
+        order = [p.name for p in live.parameters if p.name in order]
     named, unmatched = _groups(whole, live, canonical, order)
     groups, states = named
     manifest = _manifest(whole, weight_of, buffers, groups)
@@ -102,11 +107,29 @@ def _groups(
     saved = whole.optimizers[0]
     if not is_optimizer(saved):
         return (_without_state(live, {}), {}), ""
+    if not whole.ordered and (alike := _alike(saved, live)):
+        why = (
+            "the optimizer's state is kept by position, and nothing says in which order the "
+            f"parameters were saved: {alike[0]} and {alike[1]} have one shape, so that their "
+            f"states cannot be told apart; {HELP}"
+        )
+        return (_without_state(live, saved), {}), why
     try:
         named = name_states(saved, live, order, canonical)
     except CheckpointMismatchError as error:
         return (_without_state(live, saved), {}), str(error)
     return (named.groups, named.states), ""
+
+
+def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
+    """Return two trained parameters that positions alone would not tell apart, if there are any."""
+    if not by_position(saved):
+        return None
+    first: dict[tuple[int, ...], str] = {}
+    for parameter in live.optimized:
+        if first.setdefault(parameter.shape, parameter.name) != parameter.name:
+            return first[parameter.shape], parameter.name
+    return None
 
 
 def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:

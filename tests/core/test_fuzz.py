@@ -11,13 +11,13 @@ import pytest
 
 from tests.core._fuzzing import fuzz
 
-PROGRAMS = ["_fuzz_pickles"]
+PROGRAMS = ["_fuzz_pickles", "_fuzz_files"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_reader_reads_or_refuses(program: str, tmp_path: Path) -> None:
     """Whatever a file holds, a reader gives the value or an error of its own."""
-    fuzz(program, 1000, tmp_path)
+    fuzz(program, 500, tmp_path)
 
 
 @pytest.mark.long

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.whole import Whole, meet
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
 from lightning_elastic_zero.match import describe
 
@@ -34,7 +35,7 @@ def save_directory(tree: dict[str, object], folder: Path) -> Path:
     path = folder / "model.distcp"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no process group.
-        dcp.save({"model": tree}, checkpoint_id=path, no_dist=True)
+        save({"model": tree}, checkpoint_id=path, no_dist=True)
     return path
 
 
@@ -83,3 +84,21 @@ def test_the_precision_is_that_of_the_weights(
     found = reader.manifest
     assert (found.precision, found.master_dtype) == (precision, str(dtype).removeprefix("torch."))
     reader.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("alike", [True, False])
+def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
+    """Where nothing tells the order, states of one shape are refused; other ones are placed."""
+    shapes = {"a": (4, 3), "b": (4, 3) if alike else (3, 4)}
+    tree = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    state = {index: {"step": 1.0, "exp_avg": tree[name]} for index, name in enumerate(("a", "b"))}
+    optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    whole = Whole(tree, [optimizer], "", Progress(), Writer(), ordered=ordered)
+    met = meet(whole, live_of(tree, {"a", "b"}))
+    if alike and not ordered:
+        assert "nothing says in which order the parameters were saved: a and b" in met.unmatched
+        assert not met.states
+    else:
+        assert not met.unmatched
+        assert list(met.states) == ["a", "b"]

@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats import ReadRequest, open_checkpoint
+from lightning_elastic_zero.formats.sharded.metadata import read_metadata
+from lightning_elastic_zero.formats.sharded.tree import knows_order, leaves_of
+from lightning_elastic_zero.layout import Transfer
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
 from tests.engine._model import Net
 from tests.engine._pool import Pools
 from tests.engine._setup import Setup
@@ -130,6 +134,89 @@ def test_saved_from_one_rank(
     """Plain state dicts, and subtrees that hold a part of the parameters, are told apart."""
     run = alone(pools, tmp_path, make_tree)
     assert_restored(pools, run, TARGETS[1], {"note": {"of": [1, "2"]}}, counters=False)
+
+
+# -- the order of what several ranks wrote ---------------------------------------------------------
+
+
+def _layers(count: int = 5) -> dict[str, torch.Tensor]:
+    """Give the parameters of equal layers."""
+    named: dict[str, torch.Tensor] = {}
+    for index in range(count):
+        named[f"layers.{index}.weight"] = torch.full((8, 8), float(index))
+        named[f"layers.{index}.bias"] = torch.full((8,), float(index))
+    return named
+
+
+def save_replicated(path: str) -> list[str]:
+    """Save what DDP has: the same on each rank, states by position. Give the order on disk."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    named = {name: torch.nn.Parameter(tensor) for name, tensor in _layers().items()}
+    optimizer = torch.optim.Adam(named.values(), lr=0.0)
+    for parameter in named.values():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    for index, parameter in enumerate(named.values()):
+        optimizer.state[parameter]["exp_avg"].fill_(index)
+        optimizer.state[parameter]["exp_avg_sq"].fill_(100 + index)
+    model = {name: parameter.detach() for name, parameter in named.items()}
+    save({"model": model, "optim": optimizer.state_dict()}, checkpoint_id=path)
+    metadata = FileSystemReader(path).read_metadata()
+    return [key for key in metadata.state_dict_metadata if key.startswith("model.")]
+
+
+def _live_layers() -> Manifest:
+    """Describe the live model."""
+    parameters = tuple(Parameter(n, tuple(t.shape), "float32", 0) for n, t in _layers().items())
+    return Manifest(
+        save_id="",
+        stage=1,
+        world_size=1,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=parameters,
+        groups=(Group(tuple(_layers()), {}, ()),),
+        buffers=(),
+        module_buffers=(),
+        files=(),
+        progress=Progress(),
+        writer=Writer(),
+    )
+
+
+def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Path) -> None:
+    """Ranks share out the writing by load, in another order than the model's: names keep theirs."""
+    path = tmp_path / "replicated"
+    on_disk = pools.run(2, partial(save_replicated, str(path)))[0]
+    assert on_disk != [f"model.{name}" for name in _layers()], "the order is the model's own here"
+    reader = open_checkpoint(path)
+    reader.meet(_live_layers())
+    assert not reader.found.unmatched
+    for index, (name, tensor) in enumerate(_layers().items()):
+        for key, expected in (("", float(name.split(".")[1])), ("exp_avg", index)):
+            target = torch.empty(tensor.numel())
+            run = Transfer(name, 0, tensor.numel(), 0, index, 0, 0, 0)
+            reader.read([ReadRequest(key, run, target)], lambda _: None)
+            assert torch.equal(target, torch.full_like(target, expected)), (name, key)
+    reader.close()
+
+
+def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path) -> None:
+    """Without the planner's notes states of equal shapes are refused, and names stay usable."""
+    path = tmp_path / "replicated"
+    pools.run(2, partial(save_replicated, str(path)))
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301 (just written)
+    del metadata.planner_data["model.layers.0.weight"]
+    # The tree above stays known: only the order is not.
+    metadata.state_dict_metadata["model.layers.0.weight"] = metadata.state_dict_metadata.pop(
+        "model.layers.0.weight"
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    leaves = leaves_of(read_metadata(path))
+    assert {leaf.key for leaf in leaves} == set(metadata.state_dict_metadata)
+    assert not knows_order(read_metadata(path))
 
 
 # -- refusals --------------------------------------------------------------------------------------

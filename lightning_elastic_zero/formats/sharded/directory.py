@@ -23,6 +23,7 @@ from lightning_elastic_zero.formats.sharded.tree import (
     Leaf,
     Tree,
     choose_model,
+    knows_order,
     largest_model,
     leaves_of,
     said,
@@ -82,6 +83,7 @@ class ShardedReader:
             save_id=identity_of(path, names, on_work),
             progress=progress_of(self._trainer),
             writer=writer_of(self._trainer),
+            ordered=knows_order(metadata),
         )
         self._scalars: dict[str, dict[str, Scalar]] | None = None
         self._keys: dict[int, str] = {}

@@ -57,12 +57,21 @@ class Tree:
 
 
 def leaves_of(metadata: Metadata) -> list[Leaf]:
-    """List the leaves, in the order in which they were saved."""
+    """List the leaves, in the order in which they were saved where that is known.
+
+    The entries themselves are in the order of writing, which ranks share out by load. What the
+    planner noted is in the order of the tree.
+    """
     paths: Mapping[str, Any] = metadata.planner_data or {}
-    return [
-        Leaf(key, tuple(paths.get(key, (key,))), _without_values(entry))
-        for key, entry in metadata.state_dict_metadata.items()
-    ]
+    entries = metadata.state_dict_metadata
+    keys = [key for key in paths if key in entries]
+    keys += [key for key in entries if key not in paths]
+    return [Leaf(key, tuple(paths.get(key, (key,))), _without_values(entries[key])) for key in keys]
+
+
+def knows_order(metadata: Metadata) -> bool:
+    """Whether the order in which the leaves were saved is known."""
+    return set(metadata.state_dict_metadata) <= set(metadata.planner_data or {})
 
 
 def _without_values(entry: object) -> torch.Tensor | None:

@@ -39,6 +39,8 @@ _UNREADABLE = (
     AssertionError,
     RuntimeError,
     ImportError,
+    MemoryError,
+    OverflowError,
 )
 """What damaged or foreign data can raise in a pickle reader."""
 
@@ -128,7 +130,7 @@ class TorchIndex:
         try:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
             self._refuse(f"is not a file of torch.save: {error}")
         finally:
             # Else the stream would be closed together with its reader.
