@@ -122,10 +122,10 @@ class Publication:
         return True
 
     @staticmethod
-    def at_the_end(*, interrupted: bool) -> closing[Ranks]:
+    def at_the_end(call: object, *, interrupted: bool) -> closing[Ranks]:
         """Give what ranks agree by when a run may end: one that failed alone does not wait long."""
         times = IN_EXCEPTION if interrupted else RankTimes()
-        return closing(current_ranks(times, "elastic-zero at the end"))
+        return closing(current_ranks(times, "elastic-zero at the end", str(call)))
 
     @property
     def _busy(self) -> bool:
