@@ -73,7 +73,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
         module_weights=flag("save_module_weights", save_module_weights),
     )
-    with closing(current_ranks(RankTimes().with_stall_timeout(stall_timeout_s))) as ranks:
+    with closing(_ranks_to("save", engine, path, stall_timeout_s)) as ranks:
         return save_with(engine, path, ranks, client_state or {}, options)
 
 
@@ -125,8 +125,25 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         allow_pickle=allow_pickle,
         fall_back=fall_back,
     )
-    with closing(current_ranks(RankTimes().with_stall_timeout(stall_timeout_s))) as ranks:
+    with closing(_ranks_to("load", engine, path, stall_timeout_s)) as ranks:
         return load_with(engine, path, ranks, options)
+
+
+def _ranks_to(
+    verb: str,
+    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    path: str | os.PathLike[str],
+    stall_timeout_s: float,
+) -> Ranks:
+    """Return the ranks for one call, which others may never make."""
+    times = RankTimes().with_stall_timeout(stall_timeout_s)
+    call = f"{verb} {os.fspath(path)} {_at_step(engine)}"
+    return current_ranks(times, name="elastic-zero api", call=call)
+
+
+def _at_step(engine: Any) -> str:  # noqa: ANN401 (DeepSpeed is untyped)
+    """Say where a run stands, by which ranks can tell one call from another."""
+    return f"at step {getattr(engine, 'global_steps', 0)}"
 
 
 def load_options(
@@ -159,7 +176,9 @@ def save_with(
     options: SaveOptions,
 ) -> CheckpointFigures:
     """Save with ranks that are there already; see ``save_checkpoint``."""
-    live = ranks.together("save: look at the engine", lambda: live_engine(engine))
+    live = ranks.together(
+        f"save: look at the engine {_at_step(engine)}", lambda: live_engine(engine)
+    )
     script = recovery_script()
     return checkpoint.save(path, live, ranks, client_state, options=options, recovery_script=script)
 
@@ -171,5 +190,7 @@ def load_with(
     options: LoadOptions,
 ) -> Loaded:
     """Restore with ranks that are there already; see ``load_checkpoint``."""
-    live = ranks.together("load: look at the engine", lambda: live_engine(engine))
+    live = ranks.together(
+        f"load: look at the engine {_at_step(engine)}", lambda: live_engine(engine)
+    )
     return checkpoint.load(path, live, ranks, options=options)

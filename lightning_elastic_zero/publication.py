@@ -133,11 +133,11 @@ class Publication:
         """Return what training's threads agree by."""
         return current_ranks(self._times)
 
-    def at_the_end(self, *, interrupted: bool) -> closing[Ranks]:
+    def at_the_end(self, call: object, *, interrupted: bool) -> closing[Ranks]:
         """Give what ranks agree by when a run may end: one that failed alone does not wait long."""
         times = replace(self._times, absent_s=_IN_EXCEPTION_ABSENT_S)
         times = times if interrupted else self._times
-        return closing(current_ranks(times, "elastic-zero at the end"))
+        return closing(current_ranks(times, "elastic-zero at the end", str(call)))
 
     @property
     def _busy(self) -> bool:

@@ -211,7 +211,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             # A rank that failed alone saves alone: the others will not come. SLURM's signal may
             # come in the midst of another save, and the job ends as soon as this returns.
             self._publication.finish_alone()
-            with self._publication.at_the_end(interrupted=self._interrupted()) as ranks:
+            with self._publication.at_the_end(filepath, interrupted=self._interrupted()) as ranks:
                 saved = (self.deepspeed_engine, filepath, ranks, client_state, options)
                 self._publication.save(*saved)
             return
@@ -222,8 +222,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     def _link(self, path: str, link: str) -> None:
         """Let a link such as ``last.ckpt`` name a checkpoint when it is published; collective."""
-        alone = self._publication.at_the_end(interrupted=True) if self._interrupted() else None
-        with alone or nullcontext(self._agree()) as ranks:
+        alone = self._interrupted()
+        end = self._publication.at_the_end(link, interrupted=True) if alone else None
+        with end or nullcontext(self._agree()) as ranks:
             self._publication.link(path, link, ranks)
 
     @property

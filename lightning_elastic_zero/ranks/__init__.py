@@ -109,12 +109,15 @@ class OneRank:
 def current_ranks(
     times: RankTimes = RankTimes(),  # noqa: B008 - it is frozen
     name: str = "elastic-zero",
+    call: str = "",
 ) -> Ranks:
     """Give the ranks of the default process group, or the one rank of a job without one.
 
     Args:
         times: how long ranks wait for each other.
         name: ranks that are made by one name agree with each other only.
+        call: what they are made for, where that may be done on one rank alone by mistake: alike on
+            all ranks in one call, and another one in the next.
     """
     if not dist.is_initialized():
         return OneRank()
@@ -125,4 +128,4 @@ def current_ranks(
     store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:
         check_limit(store, world_size)
-    return StoreRanks(store, rank, world_size, name=name, times=times)
+    return StoreRanks(store, rank, world_size, name=name, times=times, call=call)

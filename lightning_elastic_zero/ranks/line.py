@@ -99,7 +99,7 @@ class Line(threading.Thread):
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, name: str, times: RankTimes
+        self, store: Store, rank: int, world_size: int, name: str, times: RankTimes, call: str
     ) -> None:
         super().__init__(name=f"{name} rank {rank}", daemon=True)
         self.step = Step("", "")
@@ -108,6 +108,7 @@ class Line(threading.Thread):
         self.progress = 0
         self._source: Any = store
         self._rank, self._world_size, self._prefix, self._times = rank, world_size, name, times
+        self._call = call
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lost = ""  # why this rank can talk no more
         self._behind = False
@@ -200,12 +201,25 @@ class Line(threading.Thread):
         store, self._source = self._source, None  # held, it would outlive its process group
         # Kept as long as this line is: others find it by that.
         self._connection = store = connection_to(store)
-        made = PrefixStore(self._prefix, store).add(f"made/{self._rank}", 1)
-        self._store: Store = PrefixStore(f"{self._prefix}/{made}", store)
+        self._store: Store = self._meeting(store)
         if self._rank == 0:
             self._judge = Judge(self._store, self._world_size, self._times)
         self._say()
         self._answered_at = time.monotonic()
+
+    def _meeting(self, store: Any) -> Store:  # noqa: ANN401 - typed too narrowly by torch
+        """Return the keys of the next meeting of all ranks, one after those that are in vain.
+
+        A meeting that has failed without this rank, and was for another call, was of ranks that
+        made a call which was not made on every rank: nobody is there any more.
+        """
+        made = PrefixStore(self._prefix, store)
+        while True:
+            number = made.add(f"made/{self._rank}", 1)
+            meeting: Store = PrefixStore(f"{self._prefix}/{number}", store)
+            held = meeting.compare_set("call", "", f"for {self._call}").decode()
+            if held == f"for {self._call}" or not meeting.check(["failed"]):
+                return meeting
 
     def _turn(self) -> None:
         order = None
@@ -316,4 +330,6 @@ class Line(threading.Thread):
         until = time.monotonic() + LINGER_S
         while self._judge and not self._judge.all_read() and time.monotonic() < until:
             time.sleep(_LAST_POLL_S)
+        if not self.step.over.is_set() or self.step.failure is not None:
+            self._store.set("failed", "1")
         self._say("closed")

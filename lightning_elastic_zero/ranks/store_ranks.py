@@ -19,7 +19,9 @@ class StoreRanks:
     """Several ranks that agree through a store, over a connection of their own.
 
     Every rank makes its instances of one ``name`` in the same order, does all steps of an instance
-    from one thread, and closes it before it destroys the process group that the store is of.
+    from one thread, and closes it before it destroys the process group that the store is of. One
+    that only some ranks have made, and whose steps have failed, is passed by on the others, if they
+    make theirs for another ``call``.
     """
 
     def __init__(
@@ -30,11 +32,12 @@ class StoreRanks:
         *,
         name: str = "elastic-zero",
         times: RankTimes = RankTimes(),  # noqa: B008 - it is frozen
+        call: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._running = threading.Lock()
-        self._line = Line(store, rank, world_size, name, times)
+        self._line = Line(store, rank, world_size, name, times, call)
         self._line.serve()
         self._close = weakref.finalize(self, self._line.close)
         self._close.atexit = False  # the line has a hook of its own

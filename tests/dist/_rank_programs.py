@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -194,6 +195,42 @@ def count_keys(ranks: StoreRanks) -> int | None:
             ranks.together("fails", raising({1: SaveError("x")}, ranks.rank))
     count = _get_default_store().num_keys() if ranks.rank == 0 else None
     return ranks.from_first("count", lambda: count)
+
+
+def calls_on_one_rank(job: Job) -> None:
+    """Rank 0 makes calls alone, one in vain and one that it is interrupted in; all make others."""
+
+    def call(name: str, work: Callable[[], object] = lambda: job.rank) -> object:
+        with closing(current_ranks(SHORT, call=name)) as ranks:
+            return ranks.everywhere("look", work)
+
+    job.note("first", call("save at step 1"))
+    dist.barrier()
+    if job.rank == 0:
+        job.note("alone", attempt(lambda: call("save at step 2")))
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.alarm(1)
+        try:
+            call("save at step 3")
+        except KeyboardInterrupt:
+            job.note("interrupted", True)
+    dist.barrier()
+    job.note("next", attempt(lambda: call("save at step 4")))
+    job.note(
+        "fails", attempt(lambda: call("save at step 5", raising({1: OSError("disk")}, job.rank)))
+    )
+    job.note("after", attempt(lambda: call("save at step 6")))
+    # The others are late for a call that rank 0 has given up: they are not left waiting in it.
+    if job.rank == 0:
+        job.note("given up", attempt(lambda: call("save at step 7")))
+    dist.barrier()
+    if job.rank:
+        job.note("given up", attempt(lambda: call("save at step 7")))
+    job.note("last", attempt(lambda: call("save at step 8")))
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def first_rank_is_lost(job: Job) -> None:

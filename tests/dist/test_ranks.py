@@ -17,6 +17,7 @@ from tests.dist._launch import RankResult, run_ranks
 from tests.dist._rank_programs import (
     SHORT,
     WORLD,
+    calls_on_one_rank,
     first_rank_is_lost,
     many_lines,
     raising,
@@ -234,6 +235,29 @@ def test_a_closed_rank_is_named_at_once(short: list[RankResult]) -> None:
 def test_a_rank_that_ended_is_named(short: list[RankResult]) -> None:
     """A process that comes to its end without ``close`` says so to the others."""
     assert "rank 1: it has ended its part" in raised(short[:1], "left", within_s=2)[1]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[RankResult]:
+    """Return the results of ``calls_on_one_rank``."""
+    return run_ranks(calls_on_one_rank, 3)
+
+
+def test_a_call_on_one_rank_fails_on_that_rank(alone: list[RankResult]) -> None:
+    """It learns that the call is for every rank, or is interrupted as it asked for."""
+    assert "without ranks 1, 2 of 3: never seen" in alone[0].notes["alone"]["message"]
+    assert alone[0].notes["interrupted"]
+
+
+@pytest.mark.parametrize("case", ["next", "after", "last"])
+def test_a_call_on_one_rank_leaves_later_calls_in_step(case: str, alone: list[RankResult]) -> None:
+    """The next call that every rank makes is one for all of them."""
+    assert [note.get("value") for note in notes(alone, case)] == [[0, 1, 2]] * 3, notes(alone, case)
+
+
+def test_a_rank_hears_of_the_call_that_it_is_late_for(alone: list[RankResult]) -> None:
+    """It is not taken for another rank's mistake: this rank makes the call as well."""
+    assert raised(alone[1:], "given up", within_s=3)[0] == "RanksError"
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["own store", "store of launcher"])
