@@ -32,31 +32,31 @@ class Answers:
             is_written: tells, on the first rank, whether a checkpoint of that path is being
                 written.
         """
-
-        def link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-            link(filepath, linkpath)
-            trainer.strategy.barrier()
-
-        def file_exists(filepath: str, trainer: pl.Trainer) -> bool:
-            # In this order, since it may be published just now; and on one rank only.
-            there = trainer.is_global_zero and (is_written(filepath) or _is_there(filepath))
-            return trainer.strategy.broadcast(there)
-
-        # The first is private, as of Lightning's 2.6.
-        self._answers: Mapping[str, Callable[..., Any]] = {
-            "_link_checkpoint": link_checkpoint,
-            "file_exists": file_exists,
-        }
+        self._link, self._is_written = link, is_written
         self._given: list[tuple[ModelCheckpoint, str]] = []
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Answer the trainer's callbacks; whoever has a way of his own keeps it."""
         self.end()
+        # The first is private, as of Lightning's 2.6.
+        answers: Mapping[str, Callable[..., Any]] = {
+            "_link_checkpoint": self._link_checkpoint,
+            "file_exists": self._file_exists,
+        }
         for callback in trainer.checkpoint_callbacks:
-            for name, answer in self._answers.items():
+            for name, answer in answers.items():
                 if isinstance(callback, ModelCheckpoint) and _is_lightnings_own(callback, name):
                     vars(callback)[name] = answer
                     self._given.append((callback, name))
+
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        self._link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def _file_exists(self, filepath: str, trainer: pl.Trainer) -> bool:
+        # In this order, since it may be published just now; and on one rank only.
+        there = trainer.is_global_zero and (self._is_written(filepath) or _is_there(filepath))
+        return trainer.strategy.broadcast(there)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

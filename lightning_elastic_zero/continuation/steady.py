@@ -69,6 +69,10 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._is_settled = False
         self._told_batch_size: int | None = None
 
+    def __repr__(self) -> str:
+        """Name the Trainer that this is for: ``pytorch_lightning``'s refuses it by its repr."""
+        return f"<{type(self).__name__}, for lightning.pytorch.Trainer, not pytorch_lightning's>"
+
     def _fitting(self) -> bool:
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
@@ -90,6 +94,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         self._is_settled = False
+        if (module := self.lightning_module) is not None:
+            self._given.give_back(module.trainer)
         super().teardown()
 
     def _config(self) -> dict[str, Any]:
