@@ -82,4 +82,8 @@ def _installed_version() -> str:
         return "0.0.0+source"
 
 
-register()
+def _import_strategy() -> object:
+    return importlib.import_module("lightning_elastic_zero.strategy")
+
+
+register(_import_strategy)

@@ -6,7 +6,6 @@ does not pay for. So where it is not loaded yet, its import is waited for.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -22,17 +21,17 @@ TWIN = "pytorch_lightning"
 """The package of the same content and other classes: its Trainer takes no strategy of ours."""
 
 
-def register() -> None:
-    """Let each of Lightning's two packages know the names, now or when it is imported."""
-    for package, then in {"lightning.pytorch": _register, TWIN: _refuse_in_twin}.items():
+def register(strategy: Callable[[], object]) -> None:
+    """Let each of Lightning's two packages know the names, now or when it is imported.
+
+    Args:
+        strategy: imports the strategy's module, which registers it.
+    """
+    for package, then in {"lightning.pytorch": strategy, TWIN: _refuse_in_twin}.items():
         if package in sys.modules:
             then()
         else:
             sys.meta_path.insert(0, _WhenImported(package, then))
-
-
-def _register() -> None:
-    importlib.import_module("lightning_elastic_zero.strategy")  # which does so
 
 
 def _refuse_in_twin() -> None:
@@ -54,7 +53,7 @@ def _refuse(**_: Any) -> NoReturn:
 class _WhenImported(MetaPathFinder):
     """Calls a function right after a package has been imported, once."""
 
-    def __init__(self, package: str, then: Callable[[], None]) -> None:
+    def __init__(self, package: str, then: Callable[[], object]) -> None:
         self._package = package
         self._then = then
 
@@ -74,7 +73,7 @@ class _WhenImported(MetaPathFinder):
         return spec
 
 
-def _run_after(loader: Loader, then: Callable[[], None]) -> None:
+def _run_after(loader: Loader, then: Callable[[], object]) -> None:
     """Let a loader, which is one package's, call a function when the package is there."""
     execute = loader.exec_module
 
