@@ -2,14 +2,12 @@
 
 Names are handed out lazily (PEP 562), because Lightning and DeepSpeed take seconds to import and
 the command line needs neither. The strategy's registered names (``elastic_deepspeed``, ...) exist
-as soon as ``lightning_elastic_zero.strategy`` is imported: right here where Lightning is loaded
-already, else when ``ElasticDeepSpeedStrategy`` is first reached.
+as soon as both this package and Lightning are imported, whichever is first.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from lightning_elastic_zero.errors import (
@@ -22,6 +20,7 @@ from lightning_elastic_zero.errors import (
     SaveError,
     UnsupportedError,
 )
+from lightning_elastic_zero.registration import register
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
@@ -83,5 +82,8 @@ def _installed_version() -> str:
         return "0.0.0+source"
 
 
-if "lightning.pytorch" in sys.modules:
-    importlib.import_module("lightning_elastic_zero.strategy")
+def _import_strategy() -> object:
+    return importlib.import_module("lightning_elastic_zero.strategy")
+
+
+register(_import_strategy)

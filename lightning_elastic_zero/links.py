@@ -40,6 +40,10 @@ class Links:
         self._target: Path | None = None
         self._waiting: list[Path] = []
 
+    def __reduce__(self) -> tuple[type[Links], tuple[()]]:
+        """Copy as a new one: what waits here is not another one's to do."""
+        return Links, ()
+
     def expect(self, target: Path | None) -> None:
         """Let links to this checkpoint wait: it is about to be written in the background.
 

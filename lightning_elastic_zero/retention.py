@@ -28,6 +28,10 @@ class Retention:
         self._waiting: dict[Path, _Identity] = {}
         self._lock = threading.RLock()
 
+    def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
+        """Copy as a new one: what waits here is not another one's to do."""
+        return Retention, ()
+
     def protect(self, path: str | os.PathLike[str]) -> None:
         """Keep the checkpoint that the run was resumed from, behind whatever link."""
         self._resumed_from = Path(os.path.realpath(path))

@@ -246,16 +246,13 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         module, loops = self.lightning_module, client_state.get("loops", {}).get("fit_loop")
         if module is None or loops is None or options.weights_only:
             return options
-        trainer = module.trainer
-        record = self._continuation.record(trainer, loops, self.world_size)
-        client_state[STATE_KEY] = self._continuation.state(trainer, record, self.root_device)
-        states = self._continuation.loader_states(trainer)
+        trainer, of = module.trainer, self._continuation
+        with self._given.in_force(trainer):
+            record = of.record(trainer, loops, self.world_size)
+            client_state[STATE_KEY] = of.state(trainer, record, self.root_device)
+            states, buffers = of.loader_states(trainer), of.buffers(trainer)
         client_state["loops"] = with_loader_states(client_state["loops"], states)
-        return replace(
-            options,
-            sampler=record.to_plain(),
-            module_buffers=self._continuation.buffers(trainer),
-        )
+        return replace(options, sampler=record.to_plain(), module_buffers=buffers)
 
     def _interrupted(self) -> bool:
         """Tell whether the trainer is handling an exception (``save_on_exception``)."""

@@ -77,7 +77,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 def done(device: torch.device) -> Event:
     """Record an event on the current stream, by which a thread waits without using a processor."""
     event: Event = (
-        torch.cuda.Event(blocking=True)
+        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if device.type == "cuda"
         else torch.Event(device, blocking=True)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ class GivenSettings:
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Any, Any]] = {}
+        self._past: dict[str, tuple[Any, Any]] = {}
 
     def get(self, trainer: pl.Trainer, name: str) -> Any:  # noqa: ANN401 - of many types
         """Give what the user has set; what was not made here is the user's."""
@@ -28,7 +31,27 @@ class GivenSettings:
     def make(self, trainer: pl.Trainer, name: str, value: object) -> None:
         """Set a setting for this fit."""
         self._made[name] = (self.get(trainer, name), value)
+        self._past = {}
         setattr(trainer, name, value)
+
+    def give_back(self, trainer: pl.Trainer) -> None:
+        """Put the user's settings back, when the fit is over."""
+        if self._made:
+            for name in self._made:
+                setattr(trainer, name, self.get(trainer, name))
+            self._past, self._made = self._made, {}
+
+    @contextmanager
+    def in_force(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Let the last fit's settings hold again: its loops count by them, which a save records."""
+        before = {name: getattr(trainer, name, None) for name in self._past}
+        for name, (_, made) in self._past.items():
+            setattr(trainer, name, made)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(trainer, name, value)
 
 
 @dataclass(frozen=True, slots=True)

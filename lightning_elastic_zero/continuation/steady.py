@@ -110,6 +110,10 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def _make_ranks(self) -> Ranks:
         return current_ranks()
 
+    def __repr__(self) -> str:
+        """Name the Trainer that this is for: ``pytorch_lightning``'s refuses it by its repr."""
+        return f"<{type(self).__name__}, for lightning.pytorch.Trainer, not pytorch_lightning's>"
+
     def _fitting(self) -> bool:
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
@@ -176,6 +180,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         self._is_settled = self._is_configured = False
+        if (module := self.lightning_module) is not None:
+            self._given.give_back(module.trainer)
         super().teardown()
 
     def _config(self) -> dict[str, Any]:

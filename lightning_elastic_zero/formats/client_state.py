@@ -382,7 +382,8 @@ class _HostPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 (whatever is pickled)
         if isinstance(value, torch.Tensor) and value.device.type not in _HOST:
-            return _moved_to_host(value).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+            moved: Any = _moved_to_host(value)
+            return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented
 
 

@@ -47,8 +47,8 @@ def build() -> Path:
 
 def register(library: Path) -> None:
     """Make it torch's accelerator, for the rest of this process."""
-    torch.utils.rename_privateuse1_backend("late")
-    torch.ops.load_library(library)
+    torch.utils.rename_privateuse1_backend("late")  # type: ignore[attr-defined]
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     torch.ops.late_device.register_hooks()
     states = {index: torch.zeros(4, dtype=torch.uint8) for index in range(4)}
     module = types.ModuleType("late")
@@ -60,7 +60,7 @@ def register(library: Path) -> None:
         get_rng_state=lambda device: states[device.index].clone(),
         set_rng_state=lambda state, device: states.__setitem__(device.index, state),
     )
-    torch._register_device_module("late", module)
+    torch._register_device_module("late", module)  # type: ignore[no-untyped-call]
 
 
 def contexts() -> list[int]:

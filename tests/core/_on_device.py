@@ -103,9 +103,13 @@ def offload(device: torch.device, _: Path) -> None:
     """Memory that is given back behind a snapshot is read before anybody else has it."""
     for memory_bytes in (None, 0):  # copied, and written from where it is
         live, camera = OnOneDevice(device), Camera(memory_bytes)
+        if device.type == "cuda":
+            torch.cuda._sleep(200_000_000)  # copies begin when this is over
         snapshot = camera.take(live.draft(), with_weights=True)
         live.offload()
+        others = [torch.full((NUMEL,), torch.nan).to(device) for _ in range(4)]
         snapshot.wait_for_copies()
+        del others
         live.step_on()
         check(snapshot.draft.state)
         camera.close()

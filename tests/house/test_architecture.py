@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "registered": set(),
+    "registration": {"registered", "errors"},
     "schedules": set(),
     "callbacks": set(),
     "continuation": {"progress", "options", "ranks", "manifest", "errors"},
@@ -100,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 LAZY_DOOR = "__init__"
 """Hands out every public name, but imports at once only what EAGER names."""
 
-EAGER = {"errors"}
+EAGER = {"errors", "registration"}
 
 STANDARD_LIBRARY_ONLY = {"errors", "layout", "partition", "seal", "manifest"}
 """Integers in, integers out: these run, and are tested, with nothing installed."""

@@ -80,6 +80,37 @@ def test_the_strategy_registers_where_lightning_is_loaded() -> None:
     assert in_a_fresh_process(program).splitlines()[-1] == "True"
 
 
+@pytest.mark.parametrize("name", ["lightning", "lightning.pytorch"])
+def test_the_strategy_registers_when_lightning_is_imported_later(name: str) -> None:
+    """Importing this package first is no mistake: the Trainer knows the names all the same."""
+    program = (
+        "import lightning_elastic_zero, sys\n"
+        "assert 'lightning' not in sys.modules\n"
+        f"import {name}\n"
+        "trainer = lightning.pytorch.Trainer(strategy='elastic_deepspeed_stage_3', logger=False,"
+        " accelerator='cpu', devices=1)\n"
+        "print(type(trainer.strategy).__name__)"
+    )
+    assert in_a_fresh_process(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
+
+
+@pytest.mark.parametrize("first", ["lightning_elastic_zero", "pytorch_lightning"])
+def test_the_twin_says_what_to_import(first: str) -> None:
+    """``pytorch_lightning``, of other classes, takes no strategy of ours, by name or itself."""
+    program = (
+        f"import {first}, pytorch_lightning, lightning_elastic_zero as ez\n"
+        "for strategy in ('elastic_deepspeed_stage_3', ez.ElasticDeepSpeedStrategy()):\n"
+        "    try:\n"
+        "        pytorch_lightning.Trainer(strategy=strategy, accelerator='cpu', logger=False)\n"
+        "    except (ez.UnsupportedError, ValueError) as error:\n"
+        "        print('said', str(error).replace(chr(10), ' '))"
+    )
+    said = [line for line in in_a_fresh_process(program).splitlines() if line.startswith("said")]
+    assert len(said) == 2
+    assert "import lightning.pytorch as pl" in said[0]
+    assert "for lightning.pytorch.Trainer" in said[1]
+
+
 def test_the_strategy_registers_where_it_is_first_reached() -> None:
     """The order of the imports does not matter, once the strategy itself is asked for."""
     program = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from lightning_elastic_zero import (
     load_checkpoint,
     save_checkpoint,
 )
+from lightning_elastic_zero.continuation.batches import GivenSettings
 
 FLAGS = [
     "allow_uneven_batches",
@@ -87,3 +91,50 @@ def test_plain_loads(name: str) -> None:
     """So do those that load."""
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         load_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301 (its own)
+def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
+    """Launchers pickle it, users copy it: options go along, and nothing is shared."""
+    given = ElasticDeepSpeedStrategy(
+        stage=3, global_batch_size=6, async_save=True, snapshot_bytes=7, lost_data="restart_epoch"
+    )
+    given._publication._retention.doom("/nowhere/old.ckpt")
+    other = copied(given)
+    assert type(other) is ElasticDeepSpeedStrategy
+    assert other._global_batch_size == 6
+    assert other.config["zero_optimization"]["stage"] == 3
+    assert (other._publication._background, other._publication._snapshot_bytes) == (True, 7)
+    assert other._continuation._lost_data == "restart_epoch"
+    assert other._continuation._given is other._given
+    assert not other._publication._retention._waiting
+    assert other._answers._is_written.__self__ is other._publication
+    assert other._answers._link.__self__ is other
+
+
+class _Settings:
+    """What the trainer has of settings."""
+
+    def __init__(self) -> None:
+        self.accumulate_grad_batches, self.limit_train_batches = 1, 2
+
+
+def test_settings_are_given_back() -> None:
+    """After a fit the user's settings stand again; a save afterwards counts by the fit's."""
+    settings, trainer = GivenSettings(), cast("Any", _Settings())
+    for _fit in range(2):
+        settings.make(trainer, "accumulate_grad_batches", 3)
+        settings.make(
+            trainer, "limit_train_batches", settings.get(trainer, "limit_train_batches") * 3
+        )
+        with settings.in_force(trainer):
+            assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        for _twice in range(2):
+            settings.give_back(trainer)
+            assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
+        with settings.in_force(trainer):
+            assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
+    trainer.limit_train_batches = 6  # the user's own word now, though it is what was made of 2
+    assert settings.get(trainer, "limit_train_batches") == 6
