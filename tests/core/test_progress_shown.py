@@ -66,7 +66,6 @@ def test_what_cannot_be_removed_is_left(tmp_path: Path) -> None:
     assert len([path for path in outside.rglob("*") if path.is_file()]) == FILES
 
 
-@pytest.mark.timeout(20)
 def test_nobody_waits_for_what_is_read_in_vain() -> None:
     """The wait ends when all is read, when reading ends early, or when it is for nothing."""
     tensors = [torch.zeros(3), torch.zeros(3)]
