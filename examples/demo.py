@@ -61,15 +61,15 @@ UNINTERRUPTED = (Phase("uninterrupted", processes=4, start_step=0, stop_step=END
 # In this order both ways to go on begin with the checkpoint as the kill left it: a run deletes its
 # checkpoints but for the newest two.
 PHASES = (ON_4, *WEIGHTS_ONLY, *ELASTIC[1:], *UNINTERRUPTED)
-TOLERANCE = 1e-4  # nats; see check()
+CLOSER = 1000  # times; see check()
 
 
 def check(comparison: Comparison) -> None:
     """See that each phase went on where its checkpoint was, and that two runs are the same.
 
-    On another process count gradients are summed in another order, which changes their last bits.
-    Where this was written, uninterrupted runs on 4 and on 2 or 3 processes were 5e-7 apart, and a
-    run that went on with its weights alone was 0.2 away. The tolerance lies in between.
+    On another process count gradients are summed in another order, which changes their last bits:
+    by how much depends on the processor. So the measure is taken here too: the run that goes on
+    with its weights alone must be a thousand times as far away as the elastic one.
 
     Raises:
         DemoError: Something does not hold.
@@ -88,10 +88,11 @@ def check(comparison: Comparison) -> None:
     if other := sorted(steps - comparison.same_samples("elastic")):
         raise DemoError(f"the elastic run took other samples at steps {other}")
     largest = max(comparison.difference("elastic").values())
-    if not largest <= TOLERANCE:  # so that NaN fails
-        raise DemoError(f"the loss curves differ by {largest:.2g}; allowed is {TOLERANCE}")
-    if not any(comparison.difference("weights-only").values()):
+    allowed = max(comparison.difference("weights-only").values()) / CLOSER
+    if not allowed > 0:
         raise DemoError("a run with the weights alone made no difference: nothing was compared")
+    if not largest <= allowed:  # so that NaN fails
+        raise DemoError(f"the loss curves differ by {largest:.2g}; allowed is {allowed:.2g}")
 
 
 def main() -> int:

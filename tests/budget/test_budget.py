@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.budget._budget_ranks import STATE_BYTES
+from tests.limits import HANGS_S
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 240
 EXTRA_BYTES = 64e6
 """Memory above own state: one bounded chunk, and what Python and torch need besides."""
 
@@ -35,7 +35,7 @@ def run_ranks(what: str, ranks: int, stage: int, path: Path) -> list[dict[str, i
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=HANGS_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -46,7 +46,6 @@ def run_ranks(what: str, ranks: int, stage: int, path: Path) -> list[dict[str, i
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(3 * TIMEOUT_S)
 def test_a_rank_reads_what_it_needs_into_place(tmp_path: Path) -> None:
     """Any rank count reads the state once in all, and holds one bounded chunk more than its own.
 

@@ -19,6 +19,7 @@ from lightning_elastic_zero.checkpoint.snapshot import isolated
 from lightning_elastic_zero.errors import SaveError
 from tests.core._memory import MB, zeros
 from tests.engine._pool import ROOT, environment
+from tests.limits import HANGS_S
 
 STATE = [
     torch.zeros(1000),
@@ -57,7 +58,7 @@ def measured(program: str) -> int:
     """Give the bytes that a program of ``_memory`` counts, in a process of its own."""
     command = [sys.executable, "-m", "tests.core._memory", program]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, timeout=60, check=False
+        command, cwd=ROOT, env=environment(), capture_output=True, timeout=HANGS_S, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
     return int(done.stdout)

@@ -57,7 +57,6 @@ def test_removing_shows_each_file(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.timeout(20)
 def test_nobody_waits_for_what_is_read_in_vain() -> None:
     """The wait ends when all is read, when reading ends early, or when it is for nothing."""
     tensors = [torch.zeros(3), torch.zeros(3)]

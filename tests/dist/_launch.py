@@ -19,6 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.limits import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,7 +54,7 @@ def run_ranks(
     world_size: int,
     *,
     store_of_launcher: bool = False,
-    timeout_s: float = 120,
+    timeout_s: float = HANGS_S,
 ) -> list[RankResult]:
     """Run ``program`` on so many ranks and give what is left of each.
 

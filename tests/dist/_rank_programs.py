@@ -129,7 +129,7 @@ def steps_that_take_time(job: Job) -> None:
     """Long work with progress, keys, and then ranks that are lost, each in a harder way."""
     ranks = open_ranks(job)
 
-    def long_work(error: Exception | None = None, seconds: float = 10) -> None:
+    def long_work(error: Exception | None = None, seconds: float = 3600) -> None:
         if error is not None:
             raise error
         for _ in range(round(10 * seconds)):
@@ -158,32 +158,43 @@ def ranks_are_lost(job: Job, ranks: StoreRanks, pids: list[int]) -> None:
     def on_the_last(act: Callable[[], None]) -> Callable[[], None]:
         return act if job.rank == 3 else lambda: None
 
-    stall = on_the_last(lambda: time.sleep(3))
+    stall = on_the_last(lambda: heard_by("stalled", 3))
     job.note("stalled", attempt(lambda: ranks.together("read shards", stall)))
+    hear("stalled")
     job.note("after stalled", ranks.everywhere("meet", lambda: job.rank))
     if job.rank in {0, 3}:
-        time.sleep(4)
+        heard_by("missed too", 2)  # the others have raised twice by then
     job.note("absent", attempt(lambda: ranks.together("save", lambda: None)))
     work = raising({1: OSError("disk")}, job.rank)
     job.note("missed too", attempt(lambda: ranks.together("another", work)))
+    hear("missed too")
     job.note("after absent", ranks.everywhere("meet", lambda: job.rank))
     if job.rank == 0:
         threading.Thread(target=wake, args=(pids[3],), daemon=True).start()
     stop = on_the_last(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     job.note("stopped", attempt(lambda: ranks.together("sync files", stop)))
-    if job.rank != 3:
-        time.sleep(2)  # it goes on only then
+    hear("stopped")
+    heard_by("stopped", WORLD)
     job.note("after stopped", ranks.everywhere("meet", lambda: job.rank))
     kill = on_the_last(lambda: os.kill(os.getpid(), signal.SIGKILL))
     job.note("killed", attempt(lambda: ranks.together("publish", kill)))
 
 
+def hear(case: str) -> None:
+    """Say that this rank has heard what became of a case."""
+    _get_default_store().add(f"heard {case}", 1)
+
+
+def heard_by(case: str, count: int) -> None:
+    """Wait until so many ranks have."""
+    while _get_default_store().add(f"heard {case}", 0) < count:
+        time.sleep(0.05)
+
+
 def wake(pid: int) -> None:
-    """Let a stopped process go on after three seconds; again, should it have stopped late."""
-    for _ in range(5):
-        time.sleep(3)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+    """Let a stopped process go on when the others have heard that it does not."""
+    heard_by("stopped", WORLD - 1)
+    os.kill(pid, signal.SIGCONT)
 
 
 def count_keys(ranks: StoreRanks) -> int | None:

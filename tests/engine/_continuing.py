@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.engine._oracle import Dump, differences, dump
+from tests.engine._beside import Beside, beside
+from tests.engine._oracle import Dump, differences, dump, expected_in
 from tests.engine._programs import STEPS, Saved, save
 from tests.engine._setup import Setup, engine_of, train
 
@@ -46,14 +47,20 @@ def uninterrupted_masters(setup: Setup, path: str) -> None:
         _leave_masters(dump(engine, setup), path)
 
 
-def resumed_masters(setup: Setup, saved: Saved, path: str) -> None:
-    """Resume a run on another world, and leave its masters there."""
+def resumed_masters(setup: Setup, saved: Saved, path: str) -> Beside | None:
+    """Resume a run on another world, leave its masters there, and train another beside it.
+
+    The other one is made to hold the saved state by hand.
+    """
     from lightning_elastic_zero import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         load_checkpoint(engine, saved.path)
-        train(engine, setup, STEPS, LAST)
-        _leave_masters(dump(engine, setup), path)
+        losses = train(engine, setup, STEPS, LAST)
+        found = dump(engine, setup)
+    _leave_masters(found, path)
+    wanted = expected_in(saved.dump(), saved.setup, setup) if found is not None else None
+    return beside(setup, STEPS, wanted, (losses, found), steps=LAST - STEPS)
 
 
 def _leave_masters(found: Dump | None, path: str) -> None:

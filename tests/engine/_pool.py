@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tests.engine import _worker
+from tests.limits import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORT_TIMEOUT_S = 200.0
-CALL_TIMEOUT_S = 120.0
-GRACE_S = 15.0
+GRACE_S = 60.0
+"""For the others, once a rank has failed: their errors are told too."""
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Pools:
         self._worlds: dict[int, World] = {}
         self._nursery: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def run(self, world: int, call: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S) -> list[T]:
+    def run(self, world: int, call: Callable[[], T], timeout_s: float = HANGS_S) -> list[T]:
         """Run ``call`` on all ranks of a world; give what each returned.
 
         Raises:
@@ -131,7 +131,7 @@ class Pools:
                 arrived = [_accept(door) for _ in range(world)]
                 order = {connection.recv(): connection for connection in arrived}
                 ranks = World(pids, tuple(order[r] for r in range(world)), logs)
-                ready = ranks.answers(IMPORT_TIMEOUT_S)
+                ready = ranks.answers(HANGS_S)
                 assert len(ready) == world, ranks.said()
                 assert {kind for kind, _ in ready.values()} == {"value"}, ready
             except (OSError, EOFError) as error:
@@ -178,7 +178,7 @@ def _listening(path: Path) -> socket.socket:
     door = socket.socket(socket.AF_UNIX)
     door.bind(str(path))
     door.listen(16)
-    door.settimeout(IMPORT_TIMEOUT_S)
+    door.settimeout(HANGS_S)
     return door
 
 

@@ -68,6 +68,8 @@ def _put_flats(engine: Engine, setup: Setup, held: Dump, names: list[str], *, st
     for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
         here = places != PADDING
         flat.data[here] = masters[places[here]].to(flat.dtype)
+        if states:
+            inner.state[flat].clear()  # An optimizer that has not stepped has none.
         for kind, vector in vectors.items():
             tensor = torch.zeros_like(flat.data, dtype=vector.dtype)
             tensor[here] = vector[places[here]]

@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 
 def connect(path: str) -> Connection:

@@ -52,19 +52,28 @@ def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path
 def test_another_world_goes_on_up_to_the_order_of_a_sum(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """It is at most twice as far from uninterrupted runs on both worlds as they are apart."""
+    """It computes what a run does that was made to hold the state, bit for bit.
+
+    From uninterrupted runs it differs as they do from one another, by the order of sums: in fp32 by
+    much less than a step.
+    """
     source, target = replace(source, steady=True), replace(target, steady=True)
     paths = {name: str(tmp_path / name) for name in ("source", "target", "resumed")}
     pools.run(source.world, partial(uninterrupted_masters, source, paths["source"]))
     pools.run(target.world, partial(uninterrupted_masters, target, paths["target"]))
     saved = saved_by(source)
-    pools.run(target.world, partial(resumed_masters, target, saved, paths["resumed"]))
+    call = partial(resumed_masters, target, saved, paths["resumed"])
+    other = pools.run(target.world, call)[0]
+    assert other is not None
+    other.assert_same()
     runs = {name: torch.load(path, weights_only=True) for name, path in paths.items()}
     apart = distance(runs["source"], runs["target"])
     print(f"apart {apart:.3g}, resumed {distance(runs['resumed'], runs['source']):.3g}")
-    assert 0 < apart < 0.05
-    assert distance(runs["resumed"], runs["source"]) <= 2 * apart
-    assert distance(runs["resumed"], runs["target"]) <= 2 * apart
+    # A step is some thousandths: the rate. In bf16 a rounding can turn an element's step around.
+    bound = 1e-4 if target.precision == "fp32" else 0.05
+    assert apart < bound
+    assert distance(runs["resumed"], runs["source"]) < bound
+    assert distance(runs["resumed"], runs["target"]) < bound
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -39,7 +39,6 @@ def test_state_survives(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("source", full_sources(), ids=str)
 def test_state_survives_everywhere(
     source: Setup, pools: Pools, saved_by: Callable[..., Saved], figures: Figures
@@ -53,7 +52,6 @@ def test_state_survives_everywhere(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_eight_ranks_to_four_and_back(
     pools: Pools, saved_by: Callable[..., Saved], figures: Figures
 ) -> None:

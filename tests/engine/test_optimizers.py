@@ -13,6 +13,7 @@ import pytest
 from tests.engine._pool import Pools
 from tests.engine._programs import Saved, Saving, cpu_adam_builds, load, refusal
 from tests.engine._setup import Setup
+from tests.limits import SOON_S
 
 pytestmark = pytest.mark.engine
 
@@ -48,7 +49,7 @@ def test_every_state_survives(
     options: dict[str, Any] = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
     if name == "CPUAdam":
         options["offload"] = True
-        if missing := pools.run(1, cpu_adam_builds, timeout_s=280)[0]:
+        if missing := pools.run(1, cpu_adam_builds)[0]:
             pytest.skip(missing)
     source, target = (replace(run, **options) for run in runs)
     saved = saved_by(source)
@@ -78,5 +79,5 @@ def test_a_state_without_a_rule_is_refused(
     for refused in pools.run(setup.world, partial(refusal, setup, act, steps=steps, look=False)):
         assert refused.error == "UnsupportedError", refused
         assert all(name in refused.message for name in names), refused
-        assert refused.seconds < 10
+        assert refused.seconds < SOON_S
     assert not list(tmp_path.iterdir())

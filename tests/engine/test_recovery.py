@@ -18,6 +18,7 @@ from tests.engine._oracle import same_bits
 from tests.engine._pool import Pools, environment
 from tests.engine._programs import Saved
 from tests.engine._setup import Setup
+from tests.limits import HANGS_S
 
 pytestmark = pytest.mark.engine
 
@@ -101,7 +102,12 @@ def test_the_script_inside_recovers_weights(
     saved = saved_by(setup)
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path)]
     ran = subprocess.run(
-        command, cwd=saved.path, env=environment(), capture_output=True, timeout=120, check=False
+        command,
+        cwd=saved.path,
+        env=environment(),
+        capture_output=True,
+        timeout=HANGS_S,
+        check=False,
     )
     output = tmp_path / "pytorch_model.bin"
     assert output.exists(), ran.stderr.decode()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
+
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-TIMEOUT_S = 200
 SMALL = (
     "--data.samples_per_epoch=130",  # 3 steps of 48, of which the last is filled up
     "--model.n_embd=32",
@@ -42,7 +43,7 @@ def cli(folder: Path, *arguments: str) -> str:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=TIMEOUT_S)
+        said, _ = process.communicate(timeout=HANGS_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -59,7 +60,6 @@ def test_every_config_parses(config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(3 * TIMEOUT_S)
 def test_resume_on_other_devices(tmp_path: Path) -> None:
     """`--trainer.devices 3 --ckpt_path last` goes on with a run of 2, over its saved config.
 

@@ -21,6 +21,7 @@ from lightning_elastic_zero.checkpoint import background
 from tests.dist._launch import Job
 from tests.faults._faults import at_write
 from tests.faults._training import Known, held_by
+from tests.limits import SOON_S
 from tests.trainer._fitting import SMALL_BUCKETS
 
 TOLD = "ELASTIC_ZERO_TEST_ENDING"
@@ -67,7 +68,7 @@ class Ends(Callback):
             self.disk.enter_context(at_write(2, lambda: self._meet(reached), every=True))
         trainer.save_checkpoint(path)
         if self.job.rank == self.ending.rank:
-            assert reached.wait(30)
+            assert reached.wait(SOON_S)
         strategy.barrier()
         self.job.note("raised at", time.time())
         msg = "the user's own"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANGS_S
+
 TMPFS_BYTES = 8 << 20
 """Room for three checkpoints of the runs here."""
 
@@ -192,9 +194,9 @@ def tmpfs(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=False, timeout=20)
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, timeout=HANGS_S)
 
 
 def _mount(*arguments: str, check: bool = True) -> int:
     command = ["mount", *arguments]
-    return subprocess.run(command, check=check, timeout=20, capture_output=True).returncode
+    return subprocess.run(command, check=check, timeout=HANGS_S, capture_output=True).returncode

@@ -28,11 +28,12 @@ from tests.faults._reading import read_whole
 from tests.faults._steps import Killing
 from tests.faults._table import KILLS
 from tests.faults._training import Table, Training, published, train
+from tests.limits import SOON_S
 
 PATIENCE_S = 0.3
 """How long the ranks that were not killed may go on, before a launcher would kill them too."""
 
-RUN_S = 60.0
+RUN_S = SOON_S
 """A run that takes longer hangs."""
 
 WORLDS = (2, 3, 2, 1)

@@ -15,7 +15,7 @@ from tests.faults._corruptions import KINDS, MANIFEST, Corruption, Damage
 from tests.faults._reading import read_whole
 from tests.faults._table import CORRUPTIONS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 
 STAGES = ("1", "2", "3")
 

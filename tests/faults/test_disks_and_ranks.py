@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.checkpoint import PATIENCE_S
 from tests.engine._pool import Pools
 from tests.faults._enduring import END, NEXT_SAVE, SHORT, STEPS, Endured, Enduring, endure
 from tests.faults._faults import ON_TMPFS, Fault, tmpfs
@@ -19,11 +18,9 @@ from tests.faults._modes import MODES
 from tests.faults._reading import read_whole
 from tests.faults._table import FAULTS
 from tests.faults._training import Table, Training, train
+from tests.limits import HANGS_S, SOON_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
-
-RAISED_S, LOST_S = 10.0, 60.0
-"""Rule 3: until all ranks raise, where one raised, and where one died or stalled."""
+pytestmark = pytest.mark.engine
 
 RAISING = [
     *(Fault("I/O error", rank, nth) for rank in (0, 1) for nth in (1, 4)),
@@ -73,7 +70,7 @@ def run(
     row = f"{fault.kind} ({mode})"
     FAULTS.count(row, "tried")
     enduring = Enduring(str(folder), fault, strategy=MODES[mode], **options)
-    ranks = pools.run(2, partial(endure, enduring), timeout_s=150)
+    ranks = pools.run(2, partial(endure, enduring))
     for rank in ranks:
         assert rank.held == {step: table[step] for step in range(1, STEPS + 1)}
     FAULTS.count(row, "training intact")
@@ -89,16 +86,15 @@ def check(
     row: str,
     table: Table,
     says: str,
-    within_s: float,
     steps: tuple[int, ...] = (1,),
 ) -> None:
-    """See that all ranks raised what they should in time, and that the last good one is whole.
+    """See that all ranks raised what they should, and that the last good one is whole.
 
-    It is of one of these steps.
+    It is of one of these steps. In time: no rank waited for a default of half an hour.
     """
     for rank in ranks:
         assert says in rank.said, rank.said
-        assert rank.seconds < within_s
+        assert rank.seconds < SOON_S
     FAULTS.count(row, "raised on all ranks")
     assert any(same(table[step], ranks[0].good) for step in steps)
     FAULTS.count(row, "last good sound")
@@ -108,7 +104,7 @@ def check(
 def test_what_a_disk_does(
     fault: Fault, mode: str, pools: Pools, table: Table, tmp_path: Path
 ) -> None:
-    """All ranks raise the same within 10 s; the last good one is whole; the run goes on."""
+    """All ranks raise the same in bounded time; the last good one is whole; the run goes on."""
     folder = tmp_path / "saves"
     if fault.kind in ON_TMPFS:
         try:
@@ -120,7 +116,7 @@ def test_what_a_disk_does(
         folder.mkdir()
         ranks = run(pools, folder, fault, table, mode)
     assert all(rank.said.startswith("SaveError") for rank in ranks), ranks[0].said
-    check(ranks, f"{fault.kind} ({mode})", table, SAYS[fault.kind], RAISED_S)
+    check(ranks, f"{fault.kind} ({mode})", table, SAYS[fault.kind])
 
 
 def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path: Path) -> None:
@@ -144,7 +140,7 @@ def test_a_rank_that_stalls(
     table: Table,
     tmp_path: Path,
 ) -> None:
-    """A stopped rank is named within 60 s on all others, and on itself when it goes on.
+    """A stopped rank is named in bounded time on all others, and on itself when it goes on.
 
     Behind training, what could not be finished is their waiting: where the rank goes on just then,
     its writer may be in time to finish the save.
@@ -154,7 +150,7 @@ def test_a_rank_that_stalls(
     ranks = run(pools, tmp_path / "saves", fault, table, mode, short=short)
     assert all(seen.said.startswith("RanksError") for seen in ranks), ranks[0].said
     steps = (1, 2) if mode == "background" else (1,)
-    check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", LOST_S, steps)
+    check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", steps)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +170,7 @@ def test_a_rank_that_stalls_behind_training(
     ranks = run(pools, tmp_path / "saves", fault, table, "background", short=short, hears=hears)
     for seen in ranks:
         assert "could not be saved in the background" in seen.said, seen.said
-    check(ranks, f"{fault.kind} (background)", table, f"rank {rank}", RAISED_S)
+    check(ranks, f"{fault.kind} (background)", table, f"rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -188,10 +184,10 @@ def test_a_disk_that_hangs_behind_training(
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, "background", hears=NEXT_SAVE)
     says = f"rank {rank} of 2: alive, but without progress"
-    check(ranks, "hanging disk (background)", table, says, SHORT.stalled_s + RAISED_S)
+    check(ranks, "hanging disk (background)", table, says)
     for seen in ranks:
         assert "is still being written" in seen.again, seen.again
-        assert seen.again_s < PATIENCE_S + RAISED_S
+        assert seen.again_s < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -206,7 +202,7 @@ def test_a_rank_that_dies(
     table: Table,
     tmp_path: Path,
 ) -> None:
-    """All others are told within 60 s, and what was published last is what it was."""
+    """All others are told in bounded time, and what was published last is what it was."""
     fault = Fault("a rank dies", rank, 2)
     row = f"{fault.kind} ({mode})"
     FAULTS.count(row, "tried")
@@ -216,13 +212,13 @@ def test_a_rank_that_dies(
         for connection in world.ranks:
             enduring = Enduring(str(tmp_path / "saves"), fault, short=short, strategy=MODES[mode])
             connection.send(partial(endure, enduring))
-        wait([world.ranks[1 - rank]], timeout=LOST_S + 20)
+        wait([world.ranks[1 - rank]], timeout=HANGS_S)
     finally:
         world.end()
     said, seconds = json.loads((tmp_path / "survivor").read_text())
     assert said.startswith("RanksError")
     assert f"rank {rank}" in said
-    assert seconds < LOST_S
+    assert seconds < SOON_S
     FAULTS.count(row, "raised on all ranks")
     assert same(table[1], read_whole(tmp_path / "saves" / "good.ckpt"))
     FAULTS.count(row, "last good sound")

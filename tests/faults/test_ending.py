@@ -13,12 +13,11 @@ from tests.dist._launch import run_ranks
 from tests.engine._pool import environment
 from tests.faults._ending import Ending, end_while_saving
 from tests.faults._reading import read_whole
+from tests.limits import SOON_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 SHORT_S = 1.5
-ABANDONED_S, CLOSED_S, EXIT_S = 5.0, 6.0, 15.0
-"""How long a writer may take to stop, the ranks to take leave, and a process to end."""
 
 SLOW_S = {SHORT_S: 0.2, PATIENCE_S: 0.8}
 """What each of some sixty writes takes: more in all than the patience."""
@@ -61,15 +60,16 @@ def test_a_save_in_flight_is_given_up(
     ending = Ending(str(folder), rank, SLOW_S[patience_s] if slow else None, short_s)
     for key, value in {**environment(), **ending.tell()}.items():
         monkeypatch.setenv(key, value)
-    results = run_ranks(end_while_saving, 2, timeout_s=150)
+    results = run_ranks(end_while_saving, 2)
     ended_at = time.time()
     assert [r.notes.get("raised") for r in results] == ["the user's own"] * 2, results
     raised_at = min(result.notes["raised at"] for result in results)
     took_s = max(result.notes["ended at"] for result in results) - raised_at
     print(f"slow: {slow}, rank {rank}: the run ended {took_s:.1f} s after its exception, its")
     print(f"processes {ended_at - raised_at - took_s:.1f} s later")
-    assert patience_s <= took_s < patience_s + ABANDONED_S + CLOSED_S
-    assert ended_at < raised_at + took_s + EXIT_S
+    # That it did not end on its own, and nobody waited for that, is what the process says.
+    assert patience_s <= took_s < SOON_S
+    assert ended_at < raised_at + took_s + SOON_S
     assert "is given up: the run has ended" in results[rank].stderr
     if slow:
         assert [p.name for p in folder.iterdir()] == ["good.ckpt"]

@@ -20,7 +20,7 @@ from tests.engine._setup import Setup
 from tests.faults._falling_back import Fallen, fit_and_test, load_from
 from tests.faults._loading import save_two
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 
 SETUP = Setup(2, "2")
 

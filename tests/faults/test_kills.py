@@ -55,7 +55,6 @@ def drawn(step: str, turn: int) -> Killing:
     return Killing(step, (ALL, FIRST, OTHER)[turn % 3], nth=1 + draw.randrange(OFTEN.get(step, 3)))
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_kill_at_each_step(mode: str, chain: MakeChain) -> None:
     """One kill for each step in turn, of one rank, of rank 0, of all; each restart is the next."""
@@ -70,7 +69,6 @@ def test_a_kill_at_each_step(mode: str, chain: MakeChain) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_many_kills_at_one_step(mode: str, step: str, chain: MakeChain) -> None:
@@ -87,7 +85,6 @@ def test_many_kills_at_one_step(mode: str, step: str, chain: MakeChain) -> None:
     assert landed >= LANDED
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
 def test_kills_at_random_instants(mode: str, count: int, chain: MakeChain) -> None:

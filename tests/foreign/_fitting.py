@@ -13,11 +13,11 @@ from torch import distributed
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from tests.engine._beside import MORE, Beside, beside
 from tests.engine._model import batch
 from tests.engine._oracle import Dump, dump
 from tests.engine._programs import judge
 from tests.engine._setup import Engine, Setup
-from tests.foreign._beside import MORE, Beside, beside
 from tests.foreign._data import Fixture
 from tests.foreign._restoring import wanted_of
 from tests.foreign._trainers import DECAY, LitNet, Steps, Watch

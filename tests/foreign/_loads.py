@@ -13,6 +13,7 @@ from tests.engine._setup import Setup, engine_of, train
 from tests.foreign._data import Fixture
 from tests.foreign._restoring import Case, restore
 from tests.foreign._torch_writers import Run
+from tests.limits import SOON_S
 
 TARGETS = (
     Setup(1, "2", bucket=5000),
@@ -75,10 +76,10 @@ def refusals(target: Setup, paths: list[str]) -> list[tuple[str, str]]:
 
 
 def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
-    """Give how a load is refused: alike on all ranks, in seconds, with nothing changed."""
+    """Give how a load is refused: alike on all ranks, in bounded time, with nothing changed."""
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     first = found[0]
     assert all((r.error, r.message) == (first.error, first.message) for r in found), found
     assert all(r.unchanged for r in found), found
-    assert all(r.seconds < 10 for r in found)
+    assert all(r.seconds < SOON_S for r in found)
     return first

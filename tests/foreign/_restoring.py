@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import nn
+
+from tests.engine._beside import MORE, Beside, beside
 from tests.engine._model import BUFFERS
 from tests.engine._oracle import Dump, dump, expected_in
 from tests.engine._programs import Verdict, judge
 from tests.engine._setup import Setup, engine_of, train
-from tests.foreign._beside import MORE, Beside, beside
 from tests.foreign._data import Fixture
 
 
@@ -29,6 +33,8 @@ class Case:
     client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 3})
     goes_on: bool = False
     """Whether it is trained on, beside a run that was made to hold the writer's state."""
+    other_order: bool = False
+    """Whether matrices are multiplied as by another processor, which sums in another order."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,29 @@ class Outcome:
 
 def restore(case: Case) -> Outcome | None:
     """Load into a run from another seed, with other hyperparameters; rank 0 judges. Collective."""
+    with summing_in_lanes() if case.other_order else nullcontext():
+        return _restore(case)
+
+
+@contextmanager
+def summing_in_lanes() -> Iterator[None]:
+    """Multiply matrices in two parts of their inner dimension, as wider registers sum."""
+    functional, linear = nn.functional, nn.functional.linear
+
+    def of_lanes(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        even = linear(x[..., ::2], weight[:, ::2])
+        return even + linear(x[..., 1::2], weight[:, 1::2], bias)
+
+    functional.linear = of_lanes  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.linear = linear
+
+
+def _restore(case: Case) -> Outcome | None:
     from lightning_elastic_zero import load_checkpoint
 
     fixture, target = case.fixture, case.target

@@ -25,6 +25,7 @@ from lightning_elastic_zero.errors import (
 )
 from tests.foreign._data import unpack
 from tests.foreign._reading import read_whole
+from tests.limits import HANGS_S
 
 MODEL = "mp_rank_00_model_states.pt"
 SEED = 20261121
@@ -241,7 +242,7 @@ class TestTrust:
             f"assert len(read_whole(Path({str(path)!r}))) > 20\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, timeout=120, check=False
+            [sys.executable, "-c", program], capture_output=True, timeout=HANGS_S, check=False
         )
         assert done.returncode == 0, done.stderr.decode()
 

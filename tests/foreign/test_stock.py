@@ -74,6 +74,21 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
     outcome.beside.assert_same(stateless=fixture.setup_steps == 0)
 
 
+@pytest.mark.parametrize("name", ["zero1-ds0.19", "zero2-ds0.16", "zero3-ds0.19"])
+def test_another_processor_computes_otherwise_and_holds_the_same(
+    name: str, pools: Pools, unpacked: Unpack
+) -> None:
+    """Where sums are taken in another order the losses are others, and nothing else changes."""
+    case = case_of(unpacked(name), name, goes_on=True)
+    outcomes = [run(pools, case), run(pools, replace(case, other_order=True))]
+    for outcome in outcomes:
+        outcome.verdict.assert_same()
+        assert outcome.beside is not None
+        outcome.beside.assert_same()
+    one, other = (o.beside.losses for o in outcomes if o.beside is not None)
+    assert one != other
+
+
 @pytest.mark.parametrize("name", [n for n in STOCK if not n.endswith(("0.17", "0.18"))])
 def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
     """On another world, at another stage, the state is the writer's bit for bit."""

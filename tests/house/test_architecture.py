@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
+
 PACKAGE = "lightning_elastic_zero"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
@@ -354,7 +356,7 @@ def test_importing_loads_no_more_than_needed(module: str) -> None:
         check=False,
         cwd=ROOT.parent,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     assert LOADS_WITHOUT[module] & set(done.stdout.split()) == set()

@@ -10,6 +10,7 @@ import pytest
 
 import lightning_elastic_zero
 from lightning_elastic_zero import errors
+from tests.limits import HANGS_S
 
 PUBLIC = {
     "ElasticDeepSpeedStrategy",
@@ -31,7 +32,11 @@ PUBLIC = {
 def in_a_fresh_process(program: str) -> str:
     """Run a program where nothing is imported yet, and give what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True, timeout=120
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

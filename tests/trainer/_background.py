@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy, publication
 from lightning_elastic_zero.checkpoint import background
+from tests.limits import SOON_S
 from tests.trainer._fitting import SMALL_BUCKETS, Data, Net
 
-HELD_S = 60.0
+HELD_S = SOON_S
 
 
 def in_background() -> bool:
@@ -226,7 +227,7 @@ def shorten_patience(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: fl
 
 def wait_for_writers() -> None:
     """Wait, on all ranks, until no writer's thread is left of those that were given up."""
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + SOON_S
     while any(thread.name.startswith("elastic-zero saves") for thread in threading.enumerate()):
         assert time.monotonic() < end, "a writer does not end"
         time.sleep(0.01)

@@ -34,7 +34,7 @@ def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> N
             losses += [s["loss"] for s in worlds.run(world, partial(evaluate, plan, verb))]
         of_ranks = [s["predicted"] for s in worlds.run(world, partial(evaluate, plan, "predict"))]
         predicted.append(sorted(value for values in of_ranks for value in values))
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     for others in predicted[1:]:
         assert others == pytest.approx(predicted[0], rel=1e-5)
 

@@ -119,7 +119,7 @@ def test_sgd_takes_the_step_of_the_whole_batch(
     """Equal micro-batches or not, any accumulation: the weights are those taken by hand."""
     options = {"global_batch_size": size, "allow_uneven_batches": True}
     for weight, _ in worlds.run(world, partial(trained, stage, 24, micro, options)):
-        assert weight == pytest.approx(expected(24, size), abs=1e-6)
+        assert weight == pytest.approx(expected(24, size), abs=1e-5)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -127,7 +127,7 @@ def test_accumulation_does_not_scale(accumulate: int, worlds: Pools) -> None:
     """Without a global batch too: stock takes a half and a quarter of the step for 2 and 4."""
     fit = partial(trained, 2, 24, 4 // accumulate, {}, accumulate_grad_batches=accumulate)
     for weight, _ in worlds.run(2, fit):
-        assert weight == pytest.approx(expected(24, 8), abs=1e-6)
+        assert weight == pytest.approx(expected(24, 8), abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -176,7 +176,7 @@ def test_an_epoch_without_a_length_ends_with_a_step(stage: int, worlds: Pools) -
     for samples in torch.split(data(7).tensors[0], 2):
         gradient = (2 * (samples @ expected)[:, None] * samples).sum(0) / 2
         expected = expected - RATE * gradient
-    assert weight == pytest.approx(expected.tolist(), abs=1e-6)
+    assert weight == pytest.approx(expected.tolist(), abs=1e-5)
     _, counted = worlds.run(2, partial(fit, max_epochs=3))[0]
     assert all(lightning == deepspeed for lightning, deepspeed in counted)
     assert counted[-1] == (12, 12)

@@ -70,7 +70,7 @@ def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
     """Fit, save after it, test that and the best, and fit again: one process, one group."""
     for seen in worlds.run(2, partial(_refusing.save_after_fit, str(tmp_path))):
         assert seen["same"]
-        assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-6)
+        assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-5)
         assert seen["step"] == 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -250,7 +251,10 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
 
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
 def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
-    """At most twice as far from an uninterrupted run as two uninterrupted runs are apart."""
+    """As near to an uninterrupted run as another one is: the order of sums apart, the same.
+
+    Losses of two steps differ by far more than that: none is skipped or taken twice.
+    """
     saving = Run(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
     whole = worlds.run(2, partial(fit, saving))[0]
     other = worlds.run(target, partial(fit, replace(saving, save=())))[0]
@@ -259,5 +263,7 @@ def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Pat
     apart = max(abs(whole.losses[step] - other.losses[step]) for step in whole.losses)
     distance = max(abs(whole.losses[step] - loss) for step, loss in seen.losses.items())
     assert set(seen.losses) == set(range(3, 40))
-    assert distance <= 2 * apart
-    assert apart < 1e-4
+    steps = [abs(whole.losses[step] - whole.losses[step + 1]) for step in range(39)]
+    print(f"apart {apart:.2g}, resumed {distance:.2g}, a step {statistics.median(steps):.2g}")
+    assert max(apart, distance) < 1e-4
+    assert statistics.median(steps) > 10 * 1e-4

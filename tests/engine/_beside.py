@@ -1,4 +1,4 @@
-"""What ranks do to say how a writer's run goes on from its state, on the machine at hand.
+"""What ranks do to compute how a writer's run goes on from its state, on the machine at hand.
 
 Processors sum in different orders, so that a continuation that was computed on one cannot be
 compared with what another computes: only states may be kept. Here the state that the writer held is
@@ -20,7 +20,7 @@ from tests.engine._putting import HOW_A_STEP_IS_COMPUTED, put
 from tests.engine._setup import Engine, Setup, engine_of, train
 
 MORE = 2
-"""Steps that both runs train."""
+"""Steps that both runs train where nothing else is said."""
 
 Losses = list[list[float]]
 """Of each rank."""
@@ -50,7 +50,7 @@ class Beside:
         """
         assert not self.lacking
         resumed, other = self.losses
-        assert [len(own) for own in resumed] == [MORE] * len(resumed)
+        assert all(resumed)
         assert resumed == other
         assert not self.differing
         masters = [key for key in self.unlike if key.startswith("master/")]
@@ -63,6 +63,8 @@ def beside(
     wanted: Dump | None,
     resumed: tuple[list[float], Dump | None],
     train_on: TrainOn = train,
+    *,
+    steps: int = MORE,
 ) -> Beside | None:
     """Train a run that is made to hold the writer's state, and compare. Collective.
 
@@ -72,6 +74,7 @@ def beside(
         wanted: what it held, on rank 0.
         resumed: this rank's losses of the resumed run, and what it held at the end, on rank 0.
         train_on: trains an engine as the resumed run was trained.
+        steps: how many that run was trained on.
     """
     shared = [wanted]
     distributed.broadcast_object_list(shared, 0)
@@ -82,7 +85,7 @@ def beside(
         for states in (False, True):  # First with the optimizer that it has, which is fresh.
             put(engine, setup, held, states=states)
             found = dump(engine, setup)
-            losses = train_on(engine, setup, first, first + MORE)
+            losses = train_on(engine, setup, first, first + steps)
             ends.append(dump(engine, setup))
     everyone: list[Any] = [None] * setup.world
     distributed.all_gather_object(everyone, (resumed[0], losses))
