@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -55,6 +55,27 @@ class ByHand(Net):
         return loss
 
 
+class Muon(Net):
+    """Its matrices are trained by Muon, whose momentum DeepSpeed changes before the step."""
+
+    strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
+    """Muon wants whole gradients."""
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+        """Give Muon on matrices, and the Adam that comes with it on the rest."""
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        matrices, rest = [self.first.weight, self.last.weight], [self.first.bias, self.last.bias]
+        for parameter in matrices:
+            parameter.use_muon = True  # type: ignore[attr-defined]
+        return MuonWithAuxAdam(
+            [
+                {"params": matrices, "lr": 0.01, "use_muon": True},
+                {"params": rest, "lr": 0.01, "use_muon": False},
+            ]
+        )
+
+
 class SaveOnce(Callback):
     """Saves the second time, with the thread that copies held for a second."""
 
@@ -92,6 +113,12 @@ PLACES: dict[str, tuple[type[Net], type[SaveOnce]]] = {
     "before the step": (Net, BeforeStep),
     "clipping": (Clipping, SaveOnce),
     "by hand": (ByHand, AfterBatch),
+}
+
+
+MUON_PLACES: dict[str, tuple[type[Net], type[SaveOnce]]] = {
+    "Muon before the step": (Muon, BeforeStep),
+    "Muon after a batch": (Muon, AfterBatch),
 }
 
 

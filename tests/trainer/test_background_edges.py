@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from deepspeed import comm
 
 from lightning_elastic_zero.errors import ElasticZeroError
@@ -34,12 +35,15 @@ from tests.trainer._background import (
 )
 from tests.trainer._background_edges import (
     CALLBACKS,
+    MUON_PLACES,
     PLACES,
     Counting,
     HeldManifest,
     Holder,
+    SaveOnce,
     best_of,
 )
+from tests.trainer._fitting import Net
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
 
@@ -50,11 +54,13 @@ FAILS_IN_S = 60.0
 # -- between backward and the step -----------------------------------------------------------------
 
 
-def save_at(run: Run, place: str) -> None:
+def save_at(run: Run, saver: type[SaveOnce]) -> None:
     """Save once at a place in the loop."""
     trainer, net, data, director = run.make()
-    trainer.callbacks.append(PLACES[place][1](run))  # type: ignore[attr-defined]
-    trainer.fit(net, data)
+    trainer.callbacks.append(saver(run))  # type: ignore[attr-defined]
+    # Muon is compiled by torch otherwise, which takes each process a minute.
+    with torch.compiler.set_stance("force_eager"):
+        trainer.fit(net, data)
     assert not director.errors
 
 
@@ -64,11 +70,31 @@ def test_no_step_tears_a_snapshot(
     stage: int, snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
 ) -> None:
     """Saved between backward and the step, or before one by hand, it is as a blocking save."""
+    check_untorn(stage, snapshot_bytes, PLACES[place], pools, tmp_path)
+
+
+@pytest.mark.parametrize("place", MUON_PLACES)
+@pytest.mark.parametrize("snapshot_bytes", [None, 0])
+def test_muon_tears_no_snapshot(
+    snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
+) -> None:
+    """DeepSpeed changes Muon's momentum before the optimizer steps, or as gradients arrive."""
+    check_untorn(3, snapshot_bytes, MUON_PLACES[place], pools, tmp_path)
+
+
+def check_untorn(
+    stage: int,
+    snapshot_bytes: int | None,
+    place: tuple[type[Net], type[SaveOnce]],
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """Compare what was saved behind training with what was saved while it waited."""
     found = {}
     for name in ("blocking", "behind"):
         run = Run(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
-        run.net, run.snapshot_bytes = PLACES[place][0], snapshot_bytes
-        pools.run(2, partial(save_at, run, place), FAILS_IN_S)
+        run.net, run.snapshot_bytes = place[0], snapshot_bytes
+        pools.run(2, partial(save_at, run, place[1]), FAILS_IN_S)
         found[name] = files_of(tmp_path / name / "a.ckpt")
     assert found["behind"].keys() == found["blocking"].keys()
     for file, tree in found["blocking"].items():
