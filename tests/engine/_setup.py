@@ -40,6 +40,8 @@ class Setup:
     """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
     elastic: bool = False
     """With DeepSpeed's own ``elastic_checkpoint``."""
+    muon_in_memory: bool = False
+    """With ``save_muon_momentum_buffer_in_memory``."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -84,6 +86,9 @@ class Setup:
         if self.zero == "3":
             zero["sub_group_size"] = self.sub_group
             zero["stage3_param_persistence_threshold"] = self.persistence
+        if self.optimizer == "Muon":
+            zero["reduce_scatter"] = False
+            zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
         config = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
             "zero_optimization": zero,
@@ -133,6 +138,8 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
     ]
     if name in ODD_SHAPES:
         return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
+    if name == "Muon":
+        return _muon(members, tilt)
     if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
@@ -151,6 +158,21 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
     }
     kind, options = kinds[name]
     return kind(groups, **options)
+
+
+def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:
+    """Make Muon on matrices, with the Adam that comes with it on the rest."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrices, rest = members
+    for parameter in matrices:
+        parameter.use_muon = True  # type: ignore[attr-defined]
+    return MuonWithAuxAdam(
+        [
+            {"params": matrices, "lr": 0.01 * tilt, "use_muon": True},
+            {"params": rest, "lr": 0.01 * tilt, "use_muon": False},
+        ]
+    )
 
 
 @contextmanager

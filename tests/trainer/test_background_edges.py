@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from deepspeed import comm
 
 from lightning_elastic_zero.errors import ElasticZeroError
@@ -23,7 +22,6 @@ from tests.engine._pool import Pools
 from tests.trainer._background import (
     OTHER,
     Run,
-    files_of,
     kept,
     open_later,
     save_other,
@@ -35,15 +33,13 @@ from tests.trainer._background import (
 )
 from tests.trainer._background_edges import (
     CALLBACKS,
-    MUON_PLACES,
     PLACES,
     Counting,
     HeldManifest,
     Holder,
-    SaveOnce,
     best_of,
+    check_untorn,
 )
-from tests.trainer._fitting import Net
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
 
@@ -54,16 +50,6 @@ FAILS_IN_S = 60.0
 # -- between backward and the step -----------------------------------------------------------------
 
 
-def save_at(run: Run, saver: type[SaveOnce]) -> None:
-    """Save once at a place in the loop."""
-    trainer, net, data, director = run.make()
-    trainer.callbacks.append(saver(run))  # type: ignore[attr-defined]
-    # Muon is compiled by torch otherwise, which takes each process a minute.
-    with torch.compiler.set_stance("force_eager"):
-        trainer.fit(net, data)
-    assert not director.errors
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("stage", "snapshot_bytes"), [(1, None), (3, None), (1, 0)])
 def test_no_step_tears_a_snapshot(
@@ -71,34 +57,6 @@ def test_no_step_tears_a_snapshot(
 ) -> None:
     """Saved between backward and the step, or before one by hand, it is as a blocking save."""
     check_untorn(stage, snapshot_bytes, PLACES[place], pools, tmp_path)
-
-
-@pytest.mark.parametrize("place", MUON_PLACES)
-@pytest.mark.parametrize("snapshot_bytes", [None, 0])
-def test_muon_tears_no_snapshot(
-    snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
-) -> None:
-    """DeepSpeed changes Muon's momentum before the optimizer steps, or as gradients arrive."""
-    check_untorn(3, snapshot_bytes, MUON_PLACES[place], pools, tmp_path)
-
-
-def check_untorn(
-    stage: int,
-    snapshot_bytes: int | None,
-    place: tuple[type[Net], type[SaveOnce]],
-    pools: Pools,
-    tmp_path: Path,
-) -> None:
-    """Compare what was saved behind training with what was saved while it waited."""
-    found = {}
-    for name in ("blocking", "behind"):
-        run = Run(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
-        run.net, run.snapshot_bytes = place[0], snapshot_bytes
-        pools.run(2, partial(save_at, run, place[1]), FAILS_IN_S)
-        found[name] = files_of(tmp_path / name / "a.ckpt")
-    assert found["behind"].keys() == found["blocking"].keys()
-    for file, tree in found["blocking"].items():
-        assert found["behind"][file] == tree, file
 
 
 # -- saves that are given up -----------------------------------------------------------------------
