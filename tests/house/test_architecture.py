@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
+    "requirements": set(),
     "wording": set(),
     "verdicts": {"wording", "errors"},
     "storage": {"errors"},
@@ -35,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": {"manifest", "errors"},
     "formats": {"state", "manifest", "partition", "layout", "storage", "errors"},
     "dumps": {"formats", "manifest", "partition", "layout", "storage", "errors"},
-    "engine": {"state", "manifest", "partition", "layout", "errors"},
+    "engine": {"state", "manifest", "partition", "layout", "requirements", "errors"},
     "checkpoint": {"formats", "match", "storage", "ranks", "state", "manifest", "layout", "errors"},
     "api": {"engine", "checkpoint", "match", "ranks", "storage", "state", "manifest", "errors"},
     "retention": {"manifest", "storage", "errors"},
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registered": set(),
     "schedules": set(),
     "callbacks": set(),
-    "continuation": {"progress", "manifest", "errors"},
+    "continuation": {"progress", "manifest", "requirements", "errors"},
     "strategy": {
         "continuation",
         "api",

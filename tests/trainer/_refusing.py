@@ -67,7 +67,10 @@ def save_to(path: str) -> str:
 CURRICULUM = {
     "data_efficiency": {
         "enabled": True,
-        "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}},
+        "data_sampling": {
+            "enabled": True,
+            "curriculum_learning": {"enabled": True, "curriculum_metrics": {"length": {}}},
+        },
     }
 }
 """DeepSpeed's data sampler has a state of its own then."""
