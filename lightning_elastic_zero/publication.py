@@ -17,7 +17,12 @@ from typing import Any
 
 from lightning_elastic_zero.api import CheckpointFigures, SaveOptions, save_with
 from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, LiveState
-from lightning_elastic_zero.engine import before_each_step, live_engine, recovery_script
+from lightning_elastic_zero.engine import (
+    before_each_step,
+    changes_before_step,
+    live_engine,
+    recovery_script,
+)
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.links import Links
 from lightning_elastic_zero.options import count, flag
@@ -127,6 +132,8 @@ class Publication:
 
         script = recovery_script()
         self._writer.save(path, look, ranks, client_state, options=options, recovery_script=script)
+        if changes_before_step(engine):
+            self._writer.wait_for_copies()
         return True
 
     def agree(self) -> Ranks:

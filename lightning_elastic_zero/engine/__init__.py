@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_elastic_zero.engine.inference import InferenceEngine
-from lightning_elastic_zero.engine.stepping import before_each_step
+from lightning_elastic_zero.engine.stepping import before_each_step, changes_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_supported,
@@ -25,6 +25,7 @@ __all__ = [
     "InferenceEngine",
     "TrainingEngine",
     "before_each_step",
+    "changes_before_step",
     "check_config",
     "check_supported",
     "live_engine",

@@ -13,6 +13,7 @@ from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
 
 ENGINE_NAMES = (
     "bfloat16_enabled",
+    "curriculum_learning_enabled",
     "fp16_enabled",
     "global_rank",
     "global_samples",

@@ -32,3 +32,16 @@ def before_each_step(engine: Any, call: Callable[[], None]) -> Callable[[], None
     handle = inner.register_step_pre_hook(lambda *_: call())
     remove: Callable[[], None] = handle.remove
     return remove
+
+
+def changes_before_step(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
+    """Whether DeepSpeed changes what the optimizer owns before it lets the optimizer step.
+
+    With Muon it does: it brings the momentum forward by itself, when gradients are whole, and hands
+    the result to the optimizer as the gradient. That is in ``step`` since 0.19.8, in ZeRO-3 as well
+    as in BF16_Optimizer, and while gradients arrive in backward before. The other wrappers that
+    change states by themselves are not supported: SuperOffload, ZenFlow, those of 1-bit optimizers.
+    """
+    if optimizer_wrapper(engine) is None:
+        return False
+    return any(group.get("use_muon") for group in engine.optimizer.optimizer.param_groups)

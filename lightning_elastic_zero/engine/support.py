@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import metadata, util
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 from lightning_elastic_zero.engine.releases import check_names
@@ -27,6 +28,16 @@ NO_OPTIMIZER = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
 
 RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "FusedLamb", "Lamb", "LAMB")
 """Their state or their update depends on how the parameters are cut: not to be cut anew."""
+
+
+RANDOM_LTD = (
+    "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave it "
+    "out"
+)
+CURRICULUM = (
+    "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would be "
+    "lost; leave it out, and order the data in a sampler of your own"
+)
 
 
 def optimizer_wrapper(engine: Any) -> str | None:  # noqa: ANN401 (untyped library)
@@ -78,7 +89,18 @@ def check_config(config: Mapping[str, Any]) -> None:
         reasons.append("zero_optimization.zenflow")
     if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
         reasons.append("tensor_parallel: tensor parallelism")
-    _refuse(reasons)
+    _refuse([*reasons, *_data_efficiency(config.get("data_efficiency") or {})])
+
+
+def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the schedules of data that have a state of their own, which no checkpoint has."""
+    for part, name, title in (
+        ("data_sampling", "curriculum_learning", CURRICULUM),
+        ("data_routing", "random_ltd", RANDOM_LTD),
+    ):
+        levels = [config, config.get(part) or {}, (config.get(part) or {}).get(name) or {}]
+        if all(level.get("enabled") for level in levels):
+            yield title
 
 
 def use_accelerator(name: str) -> None:
@@ -117,7 +139,7 @@ def _do_without_shared_memory_op(accelerator: Any) -> None:  # noqa: ANN401 (unt
         return
     try:
         builder.load()
-    except (RuntimeError, ImportError, OSError) as error:
+    except (RuntimeError, ImportError, OSError, SubprocessError) as error:
         log.warning("going on without DeepSpeed's shared-memory collectives: %s", error)
         table[builder.NAME] = False
 
@@ -222,6 +244,8 @@ def _state(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     if engine.zero_quantized_nontrainable_weights():
         yield "zero_optimization.zero_quantized_nontrainable_weights: frozen weights are int8"
     if engine.random_ltd_enabled():
-        yield "data_efficiency.data_routing (random-LTD)"
+        yield RANDOM_LTD
+    if engine.curriculum_learning_enabled():
+        yield CURRICULUM
     if getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None:
         yield "torch_autocast with float16: its GradScaler's state would be lost; use bfloat16"

@@ -20,6 +20,7 @@ from lightning_elastic_zero.engine.module import (
     weight_piece,
     write_buffers,
 )
+from lightning_elastic_zero.engine.muon import adopt_momentum
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
@@ -308,6 +309,8 @@ class TrainingEngine:
         for index, target in enumerate(self._targets):
             states, scalars = received.states[index], incoming.scalars[index]
             commit_state(self._inner, target.buffer, states, scalars)
+        if self._stage == STAGE_WEIGHTS:
+            adopt_momentum(self._optimizer)
         commit_groups(self._inner, incoming)
         has_state = any(received.states) or any(incoming.scalars)
         refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)

@@ -1,4 +1,4 @@
-"""Where each of DeepSpeed's optimizer wrappers keeps its buffers; ``releases`` says since when.
+"""Where each of DeepSpeed's optimizer wrappers keeps its flat buffers (``releases``: since when).
 
 Places come from the flat buffers and the wrapper's own offsets, never from DeepSpeed's
 ``_hp_mapping``, which is wrong with ``round_robin_gradients`` and empty in several states.

@@ -1,4 +1,4 @@
-"""What is installed is held against what pyproject.toml promises, and what is relied upon."""
+"""What is installed is held against what pyproject.toml promises and the library relies upon."""
 
 from __future__ import annotations
 

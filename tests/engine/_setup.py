@@ -46,6 +46,8 @@ class Setup:
     """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
+    muon_in_memory: bool = False
+    """With ``save_muon_momentum_buffer_in_memory``."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -98,6 +100,9 @@ class Setup:
             zero["stage3_param_persistence_threshold"] = self.persistence
         if self.hpz > 1:
             zero["zero_hpz_partition_size"] = self.hpz
+        if self.optimizer == "Muon":
+            zero["reduce_scatter"] = False
+            zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
         config = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
             "gradient_accumulation_steps": self.accumulation,
@@ -148,6 +153,8 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
     ]
     if name in ODD_SHAPES:
         return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
+    if name == "Muon":
+        return _muon(members, tilt)
     if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
@@ -166,6 +173,21 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
     }
     kind, options = kinds[name]
     return kind(groups, **options)
+
+
+def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:
+    """Make Muon on matrices, with the Adam that comes with it on the rest."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrices, rest = members
+    for parameter in matrices:
+        parameter.use_muon = True  # type: ignore[attr-defined]
+    return MuonWithAuxAdam(
+        [
+            {"params": matrices, "lr": 0.01 * tilt, "use_muon": True},
+            {"params": rest, "lr": 0.01 * tilt, "use_muon": False},
+        ]
+    )
 
 
 @contextmanager

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "options": set(),
     "layout": {"errors"},
+    "requirements": set(),
     "wording": set(),
     "verdicts": {"wording", "errors"},
     "storage": {"errors"},
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": {"manifest", "errors"},
     "formats": {"state", "manifest", "partition", "layout", "storage", "errors"},
     "dumps": {"formats", "manifest", "partition", "layout", "storage", "errors"},
-    "engine": {"state", "manifest", "partition", "layout", "errors"},
+    "engine": {"state", "manifest", "partition", "layout", "requirements", "errors"},
     "checkpoint": {
         "formats",
         "match",
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registration": {"registered", "errors"},
     "schedules": set(),
     "callbacks": set(),
-    "continuation": {"progress", "options", "ranks", "manifest", "errors"},
+    "continuation": {"progress", "options", "ranks", "manifest", "requirements", "errors"},
     "strategy": {
         "continuation",
         "api",

@@ -86,9 +86,7 @@ def _pip(folder: Path, pins: tuple[str, ...]) -> None:
         env={**os.environ, "DS_BUILD_OPS": "0"},
     )
     said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
-    assert done.returncode == 0, (
-        f"pip cannot install {' '.join(pins)}, which needs an index:\n{said}"
-    )
+    assert done.returncode == 0, f"pip cannot install {' '.join(pins)} from its index:\n{said}"
 
 
 def _build(folder: Path, environment: dict[str, str]) -> None:

@@ -31,6 +31,10 @@ TESTS = (
 )
 """Any stage, world and precision to any other; Trainers that resume; gradients that are means."""
 
+OLDER_DEEPSPEED = "not alignment and not (fp32 and bf16)"
+"""``parameter_alignment`` came with 0.19.7. Older releases keep buffers in bf16 where the weights are,
+so that they are rounded when a run changes its precision, which the oracle does not expect."""
+
 CHILD_TIMEOUT_S = 3600.0
 
 SAYS_ITS_RELEASES = """
@@ -88,8 +92,7 @@ def test_real_runs_save_and_resume(releases: Releases) -> None:
     said = python(SAYS_ITS_RELEASES, environment).split()
     for wanted, found in ((releases.deepspeed, said[:2]), (releases.lightning, said[2:])):
         assert not wanted or found == [wanted] * 2
-    # `parameter_alignment` came with DeepSpeed 0.19.7.
-    left_out = "not alignment" if releases.deepspeed else ""
+    left_out = OLDER_DEEPSPEED if releases.deepspeed else ""
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-m", "not long and not gpu"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-k", left_out, *TESTS],

@@ -141,6 +141,7 @@ class Run:
             "snapshot_bytes": self.snapshot_bytes,
             "allow_pickle": True,
             **SMALL_BUCKETS,
+            **self.net.strategy,
         }
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.checkpoint import saving
 from lightning_elastic_zero.storage import write_durably
+from tests.engine._pool import Pools
 from tests.trainer._background import (
     HELD_S,
     Gate,
     Run,
+    files_of,
     in_background,
     open_later,
     strategy_of,
@@ -93,6 +96,39 @@ PLACES: dict[str, tuple[type[Net], type[SaveOnce]]] = {
     "clipping": (Clipping, SaveOnce),
     "by hand": (ByHand, AfterBatch),
 }
+
+
+SAVES_IN_S = 60.0
+"""A fit that takes longer hangs."""
+
+
+def save_at(run: Run, saver: type[SaveOnce]) -> None:
+    """Save once at a place in the loop."""
+    trainer, net, data, director = run.make()
+    trainer.callbacks.append(saver(run))  # type: ignore[attr-defined]
+    # Muon is compiled by torch otherwise, which takes each process a minute.
+    with torch.compiler.set_stance("force_eager"):
+        trainer.fit(net, data)
+    assert not director.errors
+
+
+def check_untorn(
+    stage: int,
+    snapshot_bytes: int | None,
+    place: tuple[type[Net], type[SaveOnce]],
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """Compare what was saved behind training with what was saved while it waited."""
+    found = {}
+    for name in ("blocking", "behind"):
+        run = Run(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
+        run.net, run.snapshot_bytes = place[0], snapshot_bytes
+        pools.run(2, partial(save_at, run, place[1]), SAVES_IN_S)
+        found[name] = files_of(tmp_path / name / "a.ckpt")
+    assert found["behind"].keys() == found["blocking"].keys()
+    for file, tree in found["blocking"].items():
+        assert found["behind"][file] == tree, file
 
 
 class HeldManifest:

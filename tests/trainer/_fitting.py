@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +35,9 @@ class Norm(nn.BatchNorm1d):
 
 class Net(pl.LightningModule):
     """A small regression with two groups, a frozen layer, BatchNorm, and state of its own."""
+
+    strategy: ClassVar[dict[str, Any]] = {}
+    """Options that the strategy needs for it."""
 
     def __init__(self, lr: float = 0.01, seed: int = 0, hidden: int = 31) -> None:
         super().__init__()

@@ -23,7 +23,6 @@ from tests.limits import SOON_S
 from tests.trainer._background import (
     OTHER,
     Run,
-    files_of,
     kept,
     open_later,
     save_other,
@@ -40,6 +39,7 @@ from tests.trainer._background_edges import (
     HeldManifest,
     Holder,
     best_of,
+    check_untorn,
 )
 
 pytestmark = pytest.mark.engine
@@ -51,29 +51,13 @@ FAILS_IN_S = SOON_S
 # -- between backward and the step -----------------------------------------------------------------
 
 
-def save_at(run: Run, place: str) -> None:
-    """Save once at a place in the loop."""
-    trainer, net, data, director = run.make()
-    trainer.callbacks.append(PLACES[place][1](run))  # type: ignore[attr-defined]
-    trainer.fit(net, data)
-    assert not director.errors
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("stage", "snapshot_bytes"), [(1, None), (3, None), (1, 0)])
 def test_no_step_tears_a_snapshot(
     stage: int, snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
 ) -> None:
     """Saved between backward and the step, or before one by hand, it is as a blocking save."""
-    found = {}
-    for name in ("blocking", "behind"):
-        run = Run(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
-        run.net, run.snapshot_bytes = PLACES[place][0], snapshot_bytes
-        pools.run(2, partial(save_at, run, place), FAILS_IN_S)
-        found[name] = files_of(tmp_path / name / "a.ckpt")
-    assert found["behind"].keys() == found["blocking"].keys()
-    for file, tree in found["blocking"].items():
-        assert found["behind"][file] == tree, file
+    check_untorn(stage, snapshot_bytes, PLACES[place], pools, tmp_path)
 
 
 # -- saves that are given up -----------------------------------------------------------------------

@@ -52,6 +52,18 @@ def test_a_target_that_is_a_file(worlds: Pools, tmp_path: Path) -> None:
     assert [name for name in listing(str(tmp_path)) if name.startswith(".")] == []
 
 
+def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
+    """DeepSpeed's data sampler would begin anew: refused at setup, and at a plain engine's save."""
+    root = str(tmp_path)
+    messages = said_by(worlds, 2, _refusing.fit_curriculum, root)
+    messages += said_by(worlds, 2, _refusing.save_curriculum, f"{root}/x.ckpt")
+    for message in messages:
+        assert message.startswith("UnsupportedError")
+        assert "data_efficiency.data_sampling.curriculum_learning" in message
+        assert "sampler of your own" in message
+    assert not any(listing(root).values())
+
+
 def test_remote_urls(worlds: Pools) -> None:
     """A URL is refused by name, rather than made a local folder called s3:."""
     for message in said_by(worlds, 2, _refusing.save_to, "s3://bucket/x.ckpt"):

@@ -1,0 +1,104 @@
+"""Muon under ZeRO-3: DeepSpeed itself keeps its momentum, and brings it forward."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.engine._pool import Pools
+from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.trainer._background_edges import AfterBatch, BeforeStep, SaveOnce, check_untorn
+from tests.trainer._fitting import Net
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
+
+STEPS, MORE = 3, 3
+
+
+class Muon(Net):
+    """Its matrices are trained by Muon, whose momentum DeepSpeed changes before the step."""
+
+    strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
+    """Muon wants whole gradients."""
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+        """Give Muon on matrices, and the Adam that comes with it on the rest."""
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        matrices, rest = [self.first.weight, self.last.weight], [self.first.bias, self.last.bias]
+        for parameter in matrices:
+            parameter.use_muon = True  # type: ignore[attr-defined]
+        return MuonWithAuxAdam(
+            [
+                {"params": matrices, "lr": 0.01, "use_muon": True},
+                {"params": rest, "lr": 0.01, "use_muon": False},
+            ]
+        )
+
+
+PLACES: dict[str, tuple[type[Net], type[SaveOnce]]] = {
+    "Muon before the step": (Muon, BeforeStep),
+    "Muon after a batch": (Muon, AfterBatch),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("snapshot_bytes", [None, 0])
+def test_muon_tears_no_snapshot(
+    snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
+) -> None:
+    """DeepSpeed changes Muon's momentum before the optimizer steps, or as gradients arrive."""
+    check_untorn(3, snapshot_bytes, PLACES[place], pools, tmp_path)
+
+
+def momenta(engine: Engine) -> list[tuple[list[float], bool]]:
+    """Give the momentum that DeepSpeed goes on with, and whether the optimizer's state is it."""
+    optimizer = engine.optimizer
+    states = [optimizer.optimizer.state.get(f, {}) for f in optimizer.fp32_partitioned_groups_flat]
+    held = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
+    found = []
+    for index, state in enumerate(states):
+        if "momentum_buffer" in state:
+            used = held.get(index, state["momentum_buffer"])
+            found.append((used.tolist(), used is state["momentum_buffer"]))
+    return found
+
+
+def goes_on(setup: Setup, path: str, *, saves: bool) -> dict[str, Any]:
+    """Train and save, or load in a run from another seed; then train on."""
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    with (
+        torch.compiler.set_stance("force_eager"),
+        engine_of(setup, 0 if saves else 7, tilt=1.0 if saves else 3.0) as engine,
+    ):
+        if saves:
+            train(engine, setup, 0, STEPS)
+            save_checkpoint(engine, path)
+        else:
+            load_checkpoint(engine, path)
+        begun = momenta(engine)
+        losses = train(engine, setup, STEPS, STEPS + MORE)
+        return {"begun": begun, "losses": losses, "ended": momenta(engine)}
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_muon_goes_on_bit_for_bit(in_memory: bool, pools: Pools, tmp_path: Path) -> None:
+    """Its momentum is that of the saved run, also where DeepSpeed keeps it outside the optimizer.
+
+    With ``save_muon_momentum_buffer_in_memory`` the optimizer's state is only a link to it.
+    """
+    setup = Setup(2, "3", optimizer="Muon", muon_in_memory=in_memory)
+    path = str(tmp_path / "x.ckpt")
+    saved = pools.run(2, partial(goes_on, setup, path, saves=True))
+    resumed = pools.run(2, partial(goes_on, setup, path, saves=False))
+    print("uninterrupted", saved[0]["losses"], "resumed", resumed[0]["losses"])
+    for one, other in zip(saved, resumed, strict=True):
+        assert any(any(values) for values, _ in one["begun"])
+        assert other["begun"] == one["begun"]
+        assert other["losses"] == one["losses"]
+        assert other["ended"] == one["ended"]
