@@ -18,10 +18,11 @@ from pathlib import Path
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import (
     LINKING,
-    copy_directory,
-    delete,
+    copy_checkpoint,
+    discard,
     exchange_names,
     no_work,
+    occupant_of,
     sync_directory,
 )
 
@@ -87,10 +88,10 @@ class Links:
 
 
 def make_link(target: Path, link: Path, on_work: Callable[[], None] = no_work) -> None:
-    """Let a link name a checkpoint, in one step, whatever is in its place.
+    """Let a link name a checkpoint, in one step, in the place of a link or a checkpoint.
 
-    A file or a directory there gives way too: the latter in one step where the system can exchange
-    two names, otherwise the name is free for some microseconds.
+    A directory there gives way in one step where the system can exchange two names, otherwise the
+    name is free for some microseconds. What this library did not write is left as it is.
 
     Args:
         target: The checkpoint, which is there.
@@ -105,8 +106,11 @@ def make_link(target: Path, link: Path, on_work: Callable[[], None] = no_work) -
         return
     new, old = (link.parent / f"{LINKING}{link.name}.{end}" for end in ("new", "old"))
     try:
+        if keeps := occupant_of(link).keeps:
+            msg = f"Could not let {link} name {target}, which is published: {link} {keeps}."
+            raise SaveError(msg)
         for hidden in (new, old):
-            delete(hidden, on_work)
+            discard(hidden, link, on_work)
         _make(new, target, on_work)
         _put(new, link, old)
         sync_directory(link.parent)
@@ -115,9 +119,13 @@ def make_link(target: Path, link: Path, on_work: Callable[[], None] = no_work) -
         raise SaveError(msg) from error
     finally:
         # The link is changed, or is not: a failure here is a matter of disk space.
+        with suppress(OSError):
+            if not os.path.lexists(link) and os.path.lexists(old):
+                # An interrupt came between two renames.
+                old.rename(link)
         for hidden in (new, old):
             with suppress(OSError):
-                delete(hidden, on_work)
+                discard(hidden, link, on_work)
 
 
 def _make(new: Path, target: Path, on_work: Callable[[], None]) -> None:
@@ -127,7 +135,7 @@ def _make(new: Path, target: Path, on_work: Callable[[], None]) -> None:
         if error.errno not in _NO_LINKS:
             raise
         # What Lightning does there too, but for files only.
-        copy_directory(target, new, on_work)
+        copy_checkpoint(target, new, on_work)
 
 
 def _put(new: Path, link: Path, old: Path) -> None:

@@ -21,7 +21,7 @@ from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.links import Links
 from lightning_elastic_zero.ranks import Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import check_local_path
+from lightning_elastic_zero.storage import check_local_path, occupant_of
 
 _WRITERS = RankTimes(absent_s=60.0)
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
@@ -155,6 +155,14 @@ class Publication:
     def is_written(self, path: str) -> bool:
         """Tell whether a checkpoint is being written in the background; on the first rank."""
         return self._busy and self._links.expects(check_local_path(path))
+
+    @staticmethod
+    def keeps(path: str) -> str:
+        """Return why what lies at a path must not be replaced; empty if it may."""
+        try:
+            return occupant_of(check_local_path(path)).keeps
+        except OSError as error:
+            return f"cannot be looked at ({error.strerror or error})"
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Let a link name a checkpoint as soon as that is published. Collective.

@@ -2,7 +2,8 @@
 
 ``ModelCheckpoint`` decides what is superfluous; it compares paths without resolving links, deletes
 before it moves ``last.ckpt`` to the new checkpoint, and knows nothing of the checkpoint that a run
-was resumed from through a link. So a deletion waits here while something still needs it.
+was resumed from through a link. So a deletion waits here while something still needs it. What this
+library did not write is never deleted, and nor is a checkpoint in which there is more.
 """
 
 from __future__ import annotations
@@ -75,20 +76,24 @@ class Retention:
 
     def _try(self, path: Path) -> bool:
         """Delete a checkpoint; False: it has to wait."""
-        if path.is_symlink():
-            path.unlink()
-            return True
-        if not path.exists():
-            return True
-        if Path(os.path.realpath(path)) == self._resumed_from:
-            log.info("%s is kept: this run was resumed from it", path)
-            return True
-        if _is_last_good(path):
-            log.info("%s is kept: no other checkpoint is there yet", path)
-            return False
-        if _links_to(path):
-            return False
-        delete(path)
+        if not path.is_symlink():
+            if not path.exists():
+                return True
+            if Path(os.path.realpath(path)) == self._resumed_from:
+                log.info("%s is kept: this run was resumed from it", path)
+                return True
+            if _is_last_good(path):
+                log.info("%s is kept: no other checkpoint is there yet", path)
+                return False
+            if _links_to(path):
+                return False
+        if keeps := delete(path):
+            log.warning(
+                "%s is not deleted, and will not be: it %s. Delete it yourself, or move away what "
+                "is yours.",
+                path,
+                keeps,
+            )
         return True
 
 

@@ -107,7 +107,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._save_module_weights = save_module_weights
         self._ranks: Ranks | None = None
         self._publication = Publication(background=async_save, snapshot_bytes=snapshot_bytes)
-        self._answers = Answers(self._link, self._publication.is_written)
+        saves = self._publication
+        self._answers = Answers(self._link, saves.is_written, saves.keeps)
         self._resumed = False
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""

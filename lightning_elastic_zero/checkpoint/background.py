@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.checkpoint.saving import Draft, write
+from lightning_elastic_zero.checkpoint.saving import Draft, name_below, write
 from lightning_elastic_zero.checkpoint.snapshot import Camera, Snapshot
 from lightning_elastic_zero.checkpoint.words import (
     CheckpointFigures,
@@ -39,7 +39,7 @@ from lightning_elastic_zero.checkpoint.words import (
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.formats.elastic_write import writes_weights
 from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.storage import check_local_path
+from lightning_elastic_zero.storage import check_local_path, check_replaceable, repair_target
 
 NICE = 10
 """How far the writer's thread stands back for others, as Linux counts it."""
@@ -120,6 +120,10 @@ class BackgroundWriter:
             self._job = None  # with the snapshot, whose memory may have to be replaced
             target = check_local_path(path)
             draft = Draft.make(look(), client_state, options)()
+            if ranks.rank == 0:
+                # A target that is refused is refused here, not when the next save asks for news.
+                repair_target(target)
+                check_replaceable(target, name_below(draft))
             with_weights = writes_weights(draft.manifest, ranks.rank)
             return target, self._camera.take(draft, with_weights=with_weights)
 

@@ -8,7 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,35 +84,41 @@ def write(
         course: who is asked and told while it goes on.
     """
     began = time.monotonic()
-    first = ranks.from_first("save: make a directory", lambda: _stage(draft(), path, ranks))
-    target, save_id = Path(first["path"]), first["save_id"]
+    staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
     report = report_bytes("writing", ranks)
+
+    def stage() -> dict[str, Any]:
+        first = draft().to_first(path)
+        _stage(draft(), first, ranks, staged)
+        return first
 
     def on_bytes(count: int) -> None:
         course.go_on()
         report(count)
 
-    told = Told(on_bytes, course.on_read)
-
     def write_files() -> list[dict[str, Any]]:
         draft().check_like(first, path, ranks.rank)
-        return _write_files(draft(), staging_path(target, save_id), first, ranks.rank, told)
+        staging = staging_path(target, first["save_id"])
+        return _write_files(draft(), staging, first, ranks.rank, Told(on_bytes, course.on_read))
 
     def publish() -> list[float]:
         entries = [entry for of_rank in files or [] for entry in of_rank]
-        staged = _complete(draft(), target, save_id, entries, recovery_script)
-        staged.publish(
+        _complete(draft(), staged[0], first["save_id"], entries, recovery_script)
+        staged[0].publish(
             on_step=lambda step: course.commit() if step == "synced" else None,
             on_work=ranks.progress,
         )
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
-        files = ranks.gather(f"save {target}: write", write_files)
-        seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
+        first = ranks.from_first("save: make a directory", stage)
+        target = Path(first["path"])
+        with staged[0].kept_alive() if staged else nullcontext():
+            files = ranks.gather(f"save {target}: write", write_files)
+            seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
     except BaseException:
-        if ranks.rank == 0:
-            StagedDirectory(target, save_id).abandon()
+        for directory in staged:
+            directory.abandon()
         raise
     return CheckpointFigures(str(target), seconds, int(size_bytes), waited_s=seconds)
 
@@ -222,21 +228,22 @@ def _as_save_error(target: Path) -> Iterator[None]:
         raise SaveError(msg) from error
 
 
-def _stage(draft: Draft, path: str | os.PathLike[str], ranks: Ranks) -> dict[str, Any]:
-    """Rank 0: make the hidden directory beside the target; give what the others need of it."""
-    first = draft.to_first(path)
+def _stage(
+    draft: Draft, first: Mapping[str, Any], ranks: Ranks, staged: list[StagedDirectory]
+) -> None:
+    """Rank 0: make the hidden directory beside the target, and note that it is there."""
     target, save_id = Path(first["path"]), first["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)
-        try:
-            staged = StagedDirectory.create(target, save_id)
-            (staged.path / TAG).mkdir()
-            leave_token(staged.path, save_id)
-        except BaseException:
-            StagedDirectory(target, save_id).abandon()
-            raise
-    return first
+        staged.append(StagedDirectory.create(target, save_id, below=name_below(draft)))
+        (staged[0].path / TAG).mkdir()
+        leave_token(staged[0].path, save_id)
+
+
+def name_below(draft: Draft) -> str:
+    """Return the name that an error suggests for a checkpoint in a folder of other things."""
+    return f"step-{draft.manifest.progress.global_steps}"
 
 
 def _write_files(
@@ -271,16 +278,15 @@ def _write_files(
 
 def _complete(
     draft: Draft,
-    target: Path,
+    staged: StagedDirectory,
     save_id: str,
     entries: list[dict[str, Any]],
     recovery_script: Path | None,
-) -> StagedDirectory:
+) -> None:
     """Rank 0: write what DeepSpeed's tools look for, and the manifest last."""
-    staged = StagedDirectory(target, save_id)
     write_durably(staged.path / LATEST, TAG.encode())
     if recovery_script is not None:
-        with _as_save_error(target):
+        with _as_save_error(staged.target):
             shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
     manifest = replace(
         draft.manifest,
@@ -291,4 +297,3 @@ def _complete(
     )
     remove_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())
-    return staged

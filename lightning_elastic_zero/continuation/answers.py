@@ -3,60 +3,126 @@
 It knows nothing of a checkpoint that is being written in the background: it would take its name for
 free and give it to another one, and with ``save_last="link"`` it removes its link and makes it
 anew, to what is not there yet, as soon as the save has returned; killed in between, there is none.
-Nothing else of Lightning's stands between, so that these two methods are answered here: on the
+Nor does it know that nothing is replaced which this library did not write: a checkpoint of another
+strategy's from which a run was resumed, say, or one into which a user put a file. Such a name is
+taken, also where it is the callback's own, and the callback goes on to the next one.
+Nothing else of Lightning's stands between, so that these three methods are answered here: on the
 instance, from the strategy's setup to its teardown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import glob
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 
 
 class Answers:
     """Answers the trainer's ``ModelCheckpoint`` callbacks."""
 
-    def __init__(self, link: Callable[[str, str], None], is_written: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        link: Callable[[str, str], None],
+        is_written: Callable[[str], bool],
+        keeps: Callable[[str], str],
+    ) -> None:
         """Take who knows.
 
         Args:
             link: lets a link name a checkpoint: called on all ranks, with the checkpoint's path and
                 the link's.
-            is_written: tells, on the first rank, whether a checkpoint of that path is being
-                written.
+            is_written: whether, on the first rank, a checkpoint of that path is being written.
+            keeps: why, on the first rank, what lies at a path must not be replaced; empty: it may.
         """
-
-        def link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-            link(filepath, linkpath)
-            trainer.strategy.barrier()
-
-        def file_exists(filepath: str, trainer: pl.Trainer) -> bool:
-            # In this order, since it may be published just now; and on one rank only.
-            there = trainer.is_global_zero and (is_written(filepath) or _is_there(filepath))
-            return trainer.strategy.broadcast(there)
-
-        # The first is private, as of Lightning's 2.6.
-        self._answers: Mapping[str, Callable[..., Any]] = {
-            "_link_checkpoint": link_checkpoint,
-            "file_exists": file_exists,
-        }
+        self._link = link
+        self._is_written = is_written
+        self._keeps = keeps
         self._given: list[tuple[ModelCheckpoint, str]] = []
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Answer the trainer's callbacks; whoever has a way of his own keeps it."""
+        """Answer the trainer's callbacks; whoever has a way of his own keeps it. Collective.
+
+        Raises:
+            SaveError: a callback would replace what this library did not write.
+        """
         self.end()
         for callback in trainer.checkpoint_callbacks:
-            for name, answer in self._answers.items():
-                if isinstance(callback, ModelCheckpoint) and _is_lightnings_own(callback, name):
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            self._refuse_overwriting(trainer, callback)
+            # But for one, these are private, as of Lightning's 2.6.
+            for name, answer in {
+                "_link_checkpoint": self._link_checkpoint,
+                "file_exists": partial(self._file_exists, callback),
+                "_get_metric_interpolated_filepath_name": partial(self._free_name, callback),
+            }.items():
+                if _is_lightnings_own(callback, name):
                     vars(callback)[name] = answer
                     self._given.append((callback, name))
+
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        self._link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def _file_exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
+        # In this order, since it may be published just now; and on one rank only.
+        there = trainer.is_global_zero and (self._is_written(filepath) or _is_there(filepath))
+        why = self._keeps(filepath) if there else ""
+        there, why = trainer.strategy.broadcast((there, why))
+        if why and filepath == callback.last_model_path:
+            # The callback takes its own last one for free to overwrite.
+            rank_zero_warn(f"{filepath} is kept, and the next one has another name: it {why}")
+            callback.last_model_path = ""
+        return bool(there)
+
+    def _free_name(
+        self,
+        callback: ModelCheckpoint,
+        monitor_candidates: dict[str, Any],
+        trainer: pl.Trainer,
+        del_filepath: str | None = None,
+    ) -> str:
+        """Name a checkpoint; not as the one that it is to replace, if that one has to stay."""
+        why = self._keeps(del_filepath) if trainer.is_global_zero and del_filepath else ""
+        replaced = None if trainer.strategy.broadcast(why) else del_filepath
+        named: str = ModelCheckpoint._get_metric_interpolated_filepath_name(  # noqa: SLF001 - see begin
+            callback, monitor_candidates, trainer, replaced
+        )
+        return named
+
+    def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
+        """Refuse at the start what would fail at a save, where names are not to be numbered.
+
+        With ``enable_version_counter=False`` a callback overwrites whatever has a name of its own.
+        """
+        numbers = getattr(callback, "_enable_version_counter", True)
+        if numbers or not callback.dirpath or trainer.state.fn != TrainerFn.FITTING:
+            return
+        wrong: dict[str, str] = {}
+        if trainer.is_global_zero:
+            found = [
+                path for name in _names(callback) for path in Path(callback.dirpath).glob(name)
+            ]
+            wrong = {str(path): why for path in found if (why := self._keeps(str(path)))}
+        if wrong := trainer.strategy.broadcast(wrong):
+            path, why = min(wrong.items())
+            msg = (
+                f"ModelCheckpoint(enable_version_counter=False) would replace {path}, which {why}. "
+                "This library replaces only what it wrote: move that away, or give the callback "
+                "another dirpath or filename."
+            )
+            raise SaveError(msg)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -96,3 +162,23 @@ def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
     lightnings = getattr(ModelCheckpoint, name, None)
     of_its_class = getattr(type(callback), name, None)
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)
+
+
+def _names(callback: ModelCheckpoint) -> list[str]:
+    """Return patterns of the names that a callback may use, in its folder."""
+    given = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
+    if callback.save_last:
+        given.append(callback.CHECKPOINT_NAME_LAST)
+    return [
+        "".join(_pattern(part, callback) for part in re.split(r"(\{[^}]*\})", name))
+        + callback.FILE_EXTENSION
+        for name in given
+    ]
+
+
+def _pattern(part: str, callback: ModelCheckpoint) -> str:
+    """Return what matches a part of a template: a metric in braces, or a text."""
+    if not part.startswith("{"):
+        return glob.escape(part)
+    named = f"{part[1:-1].split(':', maxsplit=1)[0]}{callback.CHECKPOINT_EQUALS_CHAR}"
+    return glob.escape(named if callback.auto_insert_metric_name else "") + "*"

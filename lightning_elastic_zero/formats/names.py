@@ -8,11 +8,24 @@ expect.
 from __future__ import annotations
 
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS
+from lightning_elastic_zero.storage.contents import LATEST, RECOVERY_SCRIPT, TAG
 
-TAG = "checkpoint"
-"""The folder inside a checkpoint: the tag that Lightning gives to DeepSpeed."""
-LATEST = "latest"
-RECOVERY_SCRIPT = "zero_to_fp32.py"
+__all__ = [
+    "CLIENT_OBJECTS",
+    "FP32_STAGE_1_2",
+    "FP32_STAGE_3",
+    "FROZEN",
+    "LATEST",
+    "OPTIMIZER",
+    "OURS",
+    "RECOVERY_SCRIPT",
+    "STATES",
+    "TAG",
+    "fp32_key",
+    "model_file",
+    "optimizer_file",
+]
+
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 
 OURS = "elastic_zero"

@@ -4,7 +4,9 @@
 its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory under
 a hidden name and publishes it in one step; ``deleting`` lets one vanish in one step, ``copying``
 makes another one of it. ``places`` knows which paths can be used at all, and proves that all ranks
-see the same one.
+see the same one. Only what this library wrote is ever replaced or removed: ``contents``
+recognises it, and ``occupants`` says what lies where something is to be saved. ``leftovers`` puts
+back or removes what a kill left.
 """
 
 from __future__ import annotations
@@ -17,9 +19,16 @@ from lightning_elastic_zero.storage.checksums import (
     no_progress,
     write_durably,
 )
-from lightning_elastic_zero.storage.copying import copy_directory
-from lightning_elastic_zero.storage.deleting import DOOMED, delete, no_work
+from lightning_elastic_zero.storage.copying import copy_checkpoint
+from lightning_elastic_zero.storage.deleting import DOOMED, delete, discard, no_work
 from lightning_elastic_zero.storage.exchange import exchange_names
+from lightning_elastic_zero.storage.leftovers import (
+    LINKING,
+    remove_leftovers,
+    repair,
+    repair_target,
+)
+from lightning_elastic_zero.storage.occupants import Occupant, check_replaceable, occupant_of
 from lightning_elastic_zero.storage.places import (
     check_local_path,
     leave_token,
@@ -28,14 +37,7 @@ from lightning_elastic_zero.storage.places import (
     sync_directory,
 )
 from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file
-from lightning_elastic_zero.storage.staging import (
-    LINKING,
-    StagedDirectory,
-    remove_leftovers,
-    repair,
-    repair_target,
-    staging_path,
-)
+from lightning_elastic_zero.storage.staging import StagedDirectory, staging_path
 from lightning_elastic_zero.storage.verified import VerifiedFile
 
 __all__ = [
@@ -46,16 +48,20 @@ __all__ = [
     "SUMS_SUFFIX",
     "ChecksummedWriter",
     "FileRecord",
+    "Occupant",
     "RangeFile",
     "StagedDirectory",
     "VerifiedFile",
     "check_local_path",
-    "copy_directory",
+    "check_replaceable",
+    "copy_checkpoint",
     "delete",
+    "discard",
     "exchange_names",
     "leave_token",
     "no_progress",
     "no_work",
+    "occupant_of",
     "read_file",
     "remove_leftovers",
     "remove_token",

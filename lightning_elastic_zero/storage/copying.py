@@ -1,18 +1,20 @@
-"""Copying a directory so that the copy outlives a power cut."""
+"""Copying a checkpoint so that the copy outlives a power cut."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_elastic_zero.storage.contents import contents_of
 from lightning_elastic_zero.storage.places import sync_directory
 
 _BLOCK_BYTES = 16 << 20
 
 
-def copy_directory(source: Path, target: Path, on_block: Callable[[], None]) -> None:
-    """Copy a directory, its files and folders; links in it are followed.
+def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+    """Copy a checkpoint of this library's, and nothing that somebody else put into it.
 
     Args:
         source: What is copied.
@@ -25,11 +27,13 @@ def copy_directory(source: Path, target: Path, on_block: Callable[[], None]) -> 
         OSError: The copy is not whole.
 
     """
-    for folder, _, names in os.walk(source, onerror=_raise):
-        there = target / Path(folder).relative_to(source)
-        there.mkdir()
-        for name in names:
-            _copy_file(Path(folder, name), there / name, on_block)
+    contents = contents_of(source)
+    if contents.problem:
+        raise OSError(errno.EINVAL, contents.problem, str(source))
+    target.mkdir()
+    for name in contents.ours:
+        (target / name).parent.mkdir(exist_ok=True)
+        _copy_file(source / name, target / name, on_block)
     for folder, _, _ in os.walk(target, topdown=False):
         sync_directory(Path(folder))
 
@@ -44,7 +48,3 @@ def _copy_file(source: Path, target: Path, on_block: Callable[[], None]) -> None
             os.fdatasync(written.fileno())
             on_block()
         os.fsync(written.fileno())
-
-
-def _raise(error: OSError) -> None:
-    raise error

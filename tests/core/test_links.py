@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,29 +14,19 @@ import pytest
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.links import Links, make_link
 from lightning_elastic_zero.storage import LINKING
+from tests.core._checkpoints import SHARD, contents, fill, names_in, whole
 from tests.core._instants import at_every_instant
 
 NO_EXCHANGE = "lightning_elastic_zero.links.exchange_names"
 
 
-def checkpoint(path: Path, text: str) -> Path:
-    """Make a checkpoint whose every file says which one it is."""
-    (path / "checkpoint").mkdir(parents=True)
-    for name in ("manifest.json", "checkpoint/shard.pt"):
-        (path / name).write_text(text)
-    return path
+checkpoint = fill
 
 
 def said_by(path: Path) -> str:
     """Tell which checkpoint is found at a path, whole; "" if none is."""
-    files = ("manifest.json", "checkpoint/shard.pt")
-    said = {(path / name).read_text() if (path / name).is_file() else "" for name in files}
-    return said.pop() if len(said) == 1 else "a part"
-
-
-def names_in(directory: Path) -> list[str]:
-    """List a directory, hidden names too."""
-    return sorted(path.name for path in directory.iterdir())
+    found = contents(path)
+    return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
 
 
 def nothing(_: Path) -> None:
@@ -58,11 +49,6 @@ def a_directory(link: Path) -> None:
     checkpoint(link, "old")
 
 
-def a_file(link: Path) -> None:
-    """Leave a single file, as Lightning's own strategies do."""
-    link.write_text("old")
-
-
 def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
     """Let the file system have no links, or no room for one."""
 
@@ -72,7 +58,7 @@ def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Path, "symlink_to", symlink_to)
 
 
-PLACES = [nothing, a_link, a_dangling_link, a_directory, a_file]
+PLACES = [nothing, a_link, a_dangling_link, a_directory]
 IN_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 WITH_LINKS = pytest.mark.parametrize("has_links", [True, False], ids=["linked", "copied"])
 
@@ -80,7 +66,7 @@ WITH_LINKS = pytest.mark.parametrize("has_links", [True, False], ids=["linked", 
 class TestMakeLink:
     @IN_PLACE
     @WITH_LINKS
-    def test_whatever_was_there_gives_way(
+    def test_what_was_there_gives_way(
         self,
         place: Callable[[Path], None],
         tmp_path: Path,
@@ -221,13 +207,16 @@ class TestMakeLink:
     ) -> None:
         """Ranks that wait for a large copy hear of every block."""
         target = checkpoint(tmp_path / "new.ckpt", "new")
-        with (target / "large.pt").open("wb") as file:
+        with (target / SHARD).open("wb") as file:
             file.truncate(40 << 20)
+        sizes = {"name": SHARD, "size_bytes": 40 << 20}
+        manifest = json.dumps({"format": "lightning_elastic_zero", "files": [sizes]})
+        (target / "manifest.json").write_text(manifest)
         refuse_links(errno.EPERM, monkeypatch)
         heard: list[int] = []
         make_link(target, tmp_path / "last.ckpt", lambda: heard.append(1))
-        assert len(heard) == 2 + 3
-        assert (tmp_path / "last.ckpt" / "large.pt").stat().st_size == 40 << 20
+        assert len(heard) == 1 + 3
+        assert (tmp_path / "last.ckpt" / SHARD).stat().st_size == 40 << 20
 
 
 class TestLinks:

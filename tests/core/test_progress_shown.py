@@ -12,23 +12,25 @@ import torch
 
 from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
 from lightning_elastic_zero.links import make_link
-from lightning_elastic_zero.storage import StagedDirectory, delete, remove_leftovers
+from lightning_elastic_zero.storage import StagedDirectory, remove_leftovers
+from tests.core._checkpoints import manifest_of
 
 FILES = 7
 
 
 def fill(directory: Path) -> Path:
-    """Make a directory of some files, in two folders."""
-    for index in range(FILES):
-        folder = directory / ("inner" if index % 2 else ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / str(index)).touch()
+    """Make a checkpoint of some files."""
+    names = [f"checkpoint/zero_pp_rank_{n}_mp_rank_00_model_states.pt" for n in range(FILES)]
+    (directory / "checkpoint").mkdir(parents=True)
+    for name in names:
+        (directory / name).touch()
+    (directory / "manifest.json").write_text(manifest_of(dict.fromkeys(names, "")))
     return directory
 
 
 def put_link(root: Path, on_work: Callable[[], None]) -> None:
     """Let a link take the place of a directory."""
-    (root / "a.ckpt").mkdir()
+    fill(root / "a.ckpt")
     make_link(root / "a.ckpt", fill(root / "last.ckpt"), on_work)
 
 
@@ -53,17 +55,6 @@ def test_removing_shows_each_file(
     work(tmp_path, lambda: seen.append(time.monotonic()))
     assert len(seen) >= FILES
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_what_cannot_be_removed_is_left(tmp_path: Path) -> None:
-    """A directory vanishes under its name also where what is in it stays; no link is followed."""
-    outside = fill(tmp_path / "outside")
-    doomed = fill(tmp_path / "doomed")
-    (doomed / "link").symlink_to(outside)
-    (doomed / "inner" / "file").symlink_to(outside / "0")
-    delete(doomed)
-    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
-    assert len([path for path in outside.rglob("*") if path.is_file()]) == FILES
 
 
 @pytest.mark.timeout(20)

@@ -9,21 +9,12 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.storage import DOOMED, LINKING, deleting
+from tests.core._checkpoints import fill, names_in
 
 
 def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
     """Make a checkpoint's directory, with or without the mark that it is whole."""
-    path = parent / name
-    (path / "checkpoint").mkdir(parents=True)
-    (path / "checkpoint" / "shard.pt").write_text("data")
-    if published:
-        (path / MANIFEST_NAME).write_text("{}")
-    return path
-
-
-def names_in(directory: Path) -> list[str]:
-    """List a directory, hidden names too."""
-    return sorted(path.name for path in directory.iterdir())
+    return fill(parent / name, "data", published=published)
 
 
 def link(path: Path, target: str) -> None:
@@ -50,12 +41,6 @@ class TestRemove:
         Retention().remove(tmp_path / "last.ckpt")
         assert names_in(tmp_path) == ["a.ckpt"]
 
-    def test_a_single_file_is_deleted_too(self, tmp_path: Path) -> None:
-        """A checkpoint of Lightning's own strategies is a file."""
-        (tmp_path / "old.ckpt").write_text("data")
-        Retention().remove(tmp_path / "old.ckpt")
-        assert names_in(tmp_path) == []
-
     def test_a_directory_vanishes_in_one_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -63,12 +48,12 @@ class TestRemove:
         checkpoint(tmp_path, "new.ckpt")
         seen = []
 
-        def killed(path: Path, _: object) -> None:
+        def killed(path: Path, _: object, **__: object) -> None:
             seen.append((path.name, names_in(path)))
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(deleting, "remove_tree", killed)
+            patch.setattr(deleting, "remove_contents", killed)
             with pytest.raises(KeyboardInterrupt):
                 Retention().remove(checkpoint(tmp_path, "old.ckpt"))
         ((hidden, content),) = seen
@@ -203,11 +188,6 @@ class TestWaiting:
         for path in [checkpoint(tmp_path, "a.ckpt"), checkpoint(tmp_path, "b.ckpt")]:
             retention.remove(path)
         assert names_in(tmp_path) == ["b.ckpt"]
-
-    def test_what_was_never_finished_does_not_wait(self, tmp_path: Path) -> None:
-        """A directory without a manifest is no checkpoint that anybody could need."""
-        Retention().remove(checkpoint(tmp_path, "torn.ckpt", published=False))
-        assert names_in(tmp_path) == []
 
     def test_a_new_checkpoint_under_the_old_name_is_not_deleted(self, tmp_path: Path) -> None:
         """A deletion that waits is for what was there then, not for what is saved there later."""

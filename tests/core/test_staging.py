@@ -17,11 +17,15 @@ from lightning_elastic_zero.storage import (
     DOOMED,
     LINKING,
     StagedDirectory,
+    owner,
     remove_leftovers,
     repair,
     repair_target,
     staging_path,
 )
+from lightning_elastic_zero.storage.owner import SILENT_S
+from tests.core._checkpoints import SHARD, contents, fill, manifest_of, names_in, whole
+from tests.core._instants import at_every_instant
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,11 +38,11 @@ def die(step):
     if step == sys.argv[2]:
         os.kill(os.getpid(), signal.SIGKILL)
 
+from tests.core._checkpoints import fill
 staged = StagedDirectory.create(Path(sys.argv[1]), "new")
-(staged.path / "checkpoint").mkdir()
-(staged.path / "checkpoint" / "shard.pt").write_text("new")
+fill(staged.path, "new", published=False)
 die("written")
-(staged.path / "manifest.json").write_text("new")
+fill(staged.path, "new")
 staged.publish(exchange=sys.argv[3] == "exchange", on_step=die)
 """
 """A save in a process of its own, that is killed after the step that it is told."""
@@ -51,29 +55,11 @@ STEPS = [
 PLACED = {"placed", "kept", "cleaned"}
 
 
-def names_in(directory: Path) -> list[str]:
-    """List a directory, hidden names too."""
-    return sorted(path.name for path in directory.iterdir())
-
-
 def publish(target: Path, content: str, *, exchange: bool = True) -> None:
     """Save a checkpoint whose files hold one text."""
     staged = StagedDirectory.create(target, content)
-    (staged.path / "checkpoint").mkdir()
-    (staged.path / "checkpoint" / "shard.pt").write_text(content)
-    (staged.path / "manifest.json").write_text(content)
+    fill(staged.path, content)
     staged.publish(exchange=exchange)
-
-
-def contents(directory: Path) -> dict[str, str]:
-    """Give the text of each file in a tree."""
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_text() for path in files}
-
-
-def whole(content: str) -> dict[str, str]:
-    """Give what ``publish`` leaves."""
-    return {"checkpoint/shard.pt": content, "manifest.json": content}
 
 
 def killed_save(target: Path, step: str, way: str) -> None:
@@ -88,7 +74,9 @@ class TestPublish:
         """What is published replaces all of what was there, and leaves nothing beside it."""
         target = tmp_path / "last.ckpt"
         publish(target, "old")
-        (target / "checkpoint" / "of-a-larger-world.pt").write_text("old")
+        larger = "checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        (target / larger).write_text("old")
+        (target / "manifest.json").write_text(manifest_of({SHARD: "old", larger: "old"}))
         publish(target, "new", exchange=exchange)
         assert contents(target) == whole("new")
         assert names_in(tmp_path) == ["last.ckpt"]
@@ -112,20 +100,10 @@ class TestPublish:
         publish(tmp_path / "last.ckpt", "new")
         assert contents(tmp_path / "last.ckpt") == whole("new")
 
-    def test_links_inside_the_old_checkpoint_are_not_followed(self, tmp_path: Path) -> None:
-        """Removing what was replaced does not reach beyond it."""
-        precious = tmp_path / "precious"
-        precious.mkdir()
-        (precious / "data").write_text("kept")
-        publish(tmp_path / "a.ckpt", "old")
-        (tmp_path / "a.ckpt" / "link").symlink_to(precious)
-        publish(tmp_path / "a.ckpt", "new")
-        assert contents(precious) == {"data": "kept"}
-
     def test_a_file_is_not_replaced(self, tmp_path: Path) -> None:
         """A plain file at the target is refused before anything is written."""
         (tmp_path / "a.ckpt").write_text("somebody's only one")
-        with pytest.raises(SaveError, match=r"a\.ckpt is a file, .*Move the file away"):
+        with pytest.raises(SaveError, match=r"a\.ckpt is a file, .*move away"):
             StagedDirectory.create(tmp_path / "a.ckpt", "new")
         assert names_in(tmp_path) == ["a.ckpt"]
 
@@ -148,7 +126,7 @@ class TestPublish:
         """An abandoned save leaves the old checkpoint and nothing else, however often."""
         publish(tmp_path / "a.ckpt", "old")
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
-        (staged.path / "shard.pt").write_text("half")
+        fill(staged.path, "half", published=False)
         staged.abandon()
         staged.abandon()
         assert names_in(tmp_path) == ["a.ckpt"]
@@ -230,6 +208,198 @@ class TestKilled:
         assert repair(tmp_path / "missing") == []
 
 
+class Interrupted:
+    """Raises what Ctrl-C raises, before the n-th system call, and before the m-th after that."""
+
+    def __init__(self, *calls: int) -> None:
+        self.calls, self.seen = list(calls), 0
+
+    def __call__(self) -> None:
+        """Count a system call."""
+        if not self.calls:
+            return
+        self.seen += 1
+        if self.seen > self.calls[0]:
+            self.seen = 0
+            del self.calls[0]
+            raise KeyboardInterrupt
+
+
+def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
+    """Save as a run does, with an interrupt somewhere; return whether it came to all of them."""
+    staged = StagedDirectory.create(target, "new")
+    fill(staged.path, "new")
+    interrupted = Interrupted(*calls)
+    with at_every_instant(interrupted):
+        try:
+            try:
+                staged.publish(exchange=exchange)
+            except BaseException:
+                staged.abandon()
+                raise
+        except KeyboardInterrupt:
+            pass
+        is_over = not interrupted.calls
+        interrupted.calls = []
+    return is_over
+
+
+class TestInterrupted:
+    """Ctrl-C, at every instant: before each system call of a publication."""
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_one_of_them_is_in_place(self, exchange: bool, tmp_path: Path) -> None:
+        """The old checkpoint or the new one has the name, whole, and nothing hidden is left."""
+        found, call = [], 0
+        while True:
+            folder = tmp_path / str(call)
+            target = fill(folder / "last.ckpt", "old")
+            came = interrupted_save(target, exchange, call)
+            found.append("new" if contents(target) == whole("new") else "old")
+            assert contents(target) == whole(found[-1]), call
+            remove_leftovers(folder)  # the rest of a deletion may be there
+            assert names_in(folder) == ["last.ckpt"], call
+            if not came:
+                break
+            call += 1
+        assert found == sorted(found, reverse=True)
+        assert call > 10
+
+    def test_between_two_renames_the_new_one_is_taken(self, tmp_path: Path) -> None:
+        """It is whole, and the old one is not lost under its hidden name."""
+        target = fill(tmp_path / "last.ckpt", "old")
+        staged = StagedDirectory.create(target, "new")
+        fill(staged.path, "new")
+
+        def interrupt(step: str) -> None:
+            if step == "set aside":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+
+        with pytest.raises(KeyboardInterrupt):
+            staged.publish(exchange=False, on_step=interrupt)
+        staged.abandon()
+        assert contents(target) == whole("new")
+        assert names_in(tmp_path) == ["last.ckpt"]
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_twice(self, exchange: bool, tmp_path: Path) -> None:
+        """A second one while the first is handled: what is left is repaired as after a kill."""
+        first, came = 0, True
+        while came:
+            for second in range(0, 12, 2):
+                folder = tmp_path / f"{first}-{second}"
+                target = fill(folder / "last.ckpt", "old")
+                came = interrupted_save(target, exchange, first, second)
+                note = folder / ".zero-owner-new.json"
+                if note.exists():
+                    end_owner(note)
+                repair_target(target)
+                remove_leftovers(folder)
+                assert contents(target) in [whole("old"), whole("new")], (first, second)
+                assert names_in(folder) == ["last.ckpt"], (first, second)
+                if not came:
+                    break
+            first += 1
+
+
+def end_owner(note: Path) -> None:
+    """Let the process that has written a note have ended."""
+    note.write_text(json.dumps({**json.loads(note.read_text()), "started": "12"}))
+
+
+def move_elsewhere(note: Path) -> None:
+    """Let the process that has written a note run on another machine."""
+    # Its number is one that no process has here, which says nothing of the other machine's.
+    fields = {**json.loads(note.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
+    note.write_text(json.dumps(fields))
+
+
+class TestElsewhere:
+    """What a process on another machine works on: a requeued job's, or a pod's with a new name."""
+
+    @pytest.fixture
+    def left(self, tmp_path: Path) -> tuple[StagedDirectory, Path]:
+        """Return what such a process has staged, and its note."""
+        target = fill(tmp_path / "a.ckpt", "old")
+        staged = StagedDirectory.create(target, "5a7e")
+        fill(staged.path, "new", published=False)
+        note = tmp_path / ".zero-owner-5a7e.json"
+        move_elsewhere(note)
+        return staged, note
+
+    def test_silence_is_death(self, left: tuple[StagedDirectory, Path], tmp_path: Path) -> None:
+        """Half an hour without a sign of life, and it is removed; not before, and not for days."""
+        staged, note = left
+        assert remove_leftovers(tmp_path) == []
+        for ago_s, removed in ((SILENT_S - 300, []), (SILENT_S + 300, [staged.path, note])):
+            then_s = time.time() - ago_s
+            os.utime(note, (then_s, then_s))
+            assert remove_leftovers(tmp_path) == removed
+        assert names_in(tmp_path) == ["a.ckpt"]
+
+    @pytest.mark.parametrize("off_s", [-3e8, 3e8])
+    def test_the_file_systems_clock_counts(
+        self,
+        off_s: float,
+        left: tuple[StagedDirectory, Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """However wrong this machine's clock is, what lives stays and what is dead goes."""
+        staged, note = left
+        now_s = time.time
+        monkeypatch.setattr(time, "time", lambda: now_s() + off_s)
+        assert remove_leftovers(tmp_path) == []
+        then_s = now_s() - SILENT_S - 300
+        os.utime(note, (then_s, then_s))
+        assert remove_leftovers(tmp_path) == [staged.path, note]
+
+    def test_a_save_that_goes_on_shows_it(
+        self,
+        left: tuple[StagedDirectory, Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """However long it takes: its note is touched while it works, and not afterwards."""
+        staged, note = left
+        monkeypatch.setattr(owner, "BEAT_S", 0.01)
+        with staged.kept_alive():
+            os.utime(note, (0, 0))
+            end_s = time.monotonic() + 60
+            while note.stat().st_mtime == 0 and time.monotonic() < end_s:
+                time.sleep(0.01)
+            assert remove_leftovers(tmp_path) == []
+        os.utime(note, (0, 0))
+        time.sleep(0.1)
+        assert note.stat().st_mtime == 0
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_one_that_stood_still_publishes_nothing(
+        self, exchange: bool, left: tuple[StagedDirectory, Path], tmp_path: Path
+    ) -> None:
+        """Taken for dead and removed, it goes on: its save fails, and the old checkpoint stays."""
+        staged, note = left
+        fill(staged.path, "new")
+        os.utime(note, (0, 0))
+        remove_leftovers(tmp_path)
+        with pytest.raises(SaveError, match="No such file"):
+            staged.publish(exchange=exchange)
+        staged.abandon()
+        assert contents(tmp_path / "a.ckpt") == whole("old")
+        assert names_in(tmp_path) == ["a.ckpt"]
+
+    def test_what_it_set_aside_is_put_back(
+        self, left: tuple[StagedDirectory, Path], tmp_path: Path
+    ) -> None:
+        """Killed between two renames, elsewhere: the next save finds the old one in its place."""
+        staged, _ = left
+        (tmp_path / "a.ckpt").rename(tmp_path / ".zero-previous-5a7e")
+        remove_leftovers(tmp_path)
+        assert contents(tmp_path / "a.ckpt") == whole("old")
+        assert staged.path.is_dir()
+
+
 class TestLeftovers:
     def test_a_running_save_is_left_alone(self, tmp_path: Path) -> None:
         """What a living process works on is not removed, however old it is."""
@@ -238,36 +408,37 @@ class TestLeftovers:
         assert staged.path.is_dir()
 
     def test_of_another_machine(self, tmp_path: Path) -> None:
-        """What another machine's process left is removed after seven days, and not before."""
+        """The first release gave no sign of life: what it left elsewhere goes after seven days."""
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
-        owner = tmp_path / ".zero-owner-5a7e.json"
-        # Process 1 lives on every machine; that says nothing of the other one's.
-        fields = {**json.loads(owner.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
-        owner.write_text(json.dumps(fields))
+        note = tmp_path / ".zero-owner-5a7e.json"
+        move_elsewhere(note)
+        fields = json.loads(note.read_text())
+        del fields["beats"]
+        note.write_text(json.dumps(fields))
         assert remove_leftovers(tmp_path) == []
         week_ago_s = time.time() - 7 * 24 * 3600
-        os.utime(owner, (week_ago_s + 3600, week_ago_s + 3600))
+        os.utime(note, (week_ago_s + 3600, week_ago_s + 3600))
         assert remove_leftovers(tmp_path) == []
-        os.utime(owner, (week_ago_s - 3600, week_ago_s - 3600))
-        assert remove_leftovers(tmp_path) == [staged.path, owner]
+        os.utime(note, (week_ago_s - 3600, week_ago_s - 3600))
+        assert remove_leftovers(tmp_path) == [staged.path, note]
 
     def test_a_number_that_was_given_out_again(self, tmp_path: Path) -> None:
         """A process that has the dead one's number is told apart by when it started."""
         StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
-        owner = tmp_path / ".zero-owner-5a7e.json"
-        owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "12"}))
+        note = tmp_path / ".zero-owner-5a7e.json"
+        end_owner(note)
         assert len(remove_leftovers(tmp_path)) == 2
 
     @pytest.mark.parametrize("text", ["", "[]", '{"target": "../x"}', None])
     def test_owner_that_cannot_be_read(self, tmp_path: Path, text: str | None) -> None:
         """Without an owner that makes sense, only age counts."""
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
-        owner = tmp_path / ".zero-owner-5a7e.json"
-        owner.unlink()
+        note = tmp_path / ".zero-owner-5a7e.json"
+        note.unlink()
         if text is not None:
-            owner.write_text(text)
+            note.write_text(text)
         assert remove_leftovers(tmp_path) == []
-        os.utime(staged.path if text is None else owner, (0, 0))
+        os.utime(staged.path if text is None else note, (0, 0))
         remove_leftovers(tmp_path)
         assert names_in(tmp_path) == []
 

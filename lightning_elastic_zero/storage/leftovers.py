@@ -1,0 +1,179 @@
+"""What saves and deletions that were killed left behind: put back, or removed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from lightning_elastic_zero.storage.contents import is_checkpoint
+from lightning_elastic_zero.storage.deleting import discard, no_work, remove_doomed
+from lightning_elastic_zero.storage.owner import Owner, file_system_now_s, new_id
+from lightning_elastic_zero.storage.places import sync_directory
+from lightning_elastic_zero.storage.staging import OWNER, PREVIOUS, SAVE_ID, STAGING, owner_path
+
+LINKING = ".zero-link-"
+"""Prefix of a link that is being made; it is gone in an instant, unless a kill came in between."""
+
+LEFTOVER_AGE_S = 7 * 24 * 3600.0
+"""What a process of unknown fate left is removed after this time."""
+
+SETTLE_S = 2.0
+"""How long a target may be missing while another machine publishes it: far longer than it takes."""
+
+
+def remove_leftovers(parent: Path, on_work: Callable[[], None] = no_work) -> list[Path]:
+    """Remove what killed saves left in a directory, and return the paths that were removed.
+
+    That is what belongs to a process that has ended (``Owner.is_dead``), or is older than
+    ``LEFTOVER_AGE_S``, and what was being deleted, by whomever: it is no checkpoint any more.
+    Targets that were lost between two renames are restored first. What cannot be removed is left,
+    and so is what holds anything that no save wrote. A link in the making goes by its age: whoever
+    makes that link again removes it before.
+    """
+    repair(parent)
+    removed, ages = remove_doomed(parent, on_work), _Ages(parent)
+    for path in sorted(parent.glob(f"{LINKING}*")):
+        if ages.of(path) > LEFTOVER_AGE_S:
+            removed += _discarded(path, None, on_work)
+    for save_id in sorted({save_id for _, save_id in _ours(parent)}):
+        left = _Left.of(parent, save_id)
+        if left.is_needed() or not left.is_abandoned(ages):
+            continue
+        target = parent / left.owner.target if left.owner else None
+        gone = []
+        for path in (left.staging, left.previous):
+            gone += _discarded(path, target if is_checkpoint(path) else None, on_work)
+        if not any(map(os.path.lexists, (left.staging, left.previous))):
+            with suppress(OSError):
+                left.note.unlink()
+                gone.append(left.note)
+        removed += gone
+    return removed
+
+
+def repair(parent: Path) -> list[Path]:
+    """Restore every target in a directory that a crash took between two renames."""
+    lost = {
+        parent / owner.target
+        for kind, save_id in _ours(parent)
+        if kind == PREVIOUS
+        for owner in (Owner.read(owner_path(parent, save_id)),)
+        if owner is not None
+    }
+    return [target for target in sorted(lost) if repair_target(target)]
+
+
+def repair_target(target: Path, settle_s: float = SETTLE_S) -> bool:
+    """Restore the directory that a crash took from the target's place between two renames.
+
+    It is called before a checkpoint is looked for, on any rank, and on several at once.
+
+    Args:
+        target: The path at which a checkpoint is expected.
+
+        settle_s: How long to wait for a save that may still be running on another machine.
+
+    Returns:
+        Whether this call put it back.
+
+    """
+    if os.path.lexists(target):
+        return False
+    for kind, save_id in list(_ours(target.parent)):
+        owner = Owner.read(owner_path(target.parent, save_id))
+        if kind != PREVIOUS or owner is None or owner.target != target.name:
+            continue
+        if not owner.is_dead():
+            time.sleep(settle_s)
+        if _put_back(target.parent / f"{PREVIOUS}{save_id}", target):
+            return True
+    set_aside = target.parent / f"{LINKING}{target.name}.old"
+    if is_checkpoint(set_aside):
+        # It gave way to a link, and nothing says by which process.
+        time.sleep(settle_s)
+        return _put_back(set_aside, target)
+    return False
+
+
+def _put_back(hidden: Path, target: Path) -> bool:
+    if os.path.lexists(target):
+        return False
+    # Another rank may have been faster.
+    with suppress(FileNotFoundError):
+        hidden.rename(target)
+        sync_directory(target.parent)
+        return True
+    return False
+
+
+@dataclass
+class _Ages:
+    """How old files are, by the clock of the file system that gave them their times."""
+
+    parent: Path
+
+    @cached_property
+    def _now_s(self) -> float:
+        return file_system_now_s(owner_path(self.parent, new_id()))
+
+    def of(self, path: Path) -> float:
+        """Return for how long a file has not been touched; 0 where there is none."""
+        try:
+            return self._now_s - path.lstat().st_mtime
+        except OSError:
+            return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What one save left."""
+
+    staging: Path
+    previous: Path
+    note: Path
+    owner: Owner | None
+
+    @classmethod
+    def of(cls, parent: Path, save_id: str) -> _Left:
+        """Return what lies under the names of a save."""
+        note = owner_path(parent, save_id)
+        names = (parent / f"{STAGING}{save_id}", parent / f"{PREVIOUS}{save_id}")
+        return cls(*names, note, Owner.read(note))
+
+    def is_needed(self) -> bool:
+        """Whether what was set aside is the only one: nothing took its place."""
+        if not os.path.lexists(self.previous):
+            return False
+        return self.owner is None or not os.path.lexists(self.note.parent / self.owner.target)
+
+    def is_abandoned(self, ages: _Ages) -> bool:
+        """Whether nobody works on it any more."""
+        if self.owner is not None and self.owner.is_dead():
+            return True
+        silent_s = ages.of(self.note if os.path.lexists(self.note) else self.staging)
+        is_dead = self.owner is not None and self.owner.is_dead(silent_s)
+        return is_dead or silent_s > LEFTOVER_AGE_S
+
+
+def _discarded(path: Path, known_as: Path | None, on_work: Callable[[], None]) -> list[Path]:
+    """Discard what lies at a path, if anything does; return what is gone."""
+    if not os.path.lexists(path):
+        return []
+    with suppress(OSError):
+        discard(path, known_as, on_work)
+    return [] if os.path.lexists(path) else [path]
+
+
+def _ours(parent: Path) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the save id of each of our hidden names in a directory."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as entries:
+        for entry in entries:
+            for kind in (STAGING, PREVIOUS, OWNER):
+                save_id = entry.name.removeprefix(kind).removesuffix(".json")
+                if entry.name.startswith(kind) and SAVE_ID.fullmatch(save_id):
+                    yield kind, save_id
