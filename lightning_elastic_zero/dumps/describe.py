@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Sequence
 from contextlib import closing
 from importlib import metadata
@@ -23,6 +24,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.dumps import DumpsSource
 from lightning_elastic_zero.formats.dumps_table import (
+    FORMAT,
     TABLE_NAME,
     DumpsTable,
     Flat,
@@ -78,6 +80,7 @@ def describe_dumps(
         SaveError: the description cannot be written.
     """
     path = check_local_path(folder)
+    _check_free(path)
     names = _by_rank(path, dumps) if isinstance(dumps, str) else list(dumps)
     if not names:
         msg = f"dumps= names no files in {path}: pass one for each rank of the run"
@@ -297,12 +300,28 @@ def _flats(puzzle: Puzzle, order: Order, first: Outline, model: ModelTable) -> t
 # -- writing it down -------------------------------------------------------------------------------
 
 
+def _check_free(folder: Path) -> None:
+    """Refuse to overwrite a file that this library did not write.
+
+    Raises:
+        CheckpointFormatError: it has the description's name.
+    """
+    path = folder / TABLE_NAME
+    if os.path.lexists(path) and not (path.is_file() and FORMAT.encode() in path.read_bytes()):
+        msg = f"{path} is not of this library, which would overwrite it: move it away"
+        raise CheckpointFormatError(msg)
+
+
 def _write(folder: Path, table: DumpsTable) -> None:
     """Write the description: it is there whole, or not at all."""
-    hidden = folder / f".{TABLE_NAME}.tmp"
-    hidden.unlink(missing_ok=True)
+    hidden = folder / f".{TABLE_NAME}.{uuid.uuid4().hex}.tmp"
     write_durably(hidden, table.to_json().encode())
-    hidden.replace(folder / TABLE_NAME)
+    try:
+        _check_free(folder)
+        hidden.replace(folder / TABLE_NAME)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
     sync_directory(folder)
 
 

@@ -20,7 +20,7 @@ def _on_event(event: str, _: object) -> None:
     _looking.now = True
     try:
         with _one_at_a_time:
-            for look in _looks:
+            for look in tuple(_looks):
                 look()
     finally:
         _looking.now = False
@@ -39,3 +39,20 @@ def at_every_instant(look: Callable[[], None]) -> Iterator[None]:
     finally:
         _looks.remove(look)
     look()
+
+
+class Interrupted:
+    """Raises what Ctrl-C raises, before the n-th system call, and before the m-th after that."""
+
+    def __init__(self, *calls: int) -> None:
+        self.calls, self.seen = list(calls), 0
+
+    def __call__(self) -> None:
+        """Count a system call."""
+        if not self.calls:
+            return
+        self.seen += 1
+        if self.seen > self.calls[0]:
+            self.seen = 0
+            del self.calls[0]
+            raise KeyboardInterrupt

@@ -7,15 +7,16 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.links import Links, make_link
-from lightning_elastic_zero.storage import LINKING
+from lightning_elastic_zero.storage import LINKING, remove_leftovers, repair_target
 from tests.core._checkpoints import SHARD, contents, fill, names_in, whole
-from tests.core._instants import at_every_instant
+from tests.core._instants import Interrupted, at_every_instant
 
 NO_EXCHANGE = "lightning_elastic_zero.links.exchange_names"
 
@@ -119,6 +120,56 @@ class TestMakeLink:
             assert said_by(left / "last.ckpt") == "new"
             # A directory that was being deleted goes with the next save.
             assert not [name for name in names_in(left) if name.startswith(LINKING)]
+
+    @WITH_LINKS
+    def test_an_interrupt_leaves_the_old_or_the_new_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+    ) -> None:
+        """Ctrl-C before any system call, where a directory gives way by two renames."""
+        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+        if not has_links:
+            refuse_links(errno.ENOSYS, monkeypatch)
+        came, call = True, 0
+        while came:
+            folder = tmp_path / str(call)
+            target, link = checkpoint(folder / "new.ckpt", "new"), folder / "last.ckpt"
+            a_directory(link)
+            interrupted = Interrupted(call)
+            with at_every_instant(interrupted):
+                with suppress(KeyboardInterrupt):
+                    make_link(target, link)
+                came, interrupted.calls = not interrupted.calls, []
+            assert said_by(link) in {"old", "new"}, call
+            make_link(target, link)
+            assert said_by(link) == "new"
+            remove_leftovers(folder)
+            assert names_in(folder) == ["last.ckpt", "new.ckpt"], call
+            call += 1
+        assert call > 10
+
+    def test_a_kill_between_two_renames_is_repaired(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What gave way to the link is put back before the next look for it."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        a_directory(link)
+        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+        copies = tmp_path.parent / f"{tmp_path.name}-copies"
+        copies.mkdir()
+        missing = 0
+
+        def look() -> None:
+            nonlocal missing
+            if not os.path.lexists(link):
+                missing += 1
+                shutil.copytree(tmp_path, copies / str(missing), symlinks=True)
+
+        with at_every_instant(look):
+            make_link(target, link)
+        assert missing
+        for left in copies.iterdir():
+            assert repair_target(left / "last.ckpt", settle_s=0.0)
+            assert said_by(left / "last.ckpt") == "old"
 
     @WITH_LINKS
     def test_where_names_cannot_be_exchanged(

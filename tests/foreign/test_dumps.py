@@ -159,6 +159,21 @@ def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
     )
 
 
+def test_a_file_of_the_descriptions_name_stays(copy: Copy) -> None:
+    """What is not of this library is not overwritten; a description, also half of one, is."""
+    fixture = copy("dumps2")
+    table = fixture.checkpoint / "elastic_dumps.json"
+    table.write_text('{"mine": 1}')
+    with pytest.raises(CheckpointFormatError, match=r"elastic_dumps\.json is not of this library"):
+        describe(fixture)
+    assert table.read_text() == '{"mine": 1}'
+    table.unlink()
+    describe(fixture)
+    table.write_text(table.read_text()[:-9])
+    describe(fixture)
+    assert not list(fixture.checkpoint.glob(".*.tmp"))
+
+
 def test_the_model_may_have_no_memory_of_its_own(copy: Copy) -> None:
     """Names and shapes are enough: the module may be on the meta device."""
     fixture = copy("dumps3")
