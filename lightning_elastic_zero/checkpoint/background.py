@@ -138,7 +138,7 @@ class BackgroundWriter:
                     lambda: snapshot.draft,
                     self._ranks,
                     recovery_script=recovery_script,
-                    course=Course(go_on, snapshot.live.on_read, commit),
+                    course=Course(go_on, snapshot.live.on_read, commit, begun=True),
                 )
 
         job = _Job(target, snapshot, work, self._on_end, began)

@@ -89,7 +89,7 @@ def write(
 
     def stage() -> dict[str, Any]:
         first = draft().to_first(path)
-        _stage(draft(), first, ranks, staged)
+        _stage(first, name_below(draft()), ranks, staged, begun=course.begun)
         return first
 
     def on_bytes(count: int) -> None:
@@ -229,14 +229,19 @@ def _as_save_error(target: Path) -> Iterator[None]:
 
 
 def _stage(
-    draft: Draft, first: Mapping[str, Any], ranks: Ranks, staged: list[StagedDirectory]
+    first: Mapping[str, Any],
+    below: str,
+    ranks: Ranks,
+    staged: list[StagedDirectory],
+    *,
+    begun: bool,
 ) -> None:
     """Rank 0: make the hidden directory beside the target, and note that it is there."""
     target, save_id = Path(first["path"]), first["save_id"]
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)
-        staged.append(StagedDirectory.create(target, save_id, below=name_below(draft)))
+        staged.append(StagedDirectory.create(target, save_id, below=below, begun=begun))
         (staged[0].path / TAG).mkdir()
         leave_token(staged[0].path, save_id)
 

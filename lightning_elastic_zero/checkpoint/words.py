@@ -134,3 +134,5 @@ class Course:
     """Told of each master and optimizer state that is not needed any more."""
     commit: Callable[[], None] = _nothing
     """Rank 0: called when all is on the disk but not in its place; what it raises prevents that."""
+    begun: bool = False
+    """The target was looked at when the save began, and that may be some time ago."""

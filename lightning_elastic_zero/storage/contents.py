@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,17 +115,12 @@ def remove_contents(path: Path, on_work: Callable[[], None], *, hidden: bool = F
         return
     for name in (*contents.trifles, *contents.ours):
         on_work()
-        _quietly((path / name).unlink)
+        with suppress(OSError):
+            (path / name).unlink()
     for folder, _, _ in os.walk(path, topdown=False):
-        # Only an empty one can be removed.
-        _quietly(Path(folder).rmdir)
-
-
-def _quietly(remove: Callable[[], None]) -> None:
-    try:
-        remove()
-    except OSError:
-        return
+        with suppress(OSError):
+            # Only an empty one can be removed.
+            Path(folder).rmdir()
 
 
 def _recorded(path: Path) -> tuple[dict[str, int | None], str]:

@@ -80,7 +80,9 @@ class StagedDirectory:
         self._owner_path = owner_path(target.parent, save_id)
 
     @classmethod
-    def create(cls, target: Path, save_id: str, *, below: str = "checkpoint") -> StagedDirectory:
+    def create(
+        cls, target: Path, save_id: str, *, below: str = "checkpoint", begun: bool = False
+    ) -> StagedDirectory:
         """Make the hidden directory, and those above it that are missing.
 
         Args:
@@ -91,13 +93,18 @@ class StagedDirectory:
             below: The name of a folder that an error suggests, where the target is a folder of
                 other things.
 
+            begun: Whether the save has begun before this, and the target was looked at then
+                (``check_replaceable``): what came since is treated as ``publish`` does.
+
         Raises:
             SaveError: It cannot be made, or the target is something that must not be replaced.
 
         """
         staged = cls(target, save_id)
-        check_replaceable(target, below)
+        if not begun:
+            check_replaceable(target, below)
         try:
+            _check_still_ours(target)
             make_parents(target)
             # The owner comes first: no directory of ours is ever without one.
             write_durably(staged._owner_path, Owner.this_process(target.name).to_json())
@@ -146,13 +153,7 @@ class StagedDirectory:
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
             on_step("synced")
-            occupant = occupant_of(self.target)
-            if occupant.keeps and occupant.kind != "checkpoint":
-                msg = (
-                    f"{self.target} {occupant.keeps}, which it was not when the save began. "
-                    "Nothing there was touched. Save under another name."
-                )
-                raise SaveError(msg)
+            _check_still_ours(self.target)
             self._place(on_step, exchange=exchange)
             state = "It is in its place, but may be lost if the power fails."
             on_step("placed")
@@ -218,6 +219,21 @@ class StagedDirectory:
         """Remove the owner's file when nothing is left that it could be asked about."""
         if not (os.path.lexists(self.path) or os.path.lexists(self._previous)):
             self._owner_path.unlink(missing_ok=True)
+
+
+def _check_still_ours(target: Path) -> None:
+    """Refuse what took the target's name since the save began.
+
+    A checkpoint into which something was put since then is no reason to lose the new one: it is
+    kept under another name.
+    """
+    occupant = occupant_of(target)
+    if occupant.keeps and occupant.kind != "checkpoint":
+        msg = (
+            f"{target} {occupant.keeps}, which it was not when the save began. "
+            "Nothing there was touched. Save under another name."
+        )
+        raise SaveError(msg)
 
 
 def owner_path(parent: Path, save_id: str) -> Path:

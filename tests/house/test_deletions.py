@@ -31,7 +31,7 @@ DELETING = "tests/core/test_not_ours.py::TestDeleting::"
 LEFT = "tests/core/test_not_ours.py::TestLeftovers::"
 LINKS = "tests/core/test_not_ours.py::TestLinks::"
 DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays"
-NEW_FILES = "tests/core/test_storage.py::TestWriter::test_an_existing_file_is_refused"
+NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
 CAME = RACES + "test_a_file_that_came_meanwhile"
 
@@ -46,6 +46,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/staging.py", "_disown", "self._owner_path.unlink"): (
         RACES + "test_abandoning_leaves_what_is_not_of_the_save"
     ),
+    ("storage/exchange.py", "exchange_names", "renameat2"): TAKEN,
     ("storage/exchange.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
     ("storage/places.py", "remove_token", "_token_path(directory, token).unlink"): (
         RACES + "test_a_token_is_removed_by_its_own_name"

@@ -191,9 +191,8 @@ class Plan:
         """Make the Trainer and what it works on."""
         warnings.simplefilter("ignore")
         watch = Watch()
-        checkpoints = ModelCheckpoint(
-            dirpath=self.root, enable_version_counter=False, **self.checkpoint
-        )
+        kept = {"enable_version_counter": False, **self.checkpoint}
+        checkpoints = ModelCheckpoint(dirpath=self.root, **kept)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=comm.get_world_size(),
