@@ -44,11 +44,13 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
     """Save a DeepSpeed engine into a checkpoint that resumes on any number of devices.
 
     Call it on every rank, between optimizer steps. An existing checkpoint at ``path`` stays until
-    the new one is whole.
+    the new one is whole. Nothing else is replaced: a directory that holds anything that no save of
+    this library wrote, such as DeepSpeed's own tags, is refused before a byte is written.
 
     Args:
         engine: what ``deepspeed.initialize`` gave, with ZeRO-1, 2 or 3.
-        path: the checkpoint's directory, the same on all ranks, on a disk that they share.
+        path: the checkpoint's directory, the same on all ranks, on a disk that they share: one for
+            each checkpoint, such as ``f"{folder}/step-{step}"``.
         client_state: whatever of yours should come back: plain data is best (numbers, strings,
             tensors, lists, dicts). Values may differ between ranks.
         weights_only: leave out the optimizer's state.
@@ -64,7 +66,8 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
     Raises:
         ValueError: an option is neither True nor False.
         UnsupportedError: the engine, or a state of it, cannot be saved by this library.
-        SaveError: it could not be written; the last published checkpoint is intact.
+        SaveError: it could not be written, or would replace what is not this library's; the last
+            published checkpoint is intact.
         RanksError: a rank failed, died, or did not call this.
         ValueError: ``stall_timeout_s`` is no positive number.
     """

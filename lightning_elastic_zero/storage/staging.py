@@ -110,8 +110,10 @@ class StagedDirectory:
             write_durably(staged._owner_path, Owner.this_process(target.name).to_json())
             staged.path.mkdir()
             sync_directory(target.parent)
-        except OSError as error:
+        except BaseException as error:
             staged.abandon()
+            if not isinstance(error, OSError):
+                raise
             msg = f"Could not make {staged.path} for a checkpoint: {error.strerror}."
             raise SaveError(msg) from error
         return staged

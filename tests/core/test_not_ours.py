@@ -310,8 +310,13 @@ class TestRaces:
         target = tmp_path / "last.ckpt"
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
+
+        def take(step: str) -> None:
+            if step == "synced":
+                place(target)
+
         with pytest.raises(SaveError, match=r"which it was not when the save began"):
-            staged.publish(on_step=lambda step: place(target) if step == "synced" else None)
+            staged.publish(on_step=take)
         staged.abandon()
         expected = tmp_path.parent / f"{tmp_path.name}-expected"
         expected.mkdir()

@@ -132,6 +132,19 @@ class TestPublish:
         assert names_in(tmp_path) == ["a.ckpt"]
         assert contents(tmp_path / "a.ckpt") == whole("old")
 
+    def test_a_disk_without_room_for_the_owner(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What cannot even begin leaves nothing behind."""
+
+        def full(_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(SaveError, match="No space left"):
+            StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
+        assert names_in(tmp_path) == []
+
     def test_readers_never_miss_it(self, tmp_path: Path) -> None:
         """While one checkpoint replaces another, the target is there at every instant."""
         target, missing, stop = tmp_path / "a.ckpt", 0, threading.Event()

@@ -139,10 +139,11 @@ NAMES: dict[str, Any] = {
 def fit_with_stock(root: str, epochs: int) -> None:
     """Fit with Lightning's own strategy."""
     warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"stage": 2, **SMALL_BUCKETS}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=comm.get_world_size(),
-        strategy=Stock(stage=2, **SMALL_BUCKETS),
+        strategy=Stock(**options),
         max_epochs=epochs,
         callbacks=[ModelCheckpoint(dirpath=root, **NAMES)],
         logger=False,
