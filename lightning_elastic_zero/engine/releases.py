@@ -88,7 +88,9 @@ def check_names(engine: Any, wrapper: str | None, found: str) -> Iterator[str]: 
         wrapper: class name of its optimizer wrapper; None without one.
         found: the installed release.
     """
-    checked = [(type(engine).__name__, engine, ENGINE_NAMES)]
+    checked: list[tuple[str, Any, tuple[str, ...]]] = [
+        (type(engine).__name__, engine, ENGINE_NAMES)
+    ]
     if wrapper in OPTIMIZER_NAMES:
         checked.append((wrapper, engine.optimizer, OPTIMIZER_NAMES[wrapper]))
     partitioned = next((p for p in engine.module.parameters() if hasattr(p, "ds_id")), None)

@@ -62,7 +62,7 @@ def passed(check: ScaleCheck, factor: float, *, weight: float = 1.0, accumulate:
     """Go through a backward pass whose gradient is scaled where DeepSpeed hangs its hooks."""
     parameter = torch.ones(3, requires_grad=True)
     returned = parameter.sum()
-    returned.register_hook(lambda gradient: gradient * factor)
+    returned.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     loss = returned / accumulate
     with check.watch(loss, weight, accumulate, 8.0):
         (loss * weight * 8.0).backward()  # type: ignore[no-untyped-call]

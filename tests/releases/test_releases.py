@@ -32,8 +32,8 @@ TESTS = (
 """Any stage, world and precision to any other; Trainers that resume; gradients that are means."""
 
 OLDER_DEEPSPEED = "not alignment and not (fp32 and bf16)"
-"""``parameter_alignment`` came with 0.19.7. Older releases keep buffers in bf16 where the weights are,
-so that they are rounded when a run changes its precision, which the oracle does not expect."""
+"""``parameter_alignment`` came with 0.19.7. Older releases keep buffers in bf16 where the weights
+are, so that they are rounded when a run changes its precision, which the oracle does not expect."""
 
 CHILD_TIMEOUT_S = 3600.0
 
