@@ -77,10 +77,10 @@ def test_events_of_cuda_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_an_accelerator_nothing_is_started() -> None:
     """On the CPU there is no device, and no CUDA is initialised by asking for it."""
-    before = torch.cuda.is_initialized()
+    before = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not before:
         assert devices.current_device() is None
     devices.use_device(None)
-    assert torch.cuda.is_initialized() == before
+    assert torch.cuda.is_initialized() == before  # type: ignore[no-untyped-call]
     assert not devices.is_on_device(torch.zeros(1))
     assert not devices.is_on_device(torch.zeros(1, device="meta"))
