@@ -122,6 +122,7 @@ def write(
     def publish() -> list[float]:
         warn_of_drift(draft().manifest, [of_rank["drifted"] for of_rank in written or []])
         entries = [entry for of_rank in written or [] for entry in of_rank["files"]]
+        remove_tables(staged[0].path, first[DIGESTS])
         _complete(draft(), staged[0], first["save_id"], entries, recovery_script)
         staged[0].publish(
             on_step=lambda step: course.commit() if step == "synced" else None,
@@ -343,6 +344,5 @@ def _complete(
         rank_state=tuple(sorted({kept for e in entries for kept in e["kept"]})),
         client_objects=tuple(dotted(path) for path, _ in draft.objects),
     )
-    remove_tables(staged.path)
     remove_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())

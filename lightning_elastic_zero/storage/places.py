@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -123,7 +123,8 @@ def leave_table(directory: Path, name: str, data: bytes) -> None:
     """
     path = _table_path(directory, name)
     try:
-        path.write_bytes(data)
+        with path.open("xb") as new:
+            new.write(data)
     except OSError as error:
         msg = f"Could not write {path}: {error.strerror}. The last published checkpoint is intact."
         raise SaveError(msg) from error
@@ -162,16 +163,16 @@ def see_table(
         time.sleep(_POLL_S)
 
 
-def remove_tables(directory: Path) -> None:
-    """Take all tables away again.
+def remove_tables(directory: Path, names: Iterable[str]) -> None:
+    """Take the tables of these names away again.
 
     Raises:
         SaveError: The directory cannot be written.
 
     """
     try:
-        for path in directory.glob(f"{_TABLE}*"):
-            path.unlink()
+        for name in names:
+            _table_path(directory, name).unlink(missing_ok=True)
     except OSError as error:
         msg = f"Could not remove a file of ours from {directory}: {error.strerror}."
         raise SaveError(msg) from error

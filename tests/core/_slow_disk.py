@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
+
 SOURCE = Path(__file__).with_name("slow_disk.c")
 
 
@@ -32,7 +34,7 @@ class SlowDisk:
         library = folder / "slow_disk.so"
         options = ["-shared", "-fPIC", "-O1", "-o", str(library)]
         command = [compiler, *options, str(SOURCE), "-ldl", "-lpthread"]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=HANGS_S)
         self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(self.folder)}
         """What a process has to be started with."""
         self.answer(bytes_per_s)

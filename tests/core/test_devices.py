@@ -36,7 +36,6 @@ def late_device() -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", ["copies", "offload", "scalars", "randomness"])
 def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
     """Copies that are made late, memory given back meanwhile, scalars and generators of a device.
@@ -47,7 +46,6 @@ def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_the_writer_works_on_its_ranks_device(late_device: str, tmp_path: Path) -> None:
     """Nothing ever asks for device 0, and no file names a device: it loads where there is none."""
     run_case("write", late_device, tmp_path)

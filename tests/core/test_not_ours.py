@@ -26,7 +26,9 @@ from lightning_elastic_zero.storage import (
     StagedDirectory,
     check_replaceable,
     copy_checkpoint,
+    leave_table,
     remove_leftovers,
+    remove_tables,
     remove_token,
     repair_target,
 )
@@ -339,6 +341,16 @@ class TestRaces:
         (tmp_path / ".seen-mine").touch()
         remove_token(tmp_path, "mine")
         assert names_in(tmp_path) == [".seen-other"]
+
+    def test_tables_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
+        """Nothing that is there is written over, and what has another name stays."""
+        (tmp_path / ".compared-other").write_bytes(b"other")
+        leave_table(tmp_path, "mine", b"mine")
+        with pytest.raises(SaveError):
+            leave_table(tmp_path, "other", b"mine")
+        assert contents(tmp_path) == {".compared-other": "other", ".compared-mine": "mine"}
+        remove_tables(tmp_path, ["mine", "absent"])
+        assert contents(tmp_path) == {".compared-other": "other"}
 
 
 class TestDeleting:

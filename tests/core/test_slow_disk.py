@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.core._slow_disk import SlowDisk
+from tests.limits import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +20,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from lightning_elastic_zero.storage import ChecksummedWriter, copying
+
+from tests.limits import HANGS_S
 
 way, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 signs = 0
@@ -51,7 +54,7 @@ def test_no_call_waits_for_much_of_a_slow_disk(way: str, tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     waits = disk.waits()

@@ -23,7 +23,7 @@ from tests.core._slow_disk import SlowDisk
 from tests.engine._pool import Pools
 from tests.engine._setup import Engine, Setup, engine_of, train
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SETUP = Setup(2, "1", hidden=2000)
 """Of 18 MB, most of it frozen weights, which rank 0 writes."""
@@ -114,7 +114,7 @@ def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             patch.setenv(name, value)
         worlds = Pools()
         try:
-            yield lambda way: worlds.run(WORLD, partial(save_then_load, disk, way), timeout_s=180)
+            yield lambda way: worlds.run(WORLD, partial(save_then_load, disk, way))
         finally:
             worlds.close()
 

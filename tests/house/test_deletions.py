@@ -34,6 +34,7 @@ DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
 CAME = RACES + "test_a_file_that_came_meanwhile"
+TABLES = RACES + "test_tables_are_left_and_removed_by_their_own_names"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
@@ -51,6 +52,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/places.py", "remove_token", "_token_path(directory, token).unlink"): (
         RACES + "test_a_token_is_removed_by_its_own_name"
     ),
+    ("storage/places.py", "leave_table", "path.open to write"): TABLES,
+    ("storage/places.py", "remove_tables", "_table_path(directory, name).unlink"): TABLES,
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
     # Into the staging directory, which this process has just made.
@@ -117,6 +120,11 @@ PLACES: dict[tuple[str, str, str], str] = {
 
 NOT_ON_DISK = {
     ("continuation/loaders.py", "with_own_generator", "copy.copy"),
+    ("continuation/scaling.py", "watch", "handle.remove"),
+    ("formats/rebuilt.py", "array_over", "np.frombuffer(of_bytes, dtype=wanted).copy"),
+    ("formats/rebuilt.py", "scalar", "values.copy"),
+    ("registration.py", "find_spec", "sys.meta_path.remove"),
+    ("state.py", "without_numpy", "copy.copy"),
     ("engine/stepping.py", "before_each_step", "handle.remove"),
     ("formats/rigid.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "_replaced", "copy.copy"),

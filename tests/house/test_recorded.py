@@ -21,6 +21,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+CODE = {".py", ".pyc", ".c", ".cpp"}
+"""Suffixes of what is run or built, and holds no data."""
+
 DATA = ROOT / "tests" / "foreign" / "data"
 ARCHIVES = sorted(DATA.glob("*.tar.xz"))
 SOURCES = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
@@ -114,7 +117,7 @@ def allowed(digits: str) -> bool:
 def files_of(folder: Path) -> Iterator[str]:
     """Name the files of a folder that hold something else than code."""
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix not in {".py", ".pyc"}:
+        if path.is_file() and path.suffix not in CODE:
             yield str(path.relative_to(ROOT))
 
 

@@ -14,7 +14,7 @@ from tests.engine._setup import Engine, Setup, engine_of, train
 from tests.trainer._background_edges import AfterBatch, BeforeStep, SaveOnce, check_untorn
 from tests.trainer._fitting import Net
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.engine
 
 STEPS, MORE = 3, 3
 
