@@ -82,8 +82,9 @@ def _installed_version() -> str:
         return "0.0.0+source"
 
 
-def _import_strategy() -> object:
-    return importlib.import_module("lightning_elastic_zero.strategy")
+def _make_strategy(**arguments: object) -> object:
+    strategy = importlib.import_module("lightning_elastic_zero.strategy")
+    return strategy.ElasticDeepSpeedStrategy(**arguments)
 
 
-register(_import_strategy)
+register(_make_strategy)

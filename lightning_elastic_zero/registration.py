@@ -21,13 +21,22 @@ TWIN = "pytorch_lightning"
 """The package of the same content and other classes: its Trainer takes no strategy of ours."""
 
 
-def register(strategy: Callable[[], object]) -> None:
+def register(make: Callable[..., object]) -> None:
     """Let each of Lightning's two packages know the names, now or when it is imported.
 
+    The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a module
+    of this package, which the strategy needs whole.
+
     Args:
-        strategy: imports the strategy's module, which registers it.
+        make: imports the strategy, and returns one with the arguments that it is called with.
     """
-    for package, then in {"lightning.pytorch": strategy, TWIN: _refuse_in_twin}.items():
+
+    def name_it() -> None:
+        registry = sys.modules["lightning.pytorch"].strategies.StrategyRegistry
+        for name, arguments in REGISTERED.items():
+            registry.register(name, make, "Elastic DeepSpeed", override=True, **arguments)
+
+    for package, then in {"lightning.pytorch": name_it, TWIN: _refuse_in_twin}.items():
         if package in sys.modules:
             then()
         else:

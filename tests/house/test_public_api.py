@@ -99,6 +99,12 @@ def test_the_strategy_registers_when_lightning_is_imported_later(name: str) -> N
     assert in_a_fresh_process(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
 
 
+@pytest.mark.parametrize("module", ["continuation", "strategy"])
+def test_what_imports_lightning_can_be_imported_first(module: str) -> None:
+    """A module that imports Lightning is whole when the names are registered, or not needed."""
+    in_a_fresh_process(f"import lightning_elastic_zero.{module}")
+
+
 @pytest.mark.parametrize("first", ["lightning_elastic_zero", "pytorch_lightning"])
 def test_the_twin_says_what_to_import(first: str) -> None:
     """``pytorch_lightning``, of other classes, takes no strategy of ours, by name or itself."""
