@@ -24,8 +24,8 @@ TWIN = "pytorch_lightning"
 def register(make: Callable[..., object]) -> None:
     """Let each of Lightning's two packages know the names, now or when it is imported.
 
-    The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a module
-    of this package, which the strategy needs whole.
+    The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a
+    module of this package that the strategy needs whole.
 
     Args:
         make: imports the strategy, and returns one with the arguments that it is called with.

@@ -52,6 +52,12 @@ def _callbacks(trainer: pl.Trainer) -> list[Callback]:
     return callbacks
 
 
+def _forget_first(trainer: pl.Trainer) -> None:
+    """Remove the first callback, also where a fit ended before the engine was set up."""
+    callbacks = _callbacks(trainer)
+    callbacks[:] = [c for c in callbacks if not isinstance(c, SettlesFirst)]
+
+
 class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     """The training half of ``ElasticDeepSpeedStrategy``: batches, gradients, data.
 
@@ -142,7 +148,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         except Exception as error:  # noqa: BLE001 - users' code, before their own setup
             log.debug("The batch is settled later: train_dataloader raised %r", error)
         else:
-            self._settle(size)
+            if size is not None:  # a loader that tells none yet may do so later
+                self._settle(size)
 
     def _settle(self, batch_size: int | None) -> None:
         """Settle what a step is made of, once per fit."""
@@ -162,8 +169,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        callbacks = _callbacks(trainer)
-        callbacks[:] = [c for c in callbacks if not isinstance(c, SettlesFirst)]
+        _forget_first(trainer)
         check_release(trainer)
         self._init_config_if_needed()
         if self._fitting() and not self._is_configured:
@@ -182,6 +188,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._is_settled = self._is_configured = False
         if (module := self.lightning_module) is not None:
             self._given.give_back(module.trainer)
+            _forget_first(module.trainer)
         super().teardown()
 
     def _config(self) -> dict[str, Any]:
