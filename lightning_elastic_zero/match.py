@@ -133,23 +133,23 @@ def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str
     ]
     if reshaped:
         yield f"of other shapes: {_names(reshaped)}"
-    retyped = [
-        f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
+    retyped = {
+        name: f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
         for name, parameter in want.items()
         if name in have and _is_integral(have[name].dtype) != _is_integral(parameter.dtype)
-    ]
+    }
     if retyped:
         yield (
-            f"of other types, and integers are not cast: {_names(retyped)}; quantized weights have "
-            "scales beside them: save them dequantized"
+            f"of other types, and integers are not cast: {_names(retyped.values())}; quantized "
+            "weights have scales beside them: save them dequantized"
         )
-
     rounded = _rounds_to(live)
     lossy = [
         f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
         for name, parameter in want.items()
         if name in have
         and name not in saved.excluded
+        and name not in retyped
         and not _owned(parameter)
         and _loses(have[name].dtype, parameter.dtype, rounded)
     ]
