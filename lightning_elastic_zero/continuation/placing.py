@@ -57,6 +57,8 @@ def place_data(
     if combined is None:
         return pending.position
     position, loaders = pending.position, combined.flattened
+    if pending.is_ours and (position.is_over or not position.steps):
+        _warn_of_other_order(pending, loaders)
     lost = _why_lost(pending, loaders, world_size) if position.steps else ""
     if lost and lost_data == "refuse":
         raise CheckpointMismatchError(_refusal(pending, lost))
@@ -121,19 +123,50 @@ def _why_lost(pending: Pending, loaders: Sequence[Any], world_size: int) -> str:
         rank_zero_warn(f"Data begins with its first batch: {lost}")
     if not pending.is_ours:
         return ""
+    if changed := _changed(pending, loaders):
+        return f"the data is not that of the save ({changed})"
+    return _other_order(pending, loaders)
+
+
+def _changed(pending: Pending, loaders: Sequence[Any]) -> str:
+    """Say in what the data differ from those of the save."""
     here = [s.describe() if (s := elastic_of(loader)) is not None else {} for loader in loaders]
     known: list[Mapping[str, Any]] = [
         {key: value for key, value in was.items() if key != "seed"}
         for was in pending.record.loaders
     ]
-    if changed := reports.changed_data(known, here):
-        return f"the data is not that of the save ({changed})"
-    return _other_order(pending, loaders)
+    return reports.changed_data(known, here)
 
 
 def _other_order(pending: Pending, loaders: Sequence[Any]) -> str:
     """Say whose samplers put the epoch in another order than when it was saved."""
-    epoch, names = pending.position.epoch, []
+    names = _samplers_with_other_order(pending, loaders, pending.position.epoch)
+    return _said_of_order(names, pending.position.epoch) if names else ""
+
+
+def _warn_of_other_order(pending: Pending, loaders: Sequence[Any]) -> None:
+    """Warn of users' samplers that would not give the epoch that has ended as it was.
+
+    The next one is then not that of the run that was not stopped. It is no reason to refuse: at the
+    end of an epoch data may change.
+    """
+    epochs = {was[0] for was in pending.record.orders if was is not None}
+    if len(epochs) != 1 or _changed(pending, loaders):
+        return
+    (epoch,) = epochs
+    own = [
+        loader if (s := elastic_of(loader)) is not None and s.sampler is not None else None
+        for loader in loaders
+    ]
+    if names := _samplers_with_other_order(pending, own, epoch):
+        rank_zero_warn(
+            "The next epoch may have another order than in a run that was not stopped: "
+            + _said_of_order(names, epoch)
+        )
+
+
+def _samplers_with_other_order(pending: Pending, loaders: Sequence[Any], epoch: int) -> list[str]:
+    names = []
     for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
         elastic = elastic_of(loader)
         if elastic is None or was is None or was[0] != epoch or not was[1]:
@@ -141,8 +174,10 @@ def _other_order(pending: Pending, loaders: Sequence[Any]) -> str:
         _take_seed(elastic, pending, index)
         if elastic.order_digest(epoch) != was[1]:
             names.append(type(elastic.sampler or elastic).__name__)
-    if not names:
-        return ""
+    return names
+
+
+def _said_of_order(names: Sequence[str], epoch: int) -> str:
     return (
         f"{' and '.join(names)} put epoch {epoch} in another order than when it was saved (it may "
         "count its epochs by itself, draw from a source that cannot be seeded, or depend on what "

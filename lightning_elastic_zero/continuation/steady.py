@@ -105,6 +105,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._is_configured = False  # DeepSpeed's config, for this fit
         self._told_batch_size: int | None = None
         self._scale_check = ScaleCheck()
+        self._are_orders_checked = False  # those of the first epoch of this fit
         self._ranks: Ranks | None = None
 
     def _agree(self) -> Ranks:
@@ -143,6 +144,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
 
     def _settle_by_hook(self) -> None:
         """Settle the batches if the hook that makes the loaders can be called already."""
+        if not self._fitting():
+            return  # left by a fit that failed before its engine was set up
         try:
             size = self._batch_size_of_loader()
         except Exception as error:  # noqa: BLE001 - users' code, before their own setup
@@ -304,13 +307,17 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if module is not None:
             of_this = (self.global_rank, self.world_size, self.root_device)
             self._continuation.start(module.trainer, *of_this)
-            check_orders(module.trainer, self._agree())
+        self._are_orders_checked = False
         super().on_train_start()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (module := self.lightning_module) is not None:
             self._continuation.fetched(module.trainer, batch_idx)
+            if not self._are_orders_checked:
+                # Not before: hooks of the epoch's start may change what a sampler draws.
+                check_orders(module.trainer, self._agree())
+                self._are_orders_checked = True
         super().on_train_batch_start(batch, batch_idx)
 
     @override

@@ -37,8 +37,9 @@ def order_of(sampler: Sampler[Any], seed: int, epoch: int, length: int) -> list[
     """
     if callable(set_epoch := getattr(sampler, "set_epoch", None)):
         set_epoch(epoch)
-    _seed_generators(sampler, seed, epoch)
     with isolated():
+        # In here: a generator that a sampler holds may be NumPy's or torch's global one.
+        _seed_generators(sampler, seed, epoch)
         seed_host(seed_of(seed, epoch))
         order = list(sampler)
     if len(order) != length:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -28,7 +30,7 @@ from lightning_elastic_zero.progress import (
     ElasticSampler,
     plan_batches,
 )
-from lightning_elastic_zero.progress.sample_order import digest_of
+from lightning_elastic_zero.progress.sample_order import digest_of, order_of
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
@@ -256,3 +258,28 @@ def test_a_digest_tells_orders_apart() -> None:
     assert digest_of(["a", ("b", 1)]) == digest_of(["a", ("b", 1)]) != digest_of(["a", ("b", 2)])
     assert digest_of([1 << 70]) == digest_of([1 << 70])
     assert digest_of([object()]) == ""
+
+
+class _OfAll(Sampler[int]):
+    """A sampler that draws from the process's own generators, as ``check_random_state`` gives."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.mtrand._rand
+        self.generator = torch.default_generator
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int(index) for index in self.rng.permutation(9))
+
+
+def test_the_generators_of_the_process_are_left_alone() -> None:
+    """What a model draws must not begin anew, and alike on all ranks, with each epoch."""
+    np.random.seed(4)  # noqa: NPY002 (the one that samplers take for theirs)
+    torch.manual_seed(4)
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]  # noqa: NPY002
+    orders = [order_of(_OfAll(), 3, epoch, 9) for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert np.random.get_state()[1].tolist() == before[0]  # type: ignore[index]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), before[1])

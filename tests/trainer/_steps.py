@@ -128,6 +128,7 @@ class OwnGenerator(Sampler[int]):
             "torch": torch.Generator().manual_seed(5),
         }
         self.epochs = 0
+        self.begin = 0
 
     def __len__(self) -> int:
         return self.length
@@ -143,6 +144,8 @@ class OwnGenerator(Sampler[int]):
                 return iter(torch.randperm(self.length, generator=self.parts["torch"]).tolist())
             case "counts":
                 begin = 7 * self.epochs
+            case "changed":
+                begin = self.begin
             case _:
                 begin = comm.get_rank()
         return iter([(begin + index) % self.length for index in range(self.length)])
@@ -358,6 +361,9 @@ class Watch(Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.events.append(f"epoch {trainer.current_epoch} starts at {trainer.global_step}")
+        if self.of.kind == "changed":
+            elastic: Any = trainer.train_dataloader
+            elastic.sampler.sampler.begin = 7 * (trainer.current_epoch + 1)
         self._save(trainer, f"starting {trainer.current_epoch}")
 
     @override
@@ -387,7 +393,7 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
-        case "numpy" | "random" | "torch" | "counts" | "ranks":
+        case "numpy" | "random" | "torch" | "counts" | "ranks" | "changed":
             return made(data, sampler=OwnGenerator(run.length, run.kind))
         case "user's loader":
             return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))

@@ -159,6 +159,25 @@ def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Pa
     assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
 
 
+def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_path: Path) -> None:
+    """It goes on where it counts alike; where it does not, that is said: data may change there."""
+    run = Run(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
+    whole = worlds.run(2, partial(fit, run))[0]
+    first, second = (str(tmp_path / f"epoch-{at}.ckpt") for at in (0, 1))
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=first)))[0]
+    assert seen.steps == later(whole, 5)
+    assert not any("another order" in text for text in seen.messages)
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=second)))[0]
+    assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
+
+
+def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
+    """In every epoch, the first one too: its order is not asked for before."""
+    seen = worlds.run(2, partial(fit, Run(kind="changed")))[0]
+    assert sorted(seen.steps[0]) == list(range(7, 19))
+    assert sorted(seen.steps[5]) == list(range(14, 26))
+
+
 def test_a_sampler_that_differs_between_ranks_is_refused(worlds: Pools) -> None:
     """Ranks would share out different epochs: some samples would come twice and others never."""
     for message in worlds.run(2, partial(error_of, Run(kind="ranks"))):
