@@ -54,6 +54,9 @@ def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     Raises:
         UnsupportedError: with every reason that was found.
     """
+    if not hasattr(engine, "optimizer"):
+        found = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        _refuse([f"{found} is no DeepSpeed engine: pass what deepspeed.initialize returned first"])
     _refuse([*_release(engine)])  # What is looked at below may not be there else.
     reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
     _refuse(reasons)
