@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_elastic_zero import UnsupportedError, save_checkpoint
-from lightning_elastic_zero.engine import live_engine
+from lightning_elastic_zero.engine import check_config, live_engine
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats import open_checkpoint
 from tests.core._checkpoints import fill
@@ -28,6 +28,14 @@ def test_a_module_is_no_engine() -> None:
     """The error names what was passed, and what is wanted."""
     with pytest.raises(UnsupportedError, match=r"Linear.*deepspeed\.initialize"):
         live_engine(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("stage", ["3", 4, True, 2.0])
+def test_a_stage_that_is_none_of_three(stage: Any) -> None:  # noqa: ANN401
+    """DeepSpeed takes "3" for ZeRO-3, for which Lightning does not: each then does its own."""
+    with pytest.raises(UnsupportedError, match=r"stage = .*must be 1, 2 or 3"):
+        check_config({"zero_optimization": {"stage": stage}})
+    check_config({"zero_optimization": {"stage": 3}})
 
 
 def stock_tag_in(path: Path, tag: str) -> None:
