@@ -15,7 +15,7 @@ from lightning_elastic_zero.checkpoint import (
     SaveOptions,
 )
 from lightning_elastic_zero.engine import live_engine, recovery_script
-from lightning_elastic_zero.options import flag
+from lightning_elastic_zero.options import client_state_of, flag
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 
 __all__ = [
@@ -64,7 +64,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         Where it was published, the seconds it took, the bytes that all ranks wrote.
 
     Raises:
-        ValueError: an option is neither True nor False.
+        ValueError: an option is neither True nor False, or ``client_state`` no dictionary.
         UnsupportedError: the engine, or a state of it, cannot be saved by this library.
         SaveError: it could not be written, or would replace what is not this library's; the last
             published checkpoint is intact.
@@ -76,8 +76,9 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
         module_weights=flag("save_module_weights", save_module_weights),
     )
+    client = client_state_of(client_state)
     with closing(_ranks_to("save", engine, path, stall_timeout_s)) as ranks:
-        return save_with(engine, path, ranks, client_state or {}, options)
+        return save_with(engine, path, ranks, client, options)
 
 
 def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its own)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 T = TypeVar("T", bound=str)
 
@@ -50,6 +50,21 @@ def choice(name: str, value: object, choices: Sequence[T]) -> T:
         if isinstance(value, str) and value == known:
             return known
     raise _refusal(name, value, " or ".join(map(repr, choices)))
+
+
+def client_state_of(value: object) -> Mapping[str, Any]:
+    """Return what a user wants to have back, as a dictionary; None is an empty one.
+
+    Raises:
+        ValueError: it is something else, such as the tag that ``engine.save_checkpoint`` takes.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    wanted = "a dictionary, or None; there is no tag: each checkpoint has a path of its own"
+    msg = f"client_state={value!r}: it must be {wanted}"
+    raise ValueError(msg)
 
 
 def _index(value: object) -> int | None:

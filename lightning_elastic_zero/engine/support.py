@@ -54,6 +54,9 @@ def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     Raises:
         UnsupportedError: with every reason that was found.
     """
+    if not hasattr(engine, "optimizer"):
+        found = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        _refuse([f"{found} is no DeepSpeed engine: pass what deepspeed.initialize returned first"])
     _refuse([*_release(engine)])  # What is looked at below may not be there else.
     reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
     _refuse(reasons)
@@ -75,7 +78,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     if zero is None or not zero.get("stage"):
         _refuse(["ZeRO stage 0: there is nothing partitioned to save; use Lightning's DDPStrategy"])
         return
-    reasons = [
+    reasons = [*_stage(zero["stage"])]
+    reasons += [
         f"zero_optimization.{what}.device = nvme: offload to cpu instead"
         for what in ("offload_optimizer", "offload_param")
         if (zero.get(what) or {}).get("device") == "nvme"
@@ -159,6 +163,13 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _stage(stage: object) -> Iterator[str]:
+    """Yield what is wrong with a stage: DeepSpeed takes "3" for 3, and Lightning does not."""
+    if type(stage) is not int or stage not in {1, 2, 3}:
+        hint = ", and no string: leave out the quotes" if isinstance(stage, str) else ""
+        yield f"zero_optimization.stage = {stage!r}: it must be 1, 2 or 3{hint}"
 
 
 def _refuse(reasons: list[str]) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TypedDict
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
-from lightning_elastic_zero.formats.deepspeed_folder import read_folder, tag_folder
+from lightning_elastic_zero.formats.deepspeed_folder import is_deepspeed, read_folder, tag_folder
 from lightning_elastic_zero.formats.dumps import DumpsSource
 from lightning_elastic_zero.formats.dumps_table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic_read import ElasticReader
 from lightning_elastic_zero.formats.foreign import ForeignReader, understanding
+from lightning_elastic_zero.formats.names import LATEST, TAG
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -78,7 +79,28 @@ def _own(path: Path, options: _Options) -> ElasticReader | None:
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{manifest} cannot be read ({error}): resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
+    _check_latest(path)
     return ElasticReader(path, manifest_from_json(text, str(manifest)), **options)
+
+
+def _check_latest(path: Path) -> None:
+    """Refuse a checkpoint of ours into which DeepSpeed has saved a tag since.
+
+    Raises:
+        CheckpointFormatError: ``latest`` names that tag, so that it is unclear which one is meant.
+    """
+    try:
+        named = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return  # It stands for nothing else: the manifest says what is here.
+    if named == TAG or not is_deepspeed(path / named):
+        return
+    msg = (
+        f"{path} holds a checkpoint of this library, and one that DeepSpeed saved there later: "
+        f"`{LATEST}` names the tag {named!r}. Pass {path / named} for that one; to load the other, "
+        f"move {named} elsewhere and write {TAG} into {path / LATEST}"
+    )
+    raise CheckpointFormatError(msg)
 
 
 def _foreign(path: Path, options: _Options) -> CheckpointReader:
@@ -88,7 +110,8 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
         CheckpointFormatError: it is of no kind that is known.
     """
     if path.is_dir():
-        if (path.parent / MANIFEST_NAME).is_file():
+        # DeepSpeed may have saved another tag into a checkpoint of ours: that is one by itself.
+        if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():

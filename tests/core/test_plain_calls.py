@@ -1,0 +1,62 @@
+"""Calls of the plain functions as people make them who come from DeepSpeed's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_elastic_zero import UnsupportedError, save_checkpoint
+from lightning_elastic_zero.engine import check_config, live_engine
+from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.formats import open_checkpoint
+from tests.core._checkpoints import fill
+
+
+@pytest.mark.parametrize("wrong", ["step5", [1, 2], 5])
+def test_a_client_state_that_is_no_dictionary(wrong: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    """A tag, as ``engine.save_checkpoint(folder, tag)`` has it, is told apart before any save."""
+    with pytest.raises(ValueError, match=r"client_state=.*a dictionary.*no tag") as refused:
+        save_checkpoint(None, tmp_path / "x", wrong)
+    assert repr(wrong) in str(refused.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_module_is_no_engine() -> None:
+    """The error names what was passed, and what is wanted."""
+    with pytest.raises(UnsupportedError, match=r"Linear.*deepspeed\.initialize"):
+        live_engine(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("stage", ["3", 4, True, 2.0])
+def test_a_stage_that_is_none_of_three(stage: Any) -> None:  # noqa: ANN401
+    """DeepSpeed takes "3" for ZeRO-3, for which Lightning does not: each then does its own."""
+    with pytest.raises(UnsupportedError, match=r"stage = .*must be 1, 2 or 3"):
+        check_config({"zero_optimization": {"stage": stage}})
+    check_config({"zero_optimization": {"stage": 3}})
+
+
+def stock_tag_in(path: Path, tag: str) -> None:
+    """Do as ``engine.save_checkpoint(path, tag)`` does, into a checkpoint that is there."""
+    (path / tag).mkdir()
+    (path / tag / "mp_rank_00_model_states.pt").write_text("of DeepSpeed")
+    (path / "latest").write_text(tag)
+
+
+def test_a_later_tag_of_deepspeeds_is_not_passed_over(tmp_path: Path) -> None:
+    """Else a load goes back to what was saved before it, and says nothing."""
+    stock_tag_in(fill(tmp_path / "run", "ours"), "step9")
+    with pytest.raises(CheckpointFormatError, match="step9") as refused:
+        open_checkpoint(tmp_path / "run")
+    assert str(tmp_path / "run" / "step9") in str(refused.value)
+
+
+def test_that_tag_is_looked_at_by_itself(tmp_path: Path) -> None:
+    """The path that the error names leads to it; the folder of our own files does not."""
+    stock_tag_in(fill(tmp_path / "run", "ours"), "step9")
+    for tag, inside in (("step9", False), ("checkpoint", True)):
+        with pytest.raises(Exception, match=r".") as refused:
+            open_checkpoint(tmp_path / "run" / tag)
+        assert ("is the inside of a checkpoint" in str(refused.value)) is inside
