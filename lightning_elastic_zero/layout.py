@@ -126,16 +126,20 @@ class TransferPlan:
         Raises:
             CheckpointFormatError: an element is held nowhere, or twice.
         """
-        unfinished: list[tuple[Transfer, Iterator[Transfer]]] = []
+        unfinished: list[tuple[Fragment, Iterator[Transfer]]] = []
         for rank in self.ranks:
-            for fragment in self._from.get(rank, ()):
-                unfinished += _next_of(_fill(fragment, self._held))
-            transfers = [transfer for transfer, _ in unfinished if transfer.source_rank == rank]
-            if len(transfers) != len(unfinished):
-                name = next(t.name for t, _ in unfinished if t.source_rank != rank)
-                msg = f"the checkpoint's layout does not hold {name} on consecutive ranks"
+            beginning = self._from.get(rank, ())
+            unfinished += [(fragment, _fill(fragment, self._held)) for fragment in beginning]
+            transfers = [next(runs) for _, runs in unfinished]
+            if strange := [t for t in transfers if t.source_rank != rank]:
+                msg = f"the checkpoint's layout does not hold {strange[0].name} on ranks in order"
                 raise CheckpointFormatError(msg)
-            unfinished = [pair for _, rest in unfinished for pair in _next_of(rest)]
+            unfinished = [
+                (fragment, runs)
+                for (fragment, runs), transfer in zip(unfinished, transfers, strict=True)
+                # Behind the last run there is none, or what there is overlaps, and is refused.
+                if transfer.stop != fragment.stop or next(runs, None)
+            ]
             yield rank, transfers
         if unfinished:
             msg = f"the checkpoint's layout holds {unfinished[0][0].name} on too many ranks"
@@ -151,11 +155,6 @@ def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
         CheckpointFormatError: an element is held nowhere, or twice.
     """
     return [transfer for fragment in wanted for transfer in _fill(fragment, held)]
-
-
-def _next_of(runs: Iterator[Transfer]) -> list[tuple[Transfer, Iterator[Transfer]]]:
-    """Return the next transfer with those after it, or nothing at the end."""
-    return [(transfer, runs) for transfer in itertools.islice(runs, 1)]
 
 
 def _extent(wanted: Fragment, held: Layout) -> tuple[int, int]:
@@ -196,16 +195,18 @@ def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
 
 
 def _covering(wanted: Fragment, held: Layout, start: int, stop: int) -> Iterator[Fragment]:
-    """Yield the held runs of a part of a wanted fragment.
+    """Return the held runs of a part of a wanted fragment.
 
     Raises:
         CheckpointFormatError: the layout has no parameter of that name.
     """
+    runs = held.covering(wanted.name, start, stop)
     try:
-        yield from held.covering(wanted.name, start, stop)
+        first = list(itertools.islice(runs, 1))
     except KeyError as error:
         msg = f"the checkpoint's layout holds no parameter named {wanted.name}"
         raise CheckpointFormatError(msg) from error
+    return itertools.chain(first, runs)
 
 
 def _not_once(wanted: Fragment, reached: int) -> str:

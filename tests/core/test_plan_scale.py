@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import itertools
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -122,7 +125,7 @@ class TestManyParameters:
 
         Rank by rank, all parts of it are computed once, and only those of one or two ranks exist.
         """
-        table = wide_parameters(WIDE // 50)
+        table = wide_parameters(WIDE // 250)
         held = Counted(laid_out(saved_stage, SAVED_ON, table))
         wanted = laid_out(stage, FEW, table).on_rank(FEW // 2)
         plan = TransferPlan(wanted, held)
@@ -139,10 +142,27 @@ class TestManyParameters:
         )
         assert ranks == plan.ranks
 
-    @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
+    @pytest.mark.parametrize(
+        ("saved_stage", "stage"),
+        [pytest.param(*case, marks=() if case == (3, 3) else pytest.mark.long) for case in CASES],
+    )
     def test_one_rank_plans_within_500_mb(self, saved_stage: int, stage: int) -> None:
-        """So do the manifest, both layouts, the plan, and the runs from the first source rank."""
-        text = manifest_text(saved_stage, SAVED_ON, wide_parameters())
-        plan = measured(text, stage, FEW, FEW // 2)
-        print(f"{saved_stage} to {stage}: {plan.seconds:.2f} s, {plan.peak_bytes / 1e6:.0f} MB")
-        assert plan.peak_bytes < WIDE_PEAK_BYTES
+        """So do both layouts, the plan, and the runs from two source ranks; 3 to 3 is the worst.
+
+        Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
+        """
+        table = wide_parameters()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            held = Counted(laid_out(saved_stage, SAVED_ON, table))
+            wanted = laid_out(stage, FEW, table).on_rank(FEW // 2)
+            plan = TransferPlan(wanted, held)
+            planned = held.runs
+            moved = [len(runs) for _, runs in itertools.islice(plan.by_rank(), 2)]
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert planned <= 2 * len(wanted)
+        assert 0 < max(moved) <= WIDE
+        assert peak_bytes < WIDE_PEAK_BYTES
