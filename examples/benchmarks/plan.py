@@ -159,19 +159,19 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    for table, ranks in ((parameters(), RESUMED_ON), (wide_parameters(), FEW)):
+    for table, ranks, rounds in ((parameters(), RESUMED_ON, ROUNDS), (wide_parameters(), FEW, 1)):
         total = sum(p.numel for p in table)
         print(f"{len(table)} parameters with {total / 1e9:.1f} billion elements")
         print(f"manifest.json: {len(manifest_text(3, SAVED_ON, table)) / 1e6:.2f} MB")
-        print(f"{SAVED_ON} ranks to {ranks}, best of {ROUNDS} rounds, slowest of three ranks:\n")
-        _print_plans(table, ranks)
+        print(f"{SAVED_ON} ranks to {ranks}, best of {rounds} rounds, slowest of three ranks:\n")
+        _print_plans(table, ranks, rounds)
 
 
-def _print_plans(table: tuple[Parameter, ...], ranks: int) -> None:
+def _print_plans(table: tuple[Parameter, ...], ranks: int, rounds: int) -> None:
     print("stages    seconds   peak MB   transfers   source ranks")
     for saved_stage, stage in CASES:
         text = manifest_text(saved_stage, SAVED_ON, table)
-        plans = [measured(text, stage, ranks, rank, ROUNDS) for rank in (0, ranks // 2, ranks - 1)]
+        plans = [measured(text, stage, ranks, rank, rounds) for rank in (0, ranks // 2, ranks - 1)]
         slowest = max(plans, key=lambda plan: plan.seconds)
         peak_mb = max(plan.peak_bytes for plan in plans) / 1e6
         count = sum(len(transfers) for _, transfers in slowest.runs.by_rank())

@@ -142,16 +142,14 @@ class TestManyParameters:
         )
         assert ranks == plan.ranks
 
-    @pytest.mark.parametrize(
-        ("saved_stage", "stage"),
-        [pytest.param(*case, marks=() if case == (3, 3) else pytest.mark.long) for case in CASES],
-    )
-    def test_one_rank_plans_within_500_mb(self, saved_stage: int, stage: int) -> None:
-        """So do both layouts, the plan, and the runs from two source ranks; 3 to 3 is the worst.
+    @pytest.mark.parametrize("count", [WIDE // 10, pytest.param(WIDE, marks=pytest.mark.long)])
+    @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
+    def test_one_rank_plans_within_500_mb(self, saved_stage: int, stage: int, count: int) -> None:
+        """So do both layouts, the plan, and the runs from two source ranks; a tenth takes a tenth.
 
         Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
         """
-        table = wide_parameters()
+        table = wide_parameters(count)
         gc.collect()
         tracemalloc.start()
         try:
@@ -164,5 +162,5 @@ class TestManyParameters:
         finally:
             tracemalloc.stop()
         assert planned <= 2 * len(wanted)
-        assert 0 < max(moved) <= WIDE
-        assert peak_bytes < WIDE_PEAK_BYTES
+        assert 0 < max(moved) <= count
+        assert peak_bytes < WIDE_PEAK_BYTES * count // WIDE
