@@ -12,6 +12,7 @@ What no fragment covers is padding. It needs no name and is never saved as state
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,7 +57,8 @@ class Layout(Protocol):
     """Which fragments are held where. An implementation computes them; it stores no list of them.
 
     The number of fragments grows with parameters times ranks: a thousand ranks of a large model
-    hold a million of them, so both questions below are answered by arithmetic.
+    hold a million of them, so both questions below are answered by arithmetic. Of one parameter, a
+    rank holds at most one run, and consecutive ranks hold consecutive runs.
     """
 
     @property
@@ -91,11 +93,63 @@ class Transfer:
     target_offset: int
 
 
-def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
-    """Plan how the wanted fragments are filled from the held ones, each element exactly once.
+class TransferPlan:
+    """How wanted fragments are filled from held ones, one source rank at a time.
 
-    Pure: integers in, integers out. Cost is proportional to what one rank wants, whatever the
-    number of ranks on either side.
+    From a thousand ranks of ZeRO-3 onto a few, a rank wants a run of every parameter from nearly
+    every source rank: millions of transfers. None of them is stored. A plan knows between which
+    source ranks each wanted fragment lies, and computes the transfers from one rank when it comes
+    to that rank, so that what it takes grows with the wanted fragments alone.
+    """
+
+    def __init__(self, wanted: Iterable[Fragment], held: Layout) -> None:
+        """Find the source ranks of each wanted fragment.
+
+        Raises:
+            CheckpointFormatError: the first or the last element of one is held nowhere.
+        """
+        self._held = held
+        self._from: dict[int, list[Fragment]] = {}
+        extents = set()
+        for fragment in wanted:
+            first, last = _extent(fragment, held)
+            self._from.setdefault(first, []).append(fragment)
+            extents.add((first, last))
+        self.ranks: Sequence[int] = sorted({r for a, b in extents for r in range(a, b + 1)})
+        """The source ranks, ascending: every one, and none from which nothing comes."""
+
+    def by_rank(self) -> Iterator[tuple[int, list[Transfer]]]:
+        """Yield each source rank with the transfers from it, ranks ascending.
+
+        Each wanted element is in one transfer of one rank, which is checked on the way.
+
+        Raises:
+            CheckpointFormatError: an element is held nowhere, or twice.
+        """
+        unfinished: list[tuple[Fragment, Iterator[Transfer]]] = []
+        for rank in self.ranks:
+            beginning = self._from.get(rank, ())
+            unfinished += [(fragment, _fill(fragment, self._held)) for fragment in beginning]
+            transfers = [next(runs) for _, runs in unfinished]
+            if strange := [t for t in transfers if t.source_rank != rank]:
+                msg = f"the checkpoint's layout does not hold {strange[0].name} on ranks in order"
+                raise CheckpointFormatError(msg)
+            unfinished = [
+                (fragment, runs)
+                for (fragment, runs), transfer in zip(unfinished, transfers, strict=True)
+                # Behind the last run there is none, or what there is overlaps, and is refused.
+                if transfer.stop != fragment.stop or next(runs, None)
+            ]
+            yield rank, transfers
+        if unfinished:
+            msg = f"the checkpoint's layout holds {unfinished[0][0].name} on too many ranks"
+            raise CheckpointFormatError(msg)
+
+
+def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
+    """Plan all transfers at once, in the order of the wanted fragments; for a few of them.
+
+    Pure: integers in, integers out. ``TransferPlan`` computes the same ones rank by rank.
 
     Raises:
         CheckpointFormatError: an element is held nowhere, or twice.
@@ -103,10 +157,26 @@ def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
     return [transfer for fragment in wanted for transfer in _fill(fragment, held)]
 
 
+def _extent(wanted: Fragment, held: Layout) -> tuple[int, int]:
+    """Return the first and the last source rank of a wanted fragment.
+
+    Raises:
+        CheckpointFormatError: its first or last element is held nowhere.
+    """
+    first = next(_covering(wanted, held, wanted.start, wanted.stop), None)
+    last = first
+    if first is None or first.stop != wanted.stop:
+        last = next(_covering(wanted, held, wanted.stop - 1, wanted.stop), None)
+    if not (first and last and (first.start, last.stop) == (wanted.start, wanted.stop)):
+        reached = max((t.stop for t in _fill(wanted, held)), default=wanted.start)
+        raise CheckpointFormatError(_not_once(wanted, reached))
+    return first.rank, last.rank
+
+
 def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
     """Yield the transfers of one wanted fragment, checking that they tile it."""
     reached = wanted.start
-    for source in _covering(wanted, held):
+    for source in _covering(wanted, held, wanted.start, wanted.stop):
         if source.start != reached or source.stop > wanted.stop:
             raise CheckpointFormatError(_not_once(wanted, reached))
         yield Transfer(
@@ -124,17 +194,19 @@ def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
         raise CheckpointFormatError(_not_once(wanted, reached))
 
 
-def _covering(wanted: Fragment, held: Layout) -> Iterator[Fragment]:
-    """Yield the held runs of a wanted fragment.
+def _covering(wanted: Fragment, held: Layout, start: int, stop: int) -> Iterator[Fragment]:
+    """Return the held runs of a part of a wanted fragment.
 
     Raises:
         CheckpointFormatError: the layout has no parameter of that name.
     """
+    runs = held.covering(wanted.name, start, stop)
     try:
-        yield from held.covering(wanted.name, wanted.start, wanted.stop)
+        first = list(itertools.islice(runs, 1))
     except KeyError as error:
         msg = f"the checkpoint's layout holds no parameter named {wanted.name}"
         raise CheckpointFormatError(msg) from error
+    return itertools.chain(first, runs)
 
 
 def _not_once(wanted: Fragment, reached: int) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from lightning_elastic_zero.formats import (
     ReadRequest,
     open_checkpoint,
 )
-from lightning_elastic_zero.layout import Fragment, Transfer, plan_transfers
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.match import (
     BufferPair,
@@ -247,12 +249,14 @@ def _read(
     here = live.describe()
     with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
     receiving = live.receive(manifest, with_optimizer=with_optimizer)
-    requests = _requests(source, receiving)
-    source.check(requests)
+    plans = _planned(source, receiving)
+    source.check(plans.masters.ranks, plans.frozen.ranks)
     restores_run = _restores_run(source, here)
+    layout = source.layout()
     incoming = Incoming(
         scalars=tuple(
-            _scalars_of(source, buffer.names) if with_optimizer else {} for buffer in here.buffers
+            _scalars_of(source, layout, buffer.names) if with_optimizer else {}
+            for buffer in here.buffers
         ),
         hyperparameters=tuple(group.hyperparameters for group in manifest.groups)
         if restores_run and _with_hyperparameters(source, options)
@@ -263,21 +267,41 @@ def _read(
         lr_scheduler=once.lr_scheduler if restores_run and options.hyperparameters else None,
         optimizer=manifest.writer.optimizer,
     )
-    bytes_read = source.read(requests, report_bytes("reading", ranks))
+    on_bytes = report_bytes("reading", ranks)
+    bytes_read = sum(
+        source.read(_requests(transfers, receiving), on_bytes) for transfers in plans.by_rank()
+    )
     return _Filled(receiving, incoming, dict(once.client_state), bytes_read)
 
 
-def _requests(source: CheckpointReader, receiving: Receiving) -> list[ReadRequest]:
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """Which runs this rank reads."""
+
+    masters: TransferPlan
+    """Of masters, and of the states beside them."""
+    frozen: TransferPlan
+
+    def by_rank(self) -> Iterator[list[Transfer]]:
+        """Yield the runs from one source rank after the other; never all of them at once."""
+        in_order = heapq.merge(self.masters.by_rank(), self.frozen.by_rank(), key=itemgetter(0))
+        return (transfers for _, transfers in in_order)
+
+
+def _planned(source: CheckpointReader, receiving: Receiving) -> _Plans:
     """Plan every run to be read: weights from masters or frozen weights, then states."""
     owned = {p.name for p in source.manifest.optimized}
     mine = [f for f in receiving.fragments if f.name in owned]
     frozen = [f for f in receiving.fragments if f.name not in owned]
-    plan = plan_transfers(mine, source.layout())
-    weights = [*plan, *plan_transfers(frozen, source.frozen_layout())]
-    requests = [ReadRequest(WEIGHT, t, receiving.weights[t.target_buffer]) for t in weights]
+    return _Plans(TransferPlan(mine, source.layout()), TransferPlan(frozen, source.frozen_layout()))
+
+
+def _requests(transfers: Sequence[Transfer], receiving: Receiving) -> list[ReadRequest]:
+    """Return what is to be read by runs: weights, then states."""
+    requests = [ReadRequest(WEIGHT, t, receiving.weights[t.target_buffer]) for t in transfers]
     return requests + [
         ReadRequest(key, transfer, target)
-        for transfer in plan
+        for transfer in transfers
         for key, target in _states_of(transfer, receiving).items()
     ]
 
@@ -288,7 +312,9 @@ def _states_of(transfer: Transfer, receiving: Receiving) -> Mapping[str, Any]:
     return states[transfer.target_buffer] if transfer.target_buffer < len(states) else {}
 
 
-def _scalars_of(source: CheckpointReader, names: tuple[str, ...]) -> Mapping[str, Scalar]:
+def _scalars_of(
+    source: CheckpointReader, layout: Layout, names: tuple[str, ...]
+) -> Mapping[str, Scalar]:
     """Give the scalars of a live flat buffer, whose parameters may have lain in several.
 
     Raises:
@@ -296,7 +322,7 @@ def _scalars_of(source: CheckpointReader, names: tuple[str, ...]) -> Mapping[str
     """
     held: dict[int, Fragment] = {}
     for name in names:
-        at = next(iter(source.layout().covering(name, 0, 1)))
+        at = next(iter(layout.covering(name, 0, 1)))
         held.setdefault(at.buffer, at)
     scalars = [source.scalars(at) for at in held.values()]
     for other in scalars[1:]:

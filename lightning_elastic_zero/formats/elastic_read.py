@@ -89,14 +89,16 @@ class ElasticReader:
 
     # -- checks before the first byte is read ------------------------------------------------
 
-    def check(self, requests: Sequence[ReadRequest]) -> None:
-        """Check that every file that the requests need is there, with its size.
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
+        """Check that every file of these source ranks is there, with its size.
 
         Raises:
             CheckpointCorruptedError: one is missing or has another size; all of them are named.
         """
-        names = dict.fromkeys(self._file_of(request) for request in requests)
-        self._check_sizes([*names, model_file(0, self.manifest.stage)])
+        names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
+        models = sorted({0, *frozen})  # rank 0's has what is held once
+        names += [model_file(rank, self.manifest.stage) for rank in models]
+        self._check_sizes(names)
 
     def check_all(self) -> None:
         """Check every file that the manifest names: once, on one rank.

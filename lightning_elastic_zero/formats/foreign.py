@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -168,6 +169,11 @@ class ForeignReader:
         """Take a source."""
         self._source = source
 
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        """The weights that no optimizer owns: the same before and after ``meet``."""
+        return frozenset(p.name for p in self.manifest.frozen)
+
     @property
     def found(self) -> Found:
         """What kind of checkpoint it is, and what it does not hold."""
@@ -204,7 +210,7 @@ class ForeignReader:
         for name in self._source.names()[rank::world_size]:
             self._source.files.get(name).verify(on_bytes)
 
-    def check(self, requests: Sequence[ReadRequest]) -> None:
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Do nothing more: ``check_all`` has looked at the files, and nobody recorded sizes."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
@@ -214,11 +220,10 @@ class ForeignReader:
             CheckpointCorruptedError: masters do not round to the low-precision weights that lie
                 beside them: files of two checkpoints were mixed, or an order is not what it says.
         """
-        owned = {p.name for p in self.manifest.optimized}
         # In this order the runs of a file come one after the other in every format, so that few
         # files are open at once.
         in_order = sorted(
-            requests, key=lambda r: (r.transfer.source_rank, r.transfer.name not in owned)
+            requests, key=lambda r: (r.transfer.source_rank, r.transfer.name in self._frozen)
         )
         bytes_read = 0
         for name, of_file in itertools.groupby(self._placed(in_order), key=lambda p: p[0].file):

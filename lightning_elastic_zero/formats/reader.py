@@ -61,8 +61,8 @@ class CheckpointReader(Protocol):
 
     Used in this order: the manifest and the layouts are there at once, from small files;
     ``check_all`` on one rank; ``meet`` and ``verify`` on all; ``check`` touches the files that this
-    rank will read, without reading data; ``read`` may be called several times; ``close`` at the
-    end.
+    rank will read, without reading data; ``read`` is called for the runs of one source rank after
+    the other; ``close`` at the end.
     """
 
     @property
@@ -107,8 +107,12 @@ class CheckpointReader(Protocol):
         """Which files hold which elements of the frozen weights."""
         ...
 
-    def check(self, requests: Sequence[ReadRequest]) -> None:
-        """Check size and identity of every file that the requests need.
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
+        """Check size and identity of every file that is going to be read.
+
+        Args:
+            masters: the source ranks whose masters and optimizer states are wanted.
+            frozen: the source ranks whose frozen weights are wanted.
 
         Raises:
             CheckpointCorruptedError: one is missing, cut short, or of another save.

@@ -236,8 +236,7 @@ class ZeroShards:
         return tensor, start
 
     def _numel_of(self, transfer: Transfer) -> int:
-        buffer = self.buffers[transfer.source_buffer]
-        return buffer.numels[buffer.names.index(transfer.name)]
+        return numel_of(self._shapes[transfer.source_buffer][transfer.name])
 
     def scalars(self, at: Fragment) -> dict[str, Scalar]:
         """Give the scalar states of the flat buffer that holds ``at``, as the shard has them."""

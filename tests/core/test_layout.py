@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, plan_transfers
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, plan_transfers
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
 from tests.core.strategies import Cut, pairs_of_cuts
 
@@ -84,6 +84,23 @@ class TestPlan:
         assert sorted(filled) == sorted((name, i) for name in table for i in range(table[name]))
 
     @given(pairs_of_cuts())
+    def test_rank_by_rank_the_transfers_are_those_of_the_whole_plan(
+        self, case: tuple[dict[str, int], Cut, Cut]
+    ) -> None:
+        """Computed for one source rank at a time, none is left out, made twice or altered."""
+        _, held, wanted = case
+        for rank in range(wanted.world_size):
+            fragments = wanted.layout().on_rank(rank)
+            at_once = plan_transfers(fragments, held.layout())
+            plan = TransferPlan(fragments, held.layout())
+            by_rank = dict(plan.by_rank())
+            assert list(by_rank) == plan.ranks == sorted({t.source_rank for t in at_once})
+            assert all(t.source_rank == r for r, transfers in by_rank.items() for t in transfers)
+            found = [t for transfers in by_rank.values() for t in transfers]
+            assert len(found) == len(at_once)
+            assert set(found) == set(at_once)
+
+    @given(pairs_of_cuts())
     def test_a_rank_is_asked_only_for_what_it_holds(
         self, case: tuple[dict[str, int], Cut, Cut]
     ) -> None:
@@ -145,16 +162,37 @@ class TestPlan:
             f"what covers it breaks off, or overlaps, at element {reached}"
         )
 
+        with pytest.raises(CheckpointFormatError):
+            list(TransferPlan([Fragment("w", 0, 4, 0, 0, 0)], held).by_rank())
+
+    @pytest.mark.parametrize("runs", [[], [(0, 3)], [(1, 4)]])
+    def test_an_end_that_nobody_holds_is_refused_before_anything_is_read(
+        self, runs: list[tuple[int, int]]
+    ) -> None:
+        """The first and last element of each fragment are looked up when the plan is made."""
+
+        class Exact(Scripted):
+            def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+                for run in super().covering(name, start, stop):
+                    if run.start < stop and start < run.stop:
+                        yield run.cut(start, stop)
+
+        with pytest.raises(CheckpointFormatError, match=r"w\[0:4\] exactly once"):
+            TransferPlan([Fragment("w", 0, 4, 0, 0, 0)], Exact(*runs))
+
     def test_a_parameter_that_nobody_holds_is_refused(self) -> None:
         """An unknown name is an error of the format, with the name."""
         with pytest.raises(CheckpointFormatError, match=r"holds no parameter named v\.weight"):
             plan_transfers([Fragment("v.weight", 0, 4, 0, 0, 0)], Scripted((0, 4)))
+        with pytest.raises(CheckpointFormatError, match=r"holds no parameter named v\.weight"):
+            TransferPlan([Fragment("v.weight", 0, 4, 0, 0, 0)], Scripted((0, 4)))
 
     def test_more_than_the_whole_parameter_is_refused(self) -> None:
         """A model whose parameter is larger than the saved one does not get a part of it."""
         held = PerParameterPartition([FlatBuffer(0, ("w",), (3,))], 2)
-        with pytest.raises(CheckpointFormatError, match="at element 3"):
-            plan_transfers([Fragment("w", 0, 4, 0, 0, 0)], held)
+        for planned in (plan_transfers, TransferPlan):
+            with pytest.raises(CheckpointFormatError, match="at element 3"):
+                planned([Fragment("w", 0, 4, 0, 0, 0)], held)
 
 
 class TestFragment:

@@ -56,7 +56,10 @@ def _tensors(source: CheckpointReader) -> dict[str, torch.Tensor]:
         for key, dtype in _keys_of(manifest, name).items():
             target = targets[f"{key or 'weight'}/{name}"] = torch.empty(numel, dtype=dtype)
             requests += [ReadRequest(key, transfer, target) for transfer in transfers]
-    source.check(requests)
+    source.check(
+        sorted({r.transfer.source_rank for r in requests if r.transfer.name in masters}),
+        sorted({r.transfer.source_rank for r in requests if r.transfer.name in frozen}),
+    )
     source.read(requests, no_progress)
     return targets
 

@@ -42,7 +42,11 @@ def _all_of(source: CheckpointReader, dtype: torch.dtype) -> dict[str, torch.Ten
         target = torch.full((parameter.numel,), float("nan"), dtype=dtype)
         found[f"frozen/{parameter.name}"] = target
         requests += _requests(parameter, WEIGHT, target, source.frozen_layout())
-    source.check(requests)
+    owned = {p.name for p in manifest.optimized}
+    source.check(
+        sorted({r.transfer.source_rank for r in requests if r.transfer.name in owned}),
+        sorted({r.transfer.source_rank for r in requests if r.transfer.name not in owned}),
+    )
     source.read(requests, no_progress)
     state = source.module_state(0, manifest.world_size)
     return {**found, **{f"buffer/{name}": tensor for name, tensor in state.buffers.items()}}

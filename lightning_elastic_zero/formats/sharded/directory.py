@@ -209,7 +209,7 @@ class ShardedReader:
         if rank == 0 and self._trainer:
             self._files.get(TRAINER_STATE).verify(on_bytes)
 
-    def check(self, requests: Sequence[ReadRequest]) -> None:
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Do nothing more: that every file is there was seen when it was opened."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
