@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_elastic_zero.continuation.batches import (
@@ -130,17 +131,18 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
 
         Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
         Loaders that ``fit`` was given are there by now; those of a data module are after its own
-        ``setup``; those of the module before or after its own.
+        ``setup``; those of the module after its own, which may say what they are made of.
         """
         module = self.lightning_module
         if module is None or not self._fitting():
             return
         if not self._is_configured:
             self._note_told_batch_size()
-        if module.trainer.fit_loop._data_source.is_module():  # noqa: SLF001
-            _callbacks(module.trainer).insert(0, SettlesFirst(self._settle_by_hook))
-        else:
+        source = module.trainer.fit_loop._data_source  # noqa: SLF001
+        if not source.is_module():
             self._settle(self._batch_size_of_loader())
+        elif source.instance is not module or not is_overridden("setup", module):
+            _callbacks(module.trainer).insert(0, SettlesFirst(self._settle_by_hook))
 
     def _settle_by_hook(self) -> None:
         """Settle the batches if the hook that makes the loaders can be called already."""

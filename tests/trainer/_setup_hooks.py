@@ -71,11 +71,19 @@ class AskingNet(Net):
 
 
 class NetWithLoader(AskingNet):
-    """One that makes its own loader, of what ``setup`` made."""
+    """One that makes its own loader, which is another one before ``setup`` than after it."""
+
+    data = Ids(LENGTH, 0.0)
+    size = 1
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.size = 2
+        super().setup(stage)
 
     @override
     def train_dataloader(self) -> Any:
-        return DataLoader(self.data, batch_size=2, shuffle=True)
+        return DataLoader(self.data, batch_size=self.size, shuffle=True)
 
 
 class AskingData(pl.LightningDataModule):
