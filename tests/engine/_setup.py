@@ -105,7 +105,8 @@ class Setup:
             zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
         config = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
-            "gradient_accumulation_steps": self.accumulation,
+            # Lightning refuses to be told; 1 is what DeepSpeed takes anyway.
+            **({"gradient_accumulation_steps": self.accumulation} if self.accumulation > 1 else {}),
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_elastic_zero.dumps import describe_dumps
 from lightning_elastic_zero.formats import open_checkpoint
 from tests.engine._oracle import same_bits
 from tests.foreign._data import names, unpack
@@ -38,7 +39,10 @@ def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "dumps2"])
 def test_a_first_look_shows_each_file(name: str, tmp_path: Path) -> None:
     """Rank 0 opens the files of all ranks while the others wait: each is a sign of life."""
-    checkpoint = unpack(name, tmp_path).checkpoint
+    fixture = unpack(name, tmp_path)
+    checkpoint = fixture.checkpoint
+    if name.startswith("dumps"):
+        describe_dumps(checkpoint, fixture.setup.model(3))
     looks: list[int] = []
     with closing(open_checkpoint(checkpoint, on_work=lambda: looks.append(1))) as source:
         opened = len(looks)
