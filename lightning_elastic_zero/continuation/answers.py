@@ -120,7 +120,8 @@ class Answers:
             msg = (
                 f"ModelCheckpoint(enable_version_counter=False) would replace {path}, which {why}. "
                 "This library replaces only what it wrote: move that away, or give the callback "
-                "another dirpath or filename."
+                "another dirpath (to resume from here, pass ckpt_path as a full path), or leave "
+                "enable_version_counter as it is by default: names in use are then numbered."
             )
             raise SaveError(msg)
 
