@@ -19,6 +19,9 @@ from lightning_elastic_zero.api import SaveOptions, save_with
 from lightning_elastic_zero.ranks import RankTimes, current_ranks
 from tests.trainer._fitting import SMALL_BUCKETS, Plan, error_of, fit
 
+IN_EXCEPTION_ABSENT_S = 4 * RankTimes().beat_s
+"""The shortest time that ranks may wait for others to come."""
+
 SHORT = RankTimes(beat_s=0.2, dead_s=8.0, stalled_s=8.0, absent_s=3.0)
 
 
@@ -141,14 +144,14 @@ class Fails(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         """Raise."""
         if comm.get_rank() not in self.ranks:
-            time.sleep(2 * SHORT.absent_s)
+            time.sleep(2 * IN_EXCEPTION_ABSENT_S)
         msg = "out of luck"
         raise RuntimeError(msg)
 
 
 def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
     """Train with save_on_exception until some ranks raise."""
-    publication._IN_EXCEPTION_ABSENT_S = SHORT.absent_s
+    publication._IN_EXCEPTION_ABSENT_S = IN_EXCEPTION_ABSENT_S
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = Plan(root, 2, checkpoint=options)
     trainer, net, data, _ = plan.make()

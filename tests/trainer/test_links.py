@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.api import SaveOptions
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.publication import Publication
 from lightning_elastic_zero.ranks import OneRank
 from tests.core._instants import at_every_instant
@@ -172,7 +173,7 @@ def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
     target.mkdir()
     publication = Publication(background=True)
     publication.start(SimpleNamespace(optimizer=None), 0)
-    with pytest.raises(AttributeError):
+    with pytest.raises(UnsupportedError):
         publication.save_behind("no engine", target, OneRank(), {}, SaveOptions())
     publication.link(str(target), str(link), OneRank())
     assert str(link.readlink()) == "a.ckpt"
