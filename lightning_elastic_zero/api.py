@@ -64,12 +64,12 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         Where it was published, the seconds it took, the bytes that all ranks wrote.
 
     Raises:
-        ValueError: an option is neither True nor False, or ``client_state`` no dictionary.
+        ValueError: a flag is neither True nor False, ``client_state`` no dictionary, or
+            ``stall_timeout_s`` no positive number.
         UnsupportedError: the engine, or a state of it, cannot be saved by this library.
         SaveError: it could not be written, or would replace what is not this library's; the last
             published checkpoint is intact.
         RanksError: a rank failed, died, or did not call this.
-        ValueError: ``stall_timeout_s`` is no positive number.
     """
     options = SaveOptions(
         weights_only=flag("weights_only", weights_only),
@@ -113,14 +113,13 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         The client state, the manifest, and what the load cost.
 
     Raises:
-        ValueError: an option is neither True nor False.
+        ValueError: a flag is neither True nor False, or ``stall_timeout_s`` no positive number.
         CheckpointNotFoundError: nothing is there.
         CheckpointFormatError: something is there, but no checkpoint that can be read.
         CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
         CheckpointCorruptedError: it is damaged.
         UnsupportedError: the engine is one that the library cannot restore.
         RanksError: a rank failed, died, or did not call this.
-        ValueError: ``stall_timeout_s`` is no positive number.
     """
     options = load_options(
         load_optimizer_state=load_optimizer_state,

@@ -8,7 +8,7 @@ from the run's seed and the epoch; and a digest of the order shows where that wa
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ def _generators_in(holder: object, path: str, depth: int) -> Iterator[tuple[str,
 
 def _parts(holder: object) -> Iterator[tuple[str, object]]:
     """Yield what a sampler, or a container in one, is made of; data sets are left alone."""
-    if isinstance(holder, Mapping):
+    if isinstance(holder, dict):  # another mapping may be a data set, read with every look
         yield from ((str(key), value) for key, value in holder.items())
     elif isinstance(holder, (list, tuple)):
         # A list of generators is short; a list of indices holds none.

@@ -85,6 +85,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self.num_samples = self.steps * plan.samples_of(rank)
         self._start: tuple[int, int] | None = None
         self._latest: tuple[int, int, Sequence[Any] | torch.Tensor] | None = None
+        self._latest_digest: str | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
         """Let the next iteration, if it is of that epoch, begin at that optimizer step of it."""
@@ -142,13 +143,17 @@ class ElasticSampler(DistributedSampler[Any]):
 
     def order_digest(self, epoch: int) -> str:
         """Return a digest of an epoch's order; empty where samples are not named by plain data."""
-        return digest_of(self._order(epoch))
+        order = self._order(epoch)
+        if self._latest_digest is None:  # once for each order: every save records it
+            self._latest_digest = digest_of(order)
+        return self._latest_digest
 
     def latest_order(self) -> tuple[int, str] | None:
         """Return the epoch whose order was asked for last, and its digest; asks for none itself."""
         if self._latest is None:
             return None
-        return self._latest[0], digest_of(self._latest[2])
+        epoch, seed, _ = self._latest
+        return (epoch, self.order_digest(epoch)) if seed == self.seed else None
 
     def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         """Return all samples of an epoch in order, shape ``(dataset length,)``.
@@ -157,6 +162,7 @@ class ElasticSampler(DistributedSampler[Any]):
         """
         if self._latest is None or self._latest[:2] != (epoch, self.seed):
             self._latest = (epoch, self.seed, self._make_order(epoch))
+            self._latest_digest = None
         return self._latest[2]
 
     def _make_order(self, epoch: int) -> Sequence[Any] | torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import UserDict
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -283,3 +284,22 @@ def test_the_generators_of_the_process_are_left_alone() -> None:
     assert orders[0] == orders[2] != orders[1]
     assert np.random.get_state()[1].tolist() == before[0]  # type: ignore[index]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+class Lookups(UserDict[int, int]):
+    """A data set that is a mapping, and counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, key: int) -> int:
+        self.reads += 1
+        return super().__getitem__(key)
+
+
+def test_a_data_set_in_a_sampler_is_not_read() -> None:
+    """Generators are looked for in plain containers: a mapping may be a file of samples."""
+    own = SubsetRandomSampler(range(8))
+    data = Lookups({index: index for index in range(8)})
+    vars(own)["data"] = data
+    list(sampler_of(8, BatchPlan(4, 1, 1), 0, sampler=own))
+    assert data.reads == 0
