@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lightning_elastic_zero.engine.releases import zero_grad
 from lightning_elastic_zero.engine.wrappers import live_buffers
 
 
@@ -17,7 +18,7 @@ def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped 
     """
     optimizer = engine.optimizer
     # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
-    optimizer.zero_grad(set_to_none=True)
+    zero_grad(optimizer)
     for parameter in engine.module.parameters():
         parameter.grad = None
     if wrapper == "DeepSpeedZeroOptimizer":

@@ -110,3 +110,14 @@ def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: 
     if paddings is None:
         return (0,) * len(optimizer.round_robin_bit16_groups[group])
     return tuple(paddings[group])
+
+
+def zero_grad(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Drop the gradients of a wrapper's parameters.
+
+    ``BF16_Optimizer`` got ``zero_grad`` after 0.16; before, the engine cleared its fp32 gradients.
+    """
+    if hasattr(optimizer, "zero_grad"):
+        optimizer.zero_grad(set_to_none=True)
+    else:
+        optimizer.clear_hp_grads()

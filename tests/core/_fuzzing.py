@@ -23,17 +23,28 @@ SPARE_BYTES = 256 << 20
 
 TIMEOUT_S = 3000
 
+AT_ONCE = 5_000
+"""Cases of a process: Hypothesis keeps some 20 KB of each, which count as ``SPARE_BYTES``."""
+
 
 def fuzz(program: str, count: int, folder: Path) -> None:
-    """Try cases of a program in a process of their own.
+    """Try cases of a program in processes of their own, each with other cases.
+
+    ``FUZZ_SEED`` in the environment, a number, chooses other cases altogether.
 
     Raises:
-        AssertionError: the process did not end well; with the case that it tried last.
+        AssertionError: a process did not end well; with the case that it tried last.
     """
-    case = folder / "case"
+    first = int(os.environ.get("FUZZ_SEED", "0"))
+    for at in range(0, count, AT_ONCE):
+        _fuzz(program, min(AT_ONCE, count - at), first + at, folder / "case")
+
+
+def _fuzz(program: str, count: int, seeded: int, case: Path) -> None:
+    """Try cases of a program in one process."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.core._fuzzing", program]
     done = subprocess.run(
-        [*command, str(count), str(case)],
+        [*command, str(count), str(seeded), str(case)],
         cwd=ROOT,
         check=False,
         capture_output=True,
@@ -43,7 +54,8 @@ def fuzz(program: str, count: int, folder: Path) -> None:
     if done.returncode:
         tried = case.read_bytes() if case.exists() else b""
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
-        msg = f"ended with {how}; tried last:\n{tried!r}\n{done.stdout}\n{done.stderr}"
+        said = f"{done.stdout}\n{done.stderr}"
+        msg = f"seed {seeded}: ended with {how}; tried last:\n{tried!r}\n{said}"
         raise AssertionError(msg)
     assert f"{count} cases" in done.stdout
 
@@ -65,12 +77,12 @@ def refuse_much_memory(error: BaseException | None) -> None:
 
 def main() -> None:
     """Run a program."""
-    name, count, path = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    name, count, seeded, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     program = importlib.import_module(f"tests.core.{name}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     tried = [0]
 
-    @seed(int(os.environ.get("FUZZ_SEED", "0")))
+    @seed(seeded)
     @settings(
         max_examples=count,
         deadline=None,

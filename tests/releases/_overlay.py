@@ -23,6 +23,9 @@ get_accelerator().create_op_builder("ShareMemCommBuilder").load()
 """
 """Compiles what CPU ranks load, in one process: ranks that each began it would wait for another."""
 
+WAITS_FOR_ONE = "launch_handles[-1].wait()"
+WAITS_FOR_ALL = "[handle.wait() for handle in launch_handles]"
+
 
 @dataclass(frozen=True)
 class Releases:
@@ -69,8 +72,20 @@ def _installed(*pins: str) -> Path:
         if not (folder / ".installed").is_file():
             shutil.rmtree(folder, ignore_errors=True)
             _pip(folder, pins)
+            _wait_for_all_gathers(folder)
             (folder / ".installed").touch()
     return folder
+
+
+def _wait_for_all_gathers(folder: Path) -> None:
+    """Mend what 0.19.8 mended: ZeRO-3 waits for the last gather only, but gloo's end in any order.
+
+    Before it, CPU ranks now and then train on weights of the step before, with any strategy.
+    """
+    source = folder / "deepspeed" / "runtime" / "zero" / "partition_parameters.py"
+    if source.is_file():
+        text = source.read_text(encoding="utf-8")
+        source.write_text(text.replace(WAITS_FOR_ONE, WAITS_FOR_ALL), encoding="utf-8")
 
 
 def _pip(folder: Path, pins: tuple[str, ...]) -> None:
