@@ -92,3 +92,39 @@ def test_known_warnings_are_left_out_during_a_run(
         known.begin()
         warnings.simplefilter("error", category)
         assert warned_of(category, module)
+
+
+BESIDE_THE_TWIN = """
+import pytorch_lightning, lightning_elastic_zero
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from pytorch_lightning.demos.boring_classes import BoringModel as TwinModel
+
+options = dict(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
+trainer = pl.Trainer(strategy="elastic_deepspeed_stage_2", **options)
+trainer.fit(BoringModel())
+print("said", trainer.global_step, "steps")
+try:
+    pl.Trainer(strategy="elastic_deepspeed_stage_2", **options).fit(TwinModel())
+except TypeError as error:
+    print("said", error)
+"""
+
+
+@pytest.mark.engine
+def test_the_twin_may_be_imported_too(tmp_path: Path) -> None:
+    """Some library imports ``pytorch_lightning``: a fit is not touched; its modules are no fit."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BESIDE_THE_TWIN],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("said")]
+    assert said[0] == "said 2 steps"
+    assert "switch to a single import style" in said[1]
