@@ -45,7 +45,8 @@ def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple
     """Swallow what SIGTERM raises in two fits of one process; return how each ended."""
     pl.seed_everything(3, workers=True, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
-    terminates, ends = Terminates(), []
+    terminates = Terminates()
+    ends: list[str] = []
 
     def made() -> Any:  # noqa: ANN401 (a Trainer)
         options: dict[str, Any] = {"stage": 2, "async_save": background, **SMALL_BUCKETS}
