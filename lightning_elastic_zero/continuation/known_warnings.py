@@ -44,6 +44,7 @@ class KnownWarnings:
 
     def end(self) -> None:
         """Leave the filters as they were."""
+        filters = vars(warnings)["filters"]
         while self._added:
             with suppress(ValueError):  # gone with the filters of somebody's catch_warnings
-                vars(warnings)["filters"].remove(self._added.pop())
+                del filters[filters.index(self._added.pop())]
