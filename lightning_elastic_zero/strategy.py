@@ -26,6 +26,7 @@ from lightning_elastic_zero.api import (
 from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
 from lightning_elastic_zero.continuation.answers import Answers
 from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
+from lightning_elastic_zero.continuation.releases import RESUME_END
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
 
 VERSION_KEY = "pytorch-lightning_version"
 """The entry by which Lightning knows its own checkpoints, and demands of every one."""
-
-RESUME_END = "_CheckpointConnector.resume_end"
-"""Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
 
 
 class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
@@ -129,6 +127,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._known_warnings.begin()
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
             # The parent refuses all but CUDA here, and else does what its own parent does.

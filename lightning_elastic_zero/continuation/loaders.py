@@ -32,6 +32,19 @@ class ResumesAtSample(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsState(Protocol):
+    """A loader that keeps a state of its own, which Lightning saves and restores."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        ...
+
+
 def elastic_loader(loader: object, batches: Batches, rank: int, seed: int) -> object:
     """Put an ``ElasticSampler`` in the place of Lightning's (or torch's) distributed one.
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 
-from lightning_elastic_zero.continuation.loaders import elastic_of
+from lightning_elastic_zero.continuation.loaders import KeepsState, elastic_of
 from lightning_elastic_zero.progress import random_state
 
 
@@ -75,7 +74,7 @@ def _keeping(trainer: pl.Trainer) -> bool:
     """Tell whether a training loader keeps a state of its own."""
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001
     return combined is not None and any(
-        isinstance(loader, _Stateful) and elastic_of(loader) is None
+        isinstance(loader, KeepsState) and elastic_of(loader) is None
         for loader in combined.flattened
     )
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.continuation import reports
-from lightning_elastic_zero.continuation.loaders import elastic_of, resumer_of
+from lightning_elastic_zero.continuation.loaders import KeepsState, elastic_of, resumer_of
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.progress import ElasticSampler, Position, Record
 from lightning_elastic_zero.ranks import Ranks
@@ -79,7 +78,7 @@ def _place_all(pending: Pending, combined: CombinedLoader, position: Position) -
     states = iter(pending.loader_states if position.steps else ())
     for index, loader in enumerate(combined.flattened):
         # Lightning keeps the states of those that have one, in order.
-        state = next(states, None) if isinstance(loader, _Stateful) else None
+        state = next(states, None) if isinstance(loader, KeepsState) else None
         elastic, resumer = elastic_of(loader), resumer_of(loader)
         if elastic is not None:
             _take_seed(elastic, pending, index)
@@ -198,7 +197,7 @@ def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
             )
         )
     kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
-    if not pending.loader_states or not isinstance(loader, _Stateful):
+    if not pending.loader_states or not isinstance(loader, KeepsState):
         return f"the {kind} cannot be told where to begin"
     saved = pending.record.world_size
     if saved != world_size:

@@ -19,6 +19,7 @@ from lightning_elastic_zero.continuation.batches import (
     scale_frequency,
     settle_batches,
 )
+from lightning_elastic_zero.continuation.known_warnings import KnownWarnings
 from lightning_elastic_zero.continuation.placing import LostData, check_orders
 from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
@@ -108,6 +109,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._scale_check = ScaleCheck()
         self._are_orders_checked = False  # those of the first epoch of this fit
         self._ranks: Ranks | None = None
+        self._known_warnings = KnownWarnings()
 
     def _agree(self) -> Ranks:
         """Return the means of agreement between ranks, made when first needed."""
@@ -177,6 +179,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         _forget_first(trainer)
         check_release(trainer)
         self._init_config_if_needed()
+        # Lightning reads it of a ZeRO-3 evaluation, where a user's config need not have it.
+        self._config().setdefault("zero_allow_untested_optimizer", False)
         if self._fitting() and not self._is_configured:
             # The config is of an evaluation, or of a fit before, which had other batches perhaps.
             config = self._config()
@@ -190,6 +194,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
+        self._known_warnings.end()
         self._is_settled = self._is_configured = False
         if (module := self.lightning_module) is not None:
             self._given.give_back(module.trainer)

@@ -105,7 +105,16 @@ def test_what_imports_lightning_can_be_imported_first(module: str) -> None:
     in_a_fresh_process(f"import lightning_elastic_zero.{module}")
 
 
-@pytest.mark.parametrize("first", ["lightning_elastic_zero", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "lightning_elastic_zero",
+        "pytorch_lightning",
+        "pytorch_lightning.callbacks",
+        "lightning_elastic_zero, lightning.pytorch",
+        "lightning.pytorch",
+    ],
+)
 def test_the_twin_says_what_to_import(first: str) -> None:
     """``pytorch_lightning``, of other classes, takes no strategy of ours, by name or itself."""
     program = (

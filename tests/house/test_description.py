@@ -1,0 +1,51 @@
+"""What a package index shows stands by itself: it has no files beside it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|<(?:img|a)[^>]*(?:src|href)=[\"']([^\"']+)")
+
+
+def description() -> str:
+    """Return the long description, which pyproject.toml names."""
+    named: str
+    (named,) = re.findall(r'^readme = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return (ROOT / named).read_text()
+
+
+def test_its_links_lead_somewhere() -> None:
+    """They are absolute, or there are none; a relative one would lead nowhere on an index."""
+    links = [one or other for one, other in LINK.findall(description())]
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert LINK.findall("see [a](docs/a.md)") == [("docs/a.md", "")]
+
+
+def test_its_lines_are_those_of_the_readme() -> None:
+    """The lines to write are the same in both, and so is what the library is."""
+    readme = (ROOT / "README.md").read_text()
+    assert CODE.findall(description())[0] in CODE.findall(readme)
+    assert description().splitlines()[:3] == readme.splitlines()[:3]
+
+
+PAGES = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_between_pages(page: Path) -> None:
+    """What a page of the documentation links to is there, down to the heading."""
+    for one, other in LINK.findall(page.read_text()):
+        link = one or other
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}

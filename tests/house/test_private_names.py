@@ -1,0 +1,125 @@
+"""Lightning's private names that are used are those that are checked at setup."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
+from lightning_elastic_zero.continuation import releases
+from lightning_elastic_zero.continuation.releases import NOT_CHECKED, PRIVATE_NAMES, RESUME_END
+
+ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
+ROOMS = ("strategy", "continuation", "callbacks")
+"""Where Lightning may be imported (``test_architecture``)."""
+
+SOURCES = sorted(
+    source
+    for source in ROOT.rglob("*.py")
+    if source.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS
+    and source.name != "releases.py"
+)
+KNOWN = {name for names in PRIVATE_NAMES.values() for name in names} | {*NOT_CHECKED}
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+DOTTED = re.compile(r"_?[A-Za-z]\w*(\._?[A-Za-z]\w*)*")
+
+
+def is_private(name: str) -> bool:
+    """Tell whether a name is private; what Python gives a meaning is not."""
+    return PRIVATE.fullmatch(name) is not None
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Return the private names that a file gives to its own classes, functions and values."""
+    defined = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    stored = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    }
+    return {name for name in defined | stored if is_private(name)}
+
+
+OWN = {name for source in SOURCES for name in own_names(ast.parse(source.read_text()))}
+INHERITED = {name for name in dir(DeepSpeedStrategy()) if is_private(name)}
+
+
+def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Give the strings of a file that are no documentation, with their lines."""
+    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
+            yield node.lineno, node.value
+
+
+def used_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Give the private names of others that a file uses, by whichever way, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            of = ast.unparse(node.value)
+            mine = of in {"self", "cls", "super()"} and node.attr not in INHERITED
+            if not mine:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.FunctionDef) and node.name in INHERITED:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, a.name) for a in node.names if is_private(a.name))
+    for line, text in texts_of(tree):
+        parts = text.split(".") if DOTTED.fullmatch(text) else ()
+        if any(is_private(part) for part in parts):
+            yield line, text
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda s: str(s.relative_to(ROOT)))
+def test_private_names_stand_in_releases(source: Path) -> None:
+    """A private name is an attribute, an override, an import or a string: each is checked."""
+    unknown = [
+        f"line {line}: {name}"
+        for line, name in used_in(ast.parse(source.read_text()))
+        if name not in KNOWN and name not in OWN - INHERITED
+    ]
+    assert not unknown, f"say in continuation/releases.py what it is needed for: {unknown}"
+
+
+def test_no_name_is_checked_for_nothing() -> None:
+    """What is not used any more refuses no release."""
+    used = {name for source in SOURCES for _, name in used_in(ast.parse(source.read_text()))}
+    # ``releases`` itself looks there for the barrier's name.
+    assert {name for name in KNOWN if is_private(name)} - used <= {"_checkpoint_connector"}
+    assert RESUME_END not in used
+
+
+@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, ns in PRIVATE_NAMES.items() for n in ns])
+def test_a_lost_name_is_refused(owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At setup, with whose it is and what it is needed for."""
+    trainer = Trainer(
+        accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
+    )
+    releases.check_release(trainer)
+    gone = f"{name}_gone"
+    monkeypatch.setitem(PRIVATE_NAMES, owner, {gone: PRIVATE_NAMES[owner][name]})
+    with pytest.raises(UnsupportedError) as refused:
+        releases.check_release(trainer)
+    assert f"has no {gone} (to {PRIVATE_NAMES[owner][gone]}) in {owner}" in str(refused.value)
+
+
+def test_a_renamed_barrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its name, ranks that resumed from different checkpoints would not be noticed."""
+    trainer = Trainer(
+        accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
+    )
+    monkeypatch.setattr(releases, "RESUME_END", "_CheckpointConnector.resumed")
+    with pytest.raises(UnsupportedError, match=r"resumed' \(to see that every rank has resumed\)"):
+        releases.check_release(trainer)
