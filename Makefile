@@ -88,8 +88,8 @@ $(OPS_BUILT): $(INSTALLED)
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
 	@echo "Building DeepSpeed's CPU ops, once: about a minute."
-	@if timeout 900 $(PY) -c "$$BUILD_OPS" 2> .cache/ops-build.log; then touch $@; \
-	else echo "Going on without them (.cache/ops-build.log)."; fi
+	@if timeout --foreground 900 $(PY) -c "$$BUILD_OPS" 2> .cache/ops-build.log; then touch $@; \
+	else echo "Not built (.cache/ops-build.log): each run will try again."; fi
 
 define BUILD_OPS
 import sys
