@@ -472,7 +472,8 @@ class TestDamaged:
 @pytest.mark.parametrize("before", [0, 1, 5, 2500])
 def test_what_is_refused_is_told_by_its_place(before: int) -> None:
     """Of all objects just the one that needs leave, at the save as at the load."""
-    objects = [(("callbacks", "A", i), Path(str(i))) for i in range(before)]
+    objects: list[tuple[tuple[str | int, ...], object]] = []
+    objects += [(("callbacks", "A", i), Path(str(i))) for i in range(before)]
     objects += [(("callbacks", "B", "x"), [{"k": (1, ("a", "b"), Mine(3))}])]
     objects += [(("later",), Path("z"))]
     with pytest.raises(UnsupportedError, match=r"Mine \(callbacks\.B\.x\)\."):

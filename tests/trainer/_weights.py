@@ -108,17 +108,22 @@ class Switch(Callback):
         self.thaw = thaw
         self.weights: list[float] = []
 
+    @staticmethod
+    def _switch(module: pl.LightningModule, *, trains: bool) -> None:
+        for parameter in module.get_submodule("last").parameters():
+            parameter.requires_grad = trains
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pl_module.configure_model()
-        pl_module.last.requires_grad_(requires_grad=not self.thaw)
+        self._switch(pl_module, trains=not self.thaw)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if trainer.current_epoch == 1:
-            pl_module.last.requires_grad_(requires_grad=self.thaw)
+            self._switch(pl_module, trains=self.thaw)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
