@@ -15,7 +15,7 @@ from lightning_elastic_zero.checkpoint import (
     SaveOptions,
 )
 from lightning_elastic_zero.engine import live_engine, recovery_script
-from lightning_elastic_zero.options import client_state_of, flag
+from lightning_elastic_zero.options import client_state_of, flag, renaming
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 
 __all__ = [
@@ -88,6 +88,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
     load_optimizer_state: bool = True,
     load_hyperparameters: bool = True,
     strict: bool = True,
+    rename: Mapping[str, str] | None = None,
     allow_pickle: bool = False,
     fall_back: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -102,7 +103,11 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         path: the checkpoint's directory.
         load_optimizer_state: False: a fresh optimizer on the saved weights.
         load_hyperparameters: False: learning rate, weight decay, ... stay as configured now.
-        strict: False: frozen parameters and buffers may be missing, or too many.
+        strict: False: frozen parameters and buffers may be missing, or too many; with
+            ``load_optimizer_state=False`` trained parameters too (a new head, LoRA), which start
+            as they are. They are named in a warning.
+        rename: layers that had other names: beginnings of names in the checkpoint, and what they
+            are in the model: ``{"encoder": "backbone.encoder"}``.
         allow_pickle: build Python objects of any class from the client state; it can run code.
         fall_back: where the checkpoint is damaged, take the newest older one in its folder that is
             sound, with a warning. Otherwise the error names it.
@@ -113,7 +118,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         The client state, the manifest, and what the load cost.
 
     Raises:
-        ValueError: a flag is neither True nor False, or ``stall_timeout_s`` no positive number.
+        ValueError: an option has a value that it cannot have.
         CheckpointNotFoundError: nothing is there.
         CheckpointFormatError: something is there, but no checkpoint that can be read.
         CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
@@ -125,6 +130,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         load_optimizer_state=load_optimizer_state,
         load_hyperparameters=load_hyperparameters,
         strict=strict,
+        rename=rename,
         allow_pickle=allow_pickle,
         fall_back=fall_back,
     )
@@ -154,13 +160,14 @@ def load_options(
     load_optimizer_state: bool,
     load_hyperparameters: bool,
     strict: bool = True,
+    rename: Mapping[str, str] | None,
     allow_pickle: bool,
     fall_back: bool,
 ) -> LoadOptions:
     """Return the options of a load, by the names that users know them by; see ``load_checkpoint``.
 
     Raises:
-        ValueError: one is neither True nor False.
+        ValueError: one has a value that it cannot have.
     """
     return LoadOptions(
         optimizer_state=flag("load_optimizer_state", load_optimizer_state),
@@ -168,6 +175,7 @@ def load_options(
         strict=flag("strict", strict),
         allow_pickle=flag("allow_pickle", allow_pickle),
         fall_back=flag("fall_back", fall_back),
+        renamed=renaming(rename),
     )
 
 

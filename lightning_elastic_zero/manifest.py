@@ -155,7 +155,8 @@ class Manifest:
     weights_only: bool = False
     """True: masters, frozen weights and buffers, and no optimizer state."""
     excluded: tuple[str, ...] = ()
-    """Frozen parameters that were left out on purpose (``exclude_frozen_parameters``)."""
+    """Frozen parameters and buffers that were left out on purpose: by
+    ``exclude_frozen_parameters``, or since ``on_save_checkpoint`` took them out."""
     rank_state: tuple[str, ...] = ()
     """What differed between ranks and was kept for each: ``"buffers"``, ``"client_state"``."""
     client_objects: tuple[str, ...] = ()
@@ -343,8 +344,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     ):
         if len(set(names)) != len(names):
             yield f"two {what} have one name"
-    if stray := set(manifest.excluded) - {p.name for p in manifest.parameters if p.group is None}:
-        yield f"{min(stray)} is left out, but is no frozen parameter"
+    held = {*(p.name for p in manifest.optimized), *manifest.module_buffers}
+    if stray := set(manifest.excluded) & held:
+        yield f"{min(stray)} is left out, but is trained, or a buffer that is there"
 
 
 def _tag_tuples(value: Plain) -> Plain:

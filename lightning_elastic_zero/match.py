@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest, Parameter
+from lightning_elastic_zero.naming import likely_renaming
 
 _INTEGRAL = ("int", "uint", "bool", "qint", "quint", "bits")
 
@@ -19,6 +20,21 @@ LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 
 FLOATING = {"float64": (11, 52), "float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
 """Bits of exponent and mantissa: what has as many of both holds every value of a type."""
+
+
+FRESH_AND_LENIENT = (
+    "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
+)
+"""How trained parameters may be missing from a checkpoint, or too many in it."""
+
+_OTHER_OWNERS = (
+    "let requires_grad be what it was before the optimizer is made, or pass "
+    "load_optimizer_state=False: a fresh optimizer on the saved weights"
+)
+_OTHER_GROUPS = (
+    "give the optimizer the groups of the save, or pass load_optimizer_state=False and "
+    "load_hyperparameters=False: a fresh optimizer with the groups as they are configured here"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +62,8 @@ class Wanted:
     """Each group's hyperparameters: the same number of groups."""
     strict: bool = True
     """False (Lightning's ``strict_loading``): frozen parameters and buffers that the checkpoint
-    lacks stay as they are, and what it has beyond the model is left out."""
+    lacks stay as they are, and what it has beyond the model is left out. Without optimizer state
+    that holds of trained parameters too."""
 
 
 def check_fits(
@@ -120,12 +137,7 @@ def _differences(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[st
 def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
     """Yield missing, unexpected and differently shaped parameters."""
     have, want = _by_name(saved.parameters), _by_name(live.parameters)
-    missing = [n for n, p in want.items() if n not in have and not _may_lack(p, wanted)]
-    unexpected = [n for n in have if n not in want and (wanted.strict or have[n].group is not None)]
-    if missing:
-        yield f"missing from the checkpoint: {_names(missing)}"
-    if unexpected:
-        yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
+    yield from _absent(have, want, wanted)
     reshaped = [
         f"{name} (saved {have[name].shape}, here {parameter.shape})"
         for name, parameter in want.items()
@@ -157,9 +169,53 @@ def _parameters(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str
         yield f"frozen, of types that cannot hold what was saved: {_names(lossy)}"
     if wanted.optimizer_state and live.groups:
         yield from _ownership(have, want)
-    lost = [n for n in saved.excluded if n in want and live.groups and _owned(want[n])]
-    if lost:
-        yield f"left out by exclude_frozen_parameters, but trained here: {_names(lost)}"
+    lost = _left_out_but_trained(saved, live)
+    if lost and not _may_lack(want[lost[0]], wanted):
+        yield (
+            f"left out when saved (exclude_frozen_parameters), but trained here: {_names(lost)}; "
+            "freeze them here too, or load a checkpoint that holds them, or train the model's own "
+            f"from where they are: {FRESH_AND_LENIENT}"
+        )
+
+
+def _absent(
+    have: Mapping[str, Parameter], want: Mapping[str, Parameter], wanted: Wanted
+) -> Iterator[str]:
+    """Yield what one side has and the other has not, and what may have been renamed."""
+    missing = [n for n, p in want.items() if n not in have and not _may_lack(p, wanted)]
+    unexpected = [n for n, p in have.items() if n not in want and not _may_lack(p, wanted)]
+    if missing:
+        text = f"missing from the checkpoint: {_names(missing)}"
+        yield text if unexpected else f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
+    if unexpected:
+        yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
+    shapes_here = {n: want[n].shape for n in missing}
+    if renamed := likely_renaming({n: have[n].shape for n in unexpected}, shapes_here):
+        yield _perhaps(renamed)
+
+
+def _perhaps(renamed: Mapping[str, str]) -> str:
+    """Suggest what may have been renamed."""
+    return f"perhaps renamed since the save; if so, load with rename={dict(renamed)!r}"
+
+
+def left_as_they_are(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
+    """Yield what a load that fits goes on without, by name: it is told, since it is allowed."""
+    have, want = _by_name(saved.parameters), _by_name(live.parameters)
+    left_out = set(saved.excluded)
+    kept = [n for n in want if n not in have] if not wanted.strict else []
+    trained = [n for n in kept if _owned(want[n])] + _left_out_but_trained(saved, live)
+    if trained:
+        yield f"not in the checkpoint, and trained from what they are here: {_names(trained)}"
+    frozen = [n for n in kept if not _owned(want[n])]
+    if frozen:
+        yield f"not in the checkpoint, and left as they are here: {_names(frozen)}"
+    beyond = [n for n in have if n not in want and n not in left_out] if not wanted.strict else []
+    if beyond:
+        yield f"in the checkpoint, and not in the model: {_names(beyond)}"
+    buffers = set(live.module_buffers) - set(saved.module_buffers)
+    if buffers:
+        yield f"buffers that are not in the checkpoint, left as they are here: {_names(buffers)}"
 
 
 def _is_integral(dtype: str) -> bool:
@@ -173,9 +229,9 @@ def _ownership(have: Mapping[str, Parameter], want: Mapping[str, Parameter]) -> 
     frozen = [n for n in both if _owned(have[n]) and not _owned(want[n])]
     thawed = [n for n in both if _owned(want[n]) and not _owned(have[n])]
     if frozen:
-        yield f"trained when saved, frozen here: {_names(frozen)}"
+        yield f"trained when saved, frozen here: {_names(frozen)}; {_OTHER_OWNERS}"
     if thawed:
-        yield f"frozen when saved, trained here: {_names(thawed)}"
+        yield f"frozen when saved, trained here: {_names(thawed)}; {_OTHER_OWNERS}"
 
 
 def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
@@ -188,8 +244,14 @@ def _owned(parameter: Parameter) -> bool:
 
 
 def _may_lack(parameter: Parameter, wanted: Wanted) -> bool:
-    """Tell whether a load may go on without a parameter."""
-    return not wanted.strict and not _owned(parameter)
+    """Tell whether a load may go on without a parameter, on either side."""
+    return not wanted.strict and not (wanted.optimizer_state and _owned(parameter))
+
+
+def _left_out_but_trained(saved: Manifest, live: Manifest) -> list[str]:
+    """Return what was left out of the checkpoint on purpose and is trained here."""
+    trained = {p.name for p in live.optimized}
+    return [name for name in saved.excluded if name in trained]
 
 
 def _buffers(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
@@ -197,10 +259,13 @@ def _buffers(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
     if not wanted.strict:
         return
     have, want = set(saved.module_buffers), set(live.module_buffers)
-    if want - have:
-        yield f"buffers missing from the checkpoint: {_names(sorted(want - have))}"
-    if have - want:
-        yield f"buffers in the checkpoint, but not in the model: {_names(sorted(have - want))}"
+    missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
+    if missing:
+        yield f"buffers missing from the checkpoint: {_names(missing)}"
+    if beyond:
+        yield f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
+    if renamed := likely_renaming(beyond, missing):
+        yield _perhaps(renamed)
 
 
 def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
@@ -259,7 +324,10 @@ def _groups(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
     if not (wanted.optimizer_state or wanted.hyperparameters):
         return
     if len(saved.groups) != len(live.groups):
-        yield f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}"
+        yield (
+            f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}; "
+            f"{_OTHER_GROUPS}"
+        )
         return
     group_of = _groups_of(saved)
     for index, group in enumerate(live.groups):
@@ -267,7 +335,10 @@ def _groups(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
         moved = [n for n in group.names if group_of.get(n, index) != index]
         if moved:
             was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
-            yield f"in parameter group {index} here, in {was} when saved: {_names(moved)}"
+            yield (
+                f"in parameter group {index} here, in {was} when saved: {_names(moved)}; "
+                f"{_OTHER_GROUPS}"
+            )
 
 
 def _groups_of(manifest: Manifest) -> dict[str, int]:

@@ -52,6 +52,21 @@ def choice(name: str, value: object, choices: Sequence[T]) -> T:
     raise _refusal(name, value, " or ".join(map(repr, choices)))
 
 
+def renaming(value: object) -> dict[str, str]:
+    """Return which layers of a checkpoint have other names in the model; None: none.
+
+    Raises:
+        ValueError: it is no mapping of names to names.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(type(n) is str for pair in value.items() for n in pair):
+        return dict(value)
+    wanted = "a dictionary of names in the checkpoint to names here, or None"
+    msg = f"rename={value!r}: it must be {wanted}"
+    raise ValueError(msg)
+
+
 def client_state_of(value: object) -> Mapping[str, Any]:
     """Return what a user wants to have back, as a dictionary; None is an empty one.
 

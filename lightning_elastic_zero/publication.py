@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.api import CheckpointFigures, SaveOptions, save_with
+from lightning_elastic_zero.api import CheckpointFigures, Loaded, SaveOptions, save_with
 from lightning_elastic_zero.checkpoint import PATIENCE_S, BackgroundWriter, LiveState
 from lightning_elastic_zero.engine import (
     before_each_step,
@@ -244,6 +244,16 @@ def _nothing() -> None:
 def is_requeued(path: str | os.PathLike[str]) -> bool:
     """Tell by Lightning's name for it whether SLURM ends the job right after this save."""
     return Path(path).name.startswith("hpc_ckpt_")
+
+
+def what_was_loaded(loaded: Loaded, world_size: int) -> str:
+    """Say in a line what was loaded, on so many devices, and what it took."""
+    manifest, figures = loaded.manifest, loaded.figures
+    of = f" on {manifest.world_size} devices with ZeRO-{manifest.stage}"
+    return (
+        f"Loaded {figures.path} (saved{of if manifest.stage else ' without ZeRO'}) on "
+        f"{world_size} devices: {figures.bytes / 1e6:.1f} MB in {figures.seconds:.2f} s"
+    )
 
 
 def what_was_not_resumed(places: Iterable[object]) -> tuple[str, bool]:

@@ -11,31 +11,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_elastic_zero.api import (
     CheckpointFigures,
     Loaded,
-    LoadOptions,
     SaveOptions,
     load_options,
     load_with,
 )
-from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy
+from lightning_elastic_zero.continuation import STATE_KEY, SteadyDeepSpeedStrategy, averages
 from lightning_elastic_zero.continuation.answers import Answers
-from lightning_elastic_zero.continuation.averages import check_averaging, with_current_weights
+from lightning_elastic_zero.continuation.averages import HandedOut
+from lightning_elastic_zero.continuation.fresh import without_progress
+from lightning_elastic_zero.continuation.leftover import LeftOfFit
 from lightning_elastic_zero.continuation.releases import RESUME_END
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
+    put_weights,
+    trained_parameters,
     use_accelerator,
     version_of,
 )
 from lightning_elastic_zero.options import flag
 from lightning_elastic_zero.progress import with_loader_states
-from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
+from lightning_elastic_zero.publication import (
+    Publication,
+    is_requeued,
+    what_was_loaded,
+    what_was_not_resumed,
+)
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import keep_configured_rates
@@ -63,6 +70,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         save_module_weights: bool = False,
         allow_pickle: bool = False,
         fall_back: bool = False,
+        rename: Mapping[str, str] | None = None,
         async_save: bool = False,
         snapshot_bytes: int | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -83,6 +91,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 plain data. That can run code: only for checkpoints that you trust.
             fall_back: where the checkpoint that ``fit(ckpt_path=...)`` is given is damaged, go on
                 from the newest sound one before it, with a warning; else the error names that one.
+            rename: layers that had other names: see ``load_checkpoint``.
             async_save: let training wait for a copy of the state in host memory only, and write
                 and publish it in the background. A checkpoint is then there some time after
                 ``save_checkpoint`` has returned (``wait_for_save``), and hosts need room for their
@@ -100,6 +109,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             load_hyperparameters=load_hyperparameters,
             allow_pickle=allow_pickle,
             fall_back=fall_back,
+            rename=rename,
         )
         self._save_module_weights = flag("save_module_weights", save_module_weights)
         self._publication = saves = Publication(
@@ -107,23 +117,13 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         )
         self._answers = Answers(self._link, saves.is_written, saves.keeps)
         self._resumed = False
+        self._handed_out = HandedOut()
+        self._told_objects: set[str] = set()  # those that a load refuses
+        self._left = LeftOfFit()
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
 
     # -- setting up --------------------------------------------------------------------------
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this node. CPUs are numbered too: DeepSpeed wants each device's index."""
-        devices = self._parallel_devices
-        if devices and devices[0].type == "cpu":
-            return [torch.device("cpu", index) for index in range(len(devices))]
-        return devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
 
     @override
     def setup_environment(self) -> None:
@@ -140,9 +140,16 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._init_config_if_needed()
         check_config(self.config or {})
+        if self._fitting():
+            self._left.forget()
         super().setup(trainer)
         check_supported(self.deepspeed_engine)
-        check_averaging(trainer, cut_up=self.zero_stage_3)
+        if self._fitting():
+            self._left.begin(self.deepspeed_engine)
+            self._thawing.begin(
+                self.deepspeed_engine.module, trained_parameters(self.deepspeed_engine)
+            )
+        averages.check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
         self._publication.start(self.deepspeed_engine, self.global_rank)
@@ -156,8 +163,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Give nothing: the weights are saved from the masters, not through this dict."""
-        return {}
+        """Give hooks the weights to see; they are saved from the masters, not through this dict."""
+        return self._handed_out.hand_out(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -187,23 +194,29 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         if storage_options is not None:
             msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
             raise TypeError(msg)
-        client_state = {
-            key: value
-            for key, value in checkpoint.items()
-            # An empty "state_dict" is our own; callbacks that average weights put theirs there.
-            if key != "optimizer_states" and (key != "state_dict" or value)
-        }
+        engine = self._left.engine(self.deepspeed_engine, filepath)
+        weights_only = "optimizer_states" not in checkpoint or not self._left.is_whole
+        if weights_only and (module := self.lightning_module) is not None:
+            averages.add_averages(module.trainer, checkpoint)
+        client_state, left_out = self._handed_out.come_back(checkpoint)
+        client_state.pop("optimizer_states", None)
         options = SaveOptions(
-            weights_only="optimizer_states" not in checkpoint,
+            weights_only=weights_only,
             exclude_frozen=self.exclude_frozen_parameters,
+            left_out=left_out,
+            told=None if self._load_options.allow_pickle else self._told_objects,
             module_weights=self._save_module_weights,
         )
         options = self._with_progress(options, client_state)
         with self._answers.saving():
-            self._save(filepath, client_state, options)
+            self._save(engine, filepath, client_state, options)
 
     def _save(
-        self, filepath: str | os.PathLike[str], client_state: dict[str, Any], options: SaveOptions
+        self,
+        engine: Any,
+        filepath: str | os.PathLike[str],
+        client_state: dict[str, Any],
+        options: SaveOptions,
     ) -> None:
         """Save at once or in the background, as this moment allows."""
         if self._interrupted() or is_requeued(filepath):
@@ -211,10 +224,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             # come in the midst of another save, and the job ends as soon as this returns.
             self._publication.finish_alone()
             with self._publication.at_the_end(filepath, interrupted=self._interrupted()) as ranks:
-                saved = (self.deepspeed_engine, filepath, ranks, client_state, options)
-                self._publication.save(*saved)
+                self._publication.save(engine, filepath, ranks, client_state, options)
             return
-        saved = (self.deepspeed_engine, filepath, self._agree(), client_state, options)
+        saved = (engine, filepath, self._agree(), client_state, options)
         if not self._publication.save_behind(*saved):
             self._publication.finish(self._agree())
             self._publication.save(*saved)
@@ -248,15 +260,12 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         trainer, of = module.trainer, self._continuation
         with self._given.in_force(trainer):
             record = of.record(trainer, loops, self.world_size)
-            client_state[STATE_KEY] = of.state(trainer, record, self.root_device)
+            client_state[STATE_KEY] = own = of.state(trainer, record, self.root_device)
+            if not self._fitting():
+                self._left.put_back(own)
             states, buffers = of.loader_states(trainer), of.buffers(trainer)
         client_state["loops"] = with_loader_states(client_state["loops"], states)
         return replace(options, sampler=record.to_plain(), module_buffers=buffers)
-
-    def _interrupted(self) -> bool:
-        """Tell whether the trainer is handling an exception (``save_on_exception``)."""
-        module = self.lightning_module
-        return module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
@@ -286,17 +295,17 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
             return super().load_checkpoint(os.fspath(checkpoint_path), *given)
         module = self.lightning_module
-        options = LoadOptions(
-            optimizer_state=self._load_options.optimizer_state,
-            hyperparameters=self._load_options.hyperparameters,
+        options = replace(
+            self._load_options,
             strict=module is None or module.strict_loading,
-            allow_pickle=self._load_options.allow_pickle,
             # An evaluation of another checkpoint than the one that was named is no use to anybody.
             fall_back=self._load_options.fall_back and self._fitting(),
         )
         self.wait_for_save()
         loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
         self._resumed = True
+        if not self._fitting():
+            self._left.forget()
         self.last_load = loaded.figures
         self._publication.resumed_from(loaded.figures.path)
         return self._trainer_state(loaded)
@@ -305,34 +314,24 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         """Give what Lightning's loops, callbacks and schedulers restore themselves from."""
         state, manifest = loaded.client_state, loaded.manifest
         fitting = self._fitting()
-        of = f" on {manifest.world_size} devices with ZeRO-{manifest.stage}"
-        rank_zero_info(
-            f"Loaded {loaded.figures.path} (saved{of if manifest.stage else ' without ZeRO'}) on "
-            f"{self.world_size} devices: "
-            f"{loaded.figures.bytes / 1e6:.1f} MB in {loaded.figures.seconds:.2f} s"
-        )
+        rank_zero_info(what_was_loaded(loaded, self.world_size))
         if (module := self.lightning_module) is not None:
-            state = with_current_weights(state, module)
+            if not fitting:
+                taken = put_weights(self.deepspeed_engine, averages.weights_beside(state))
+                averages.tell_of_averages(taken, loaded.figures.path)
+            state = averages.with_weights(state, module)
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
         if fitting and manifest.weights_only:
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
-            return self._without_progress(state)
+            return without_progress(state, module)
         if fitting and module is not None:
             where = loaded.figures.path
             self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
         if fitting and not self._load_options.hyperparameters:
             state["lr_schedulers"] = keep_configured_rates(state.get("lr_schedulers", []))
         return state
-
-    def _without_progress(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Give what a new run takes over beside the weights: what the module itself had saved."""
-        module = self.lightning_module
-        data = getattr(module.trainer, "datamodule", None) if module is not None else None
-        progress = {"loops", "callbacks", type(data).__qualname__}
-        kept = {key: value for key, value in state.items() if key not in progress}
-        return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -376,6 +375,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
     def teardown(self) -> None:
         """End saving and agreeing, before tensors move; no collective, since ranks may be gone."""
         self._answers.end()
+        if self._fitting() and (module := self.lightning_module) is not None:
+            self._left.end(module.trainer)
         failure = self._publication.stop(interrupted=self._interrupted())
         if self._ranks is not None:
             self._ranks.close()

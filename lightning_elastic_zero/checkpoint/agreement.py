@@ -153,6 +153,7 @@ def _tables(manifest: Manifest) -> dict[str, list[str]]:
         "progress": [repr(manifest.progress)],
         "module buffers": list(map(repr, manifest.module_buffers)),
         "ZeRO stage": [repr(manifest.stage)],
+        "weights that are left out": sorted(manifest.excluded),
     }
 
 

@@ -29,6 +29,7 @@ from lightning_elastic_zero.formats import (
     CheckpointReader,
     ModuleState,
     ReadRequest,
+    RenamedCheckpoint,
     open_checkpoint,
 )
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
@@ -38,8 +39,10 @@ from lightning_elastic_zero.match import (
     Wanted,
     check_fits,
     describe,
+    left_as_they_are,
     rounded_buffers,
 )
+from lightning_elastic_zero.naming import Renaming
 from lightning_elastic_zero.ranks import Ranks
 from lightning_elastic_zero.state import (
     Incoming,
@@ -168,7 +171,9 @@ def _open(
             "rank 0: the ranks do not share the directory, or a save replaced it just now"
         )
         raise CheckpointFormatError(msg)
-    return source
+    if not options.renamed:
+        return source
+    return RenamedCheckpoint(source, Renaming(options.renamed), str(directory))
 
 
 def _check(
@@ -199,6 +204,8 @@ def _check(
         log.info("loading %s: %s into %s", where, _said(source), describe(here))
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
+        for text in left_as_they_are(source.manifest, here, wanted):
+            log.warning("%s: %s", where, text)
     source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
     return once
 

@@ -21,6 +21,7 @@ from lightning_elastic_zero.checkpoint.agreement import (
     drifted,
     warn_of_drift,
 )
+from lightning_elastic_zero.checkpoint.choosing import tell_of_objects, without, written
 from lightning_elastic_zero.checkpoint.comparing import (
     DIGESTS,
     Tables,
@@ -151,6 +152,8 @@ class Draft:
     state: RankState
     client: Mapping[str, Any]
     objects: tuple[tuple[tuple[str | int, ...], object], ...]
+    told: set[str] | None = None
+    """See ``SaveOptions``."""
 
     @classmethod
     def make(
@@ -165,12 +168,15 @@ class Draft:
                 if options.sampler:
                     progress = replace(manifest.progress, sampler=options.sampler)
                     manifest = replace(manifest, progress=progress)
-                if options.weights_only:
+                # An engine without an optimizer: weights, and which are trained is not known.
+                if not manifest.groups:
+                    manifest = replace(
+                        manifest, stage=manifest.stage or 1
+                    )  # the files are ZeRO-1's
+                if options.weights_only or not manifest.groups:
                     groups = tuple(replace(group, state=()) for group in manifest.groups)
                     manifest = replace(manifest, weights_only=True, groups=groups)
-                if options.exclude_frozen:
-                    left_out = tuple(p.name for p in manifest.parameters if p.group is None)
-                    manifest = replace(manifest, excluded=left_out)
+                manifest = without(manifest, options)
                 state = live.rank_state(
                     exclude_frozen=options.exclude_frozen,
                     keep_module_weights=options.module_weights,
@@ -179,9 +185,10 @@ class Draft:
                     kept = options.module_buffers
                     buffers = {n: kept.get(n, b) for n, b in state.module_buffers.items()}
                     state = replace(state, module_buffers=buffers)
+                state = written(state, manifest)
                 _check_state(state)
                 split = split_objects(client_state)
-                made.append(cls(manifest, state, split.plain, split.objects))
+                made.append(cls(manifest, state, split.plain, split.objects, options.told))
             return made[0]
 
         return draft
@@ -272,6 +279,7 @@ def _stage(
 ) -> None:
     """Rank 0: make the hidden directory beside the target, and note that it is there."""
     target, save_id = Path(sent["path"]), sent["save_id"]
+    tell_of_objects(target, draft.objects, draft.told)
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)

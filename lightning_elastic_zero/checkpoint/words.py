@@ -64,12 +64,16 @@ class SaveOptions:
     """Masters, frozen weights and buffers, and no optimizer state."""
     exclude_frozen: bool = False
     """Leave out weights that the optimizer does not own; a load keeps the model's own."""
+    left_out: frozenset[str] = frozenset()
+    """Names of frozen weights and buffers that are not to be written; trained ones always are."""
     module_weights: bool = False
     """Write the low-precision weights too, for tools that insist on them."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
     """How far the run is in its data, for the manifest's ``progress.sampler``."""
     module_buffers: Mapping[str, torch.Tensor] | None = None
     """Module buffers to save in the place of the live ones: those of the last optimizer step."""
+    told: set[str] | None = field(default_factory=set)
+    """Places of objects that were told of already, since a load refuses them; None: nobody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,14 @@ class LoadOptions:
     hyperparameters: bool = True
     """False: learning rate, weight decay, ... stay as they are configured now."""
     strict: bool = True
-    """False: frozen parameters and buffers may be missing, or too many."""
+    """False: frozen parameters and buffers may be missing, or too many; with a fresh optimizer
+    trained parameters too."""
     allow_pickle: bool = False
     """Build Python objects of any class from the trainer's state; that can run code."""
     fall_back: bool = False
     """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names in the checkpoint, and what they are in the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,10 @@
-"""Callbacks that average weights, which look for whole weights in the checkpoint dictionary."""
+"""Weights in the checkpoint dictionary, beside the engine's: averages, and what hooks do there.
+
+The engine's weights are saved from its masters. Lightning's hooks, and users', look for them in
+the dictionary: ``on_save_checkpoint`` finds them there as with other strategies, takes frozen ones
+out, or puts others in their place, such as an average that validation was done with. Those are
+saved with the trainer's state, and an evaluation is one of them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,30 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_elastic_zero.errors import UnsupportedError
 
 WEIGHT_AVERAGING: type[pl.Callback] | None = getattr(callbacks, "WeightAveraging", None)
 """Lightning's callback, which came with 2.6.0; None before."""
 
+WEIGHTS = "state_dict"
+"""Where Lightning keeps a module's weights."""
+
 CURRENT = "current_model_state"
 """Where ``WeightAveraging`` keeps the weights that are trained, beside their average."""
+
+_AVERAGE = "_average_model"
+"""Its private attribute, None outside of a fit."""
+
+
+def _averaging(trainer: pl.Trainer) -> list[Any]:
+    """Return the trainer's callbacks that average weights."""
+    all_of = trainer.callbacks  # type: ignore[attr-defined]
+    return [c for c in all_of if WEIGHT_AVERAGING is not None and isinstance(c, WEIGHT_AVERAGING)]
 
 
 def check_averaging(trainer: pl.Trainer, *, cut_up: bool) -> None:
@@ -23,22 +44,98 @@ def check_averaging(trainer: pl.Trainer, *, cut_up: bool) -> None:
     Raises:
         UnsupportedError: the callback would average empty tensors.
     """
-    if WEIGHT_AVERAGING is None or not cut_up:
+    if not cut_up or trainer.state.fn != TrainerFn.FITTING:
         return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WEIGHT_AVERAGING):
-            msg = (
-                f"{type(callback).__name__} averages whole weights, and ZeRO-3 leaves each device "
-                "a part: use stage 1 or 2, or keep the average in a module of its own"
-            )
-            raise UnsupportedError(msg)
+    for callback in _averaging(trainer):
+        msg = (
+            f"{type(callback).__name__} averages whole weights, and ZeRO-3 leaves each device "
+            "a part: use stage 1 or 2, or keep the average in a module of its own"
+        )
+        raise UnsupportedError(msg)
 
 
-def with_current_weights(state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """Give the trained weights back to ``WeightAveraging``, which loads them once more.
+class HandedOut:
+    """The weights that Lightning was handed for a checkpoint, to see what hooks made of them."""
 
-    They are saved as masters, not in this dictionary, and are in the module by now.
+    def __init__(self) -> None:
+        self._weights: dict[str, Any] = {}
+
+    def hand_out(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Note what is handed out: a dictionary of names, by reference."""
+        self._weights = dict(weights)
+        return weights
+
+    def come_back(self, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+        """Part a checkpoint's dictionary: what the trainer saves of it, and what was taken out.
+
+        Returns:
+            The dictionary without the weights that were handed out, which the engine saves; and
+            the names of those that a hook has taken out of ``state_dict``. One that has taken out
+            all of them is not believed: a checkpoint without weights is none.
+        """
+        given, self._weights = self._weights, {}
+        kept = {
+            key: self._own(value, given) if key in {WEIGHTS, CURRENT} else value
+            for key, value in checkpoint.items()
+        }
+        back = checkpoint.get(WEIGHTS)
+        gone = given.keys() - back.keys() if isinstance(back, Mapping) and back else frozenset()
+        if not kept.get(WEIGHTS):
+            kept.pop(WEIGHTS, None)
+        return kept, frozenset(gone)
+
+    @staticmethod
+    def _own(value: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401 (any entry)
+        """Return an entry without the weights in it that were handed out as they are."""
+        if not isinstance(value, dict):
+            return value
+        # Of what ZeRO-3 has cut up, a copy is as empty as what was handed out.
+        return {
+            name: of
+            for name, of in value.items()
+            if name not in given or not (of is given[name] or _is_empty(of))
+        }
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 0
+
+
+def add_averages(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Let callbacks add their averages to a checkpoint of weights alone.
+
+    Lightning asks no callback there, and the average would be lost that the checkpoint was chosen
+    for.
     """
-    if CURRENT not in state:
-        return dict(state)
-    return {**state, CURRENT: module.state_dict()}
+    for callback in _averaging(trainer):
+        if getattr(callback, _AVERAGE, None) is not None:
+            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+
+
+def weights_beside(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights that a loaded trainer's state has beside the engine's."""
+    found = state.get(WEIGHTS)
+    if not isinstance(found, Mapping):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def tell_of_averages(taken: list[str], path: str) -> None:
+    """Say that an evaluation is one of other weights than those that were trained."""
+    if taken:
+        rank_zero_info(
+            f"{path}: evaluated are the weights that callbacks or on_save_checkpoint had put into "
+            f"its state_dict, such as an average ({len(taken)} parameters: {taken[0]}, ...), as "
+            "they were validated, and not those that training goes on with"
+        )
+
+
+def with_weights(state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+    """Put the loaded weights where hooks look for them.
+
+    They were saved as masters, not in this dictionary, and are in the module by now: what hooks
+    change here changes nothing. ``WeightAveraging`` loads the trained ones once more.
+    """
+    live = module.state_dict()
+    found = {**state, WEIGHTS: {**live, **weights_beside(state)}}
+    return {**found, CURRENT: live} if CURRENT in state else found

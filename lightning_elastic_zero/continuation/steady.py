@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -24,6 +24,7 @@ from lightning_elastic_zero.continuation.placing import LostData, check_orders
 from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
 from lightning_elastic_zero.continuation.scaling import ScaleCheck
+from lightning_elastic_zero.continuation.thawing import Thawing
 from lightning_elastic_zero.options import choice, count, flag
 from lightning_elastic_zero.ranks import Ranks, current_ranks
 
@@ -107,6 +108,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._is_configured = False  # DeepSpeed's config, for this fit
         self._told_batch_size: int | None = None
         self._scale_check = ScaleCheck()
+        self._thawing = Thawing()
         self._are_orders_checked = False  # those of the first epoch of this fit
         self._ranks: Ranks | None = None
         self._known_warnings = KnownWarnings()
@@ -123,6 +125,24 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def __repr__(self) -> str:
         """Name the Trainer that this is for: ``pytorch_lightning``'s refuses it by its repr."""
         return f"<{type(self).__name__}, for lightning.pytorch.Trainer, not pytorch_lightning's>"
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node. CPUs are numbered too: DeepSpeed wants each device's index."""
+        devices = self._parallel_devices
+        if devices and devices[0].type == "cpu":
+            return [torch.device("cpu", index) for index in range(len(devices))]
+        return devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    def _interrupted(self) -> bool:
+        """Tell whether the trainer is handling an exception (``save_on_exception``)."""
+        module = self.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _fitting(self) -> bool:
         module = self.lightning_module
@@ -321,6 +341,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (module := self.lightning_module) is not None:
             self._continuation.fetched(module.trainer, batch_idx)
+            self._thawing.look(module, module.trainer.current_epoch)
             if not self._are_orders_checked:
                 # Not before: hooks of the epoch's start may change what a sampler draws.
                 check_orders(module.trainer, self._agree())

@@ -7,7 +7,10 @@ flat buffers; ``module`` tells names, shapes and buffers; ``training`` and ``inf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from lightning_elastic_zero.engine.inference import InferenceEngine
 from lightning_elastic_zero.engine.stepping import before_each_step, changes_before_step
@@ -20,6 +23,7 @@ from lightning_elastic_zero.engine.support import (
     version_of,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
+from lightning_elastic_zero.engine.wrappers import group_parameters
 
 __all__ = [
     "InferenceEngine",
@@ -29,10 +33,28 @@ __all__ = [
     "check_config",
     "check_supported",
     "live_engine",
+    "put_weights",
     "recovery_script",
+    "trained_parameters",
     "use_accelerator",
     "version_of",
 ]
+
+
+def put_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:  # noqa: ANN401
+    """Put whole weights and buffers into an engine without an optimizer; collective.
+
+    Returns:
+        The names of the parameters that were taken.
+    """
+    return InferenceEngine(engine).put(weights) if weights else []
+
+
+def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401 (untyped library)
+    """Return the parameters that an engine's ZeRO optimizer owns; none without one."""
+    wrapper = optimizer_wrapper(engine)
+    members = group_parameters(engine.optimizer, wrapper) if wrapper else []
+    return [parameter for group in members for parameter in group]
 
 
 def live_engine(engine: Any) -> TrainingEngine | InferenceEngine:  # noqa: ANN401 (untyped library)

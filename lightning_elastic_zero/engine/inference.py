@@ -9,6 +9,8 @@ import torch
 
 from lightning_elastic_zero.engine.module import (
     drop_second_copies,
+    full_shape,
+    module_weights,
     parameter_names,
     parameter_table,
     persistent_buffers,
@@ -17,7 +19,6 @@ from lightning_elastic_zero.engine.module import (
     write_buffers,
 )
 from lightning_elastic_zero.engine.support import version_of
-from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.state import Incoming, RankState, Receiving
@@ -63,17 +64,21 @@ class InferenceEngine:
         )
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Refuse: there are no masters to save.
+        """Give the weights as the module has them, by reference; there are no masters.
 
-        Raises:
-            UnsupportedError: always.
+        Args:
+            exclude_frozen: not used: without an optimizer nobody knows which weights are frozen.
+            keep_module_weights: add the weights once more, under all their names.
         """
-        del exclude_frozen, keep_module_weights
-        msg = (
-            "an engine without an optimizer holds no master weights: save from `trainer.fit`, "
-            "or keep the checkpoint that was loaded"
+        del exclude_frozen
+        module = self._engine.module
+        return RankState(
+            flats=(),
+            frozen={name: weight_piece(p)[1] for name, p in self._parameters.items()},
+            module_buffers=persistent_buffers(module),
+            module_weights=module_weights(module) if keep_module_weights else {},
+            loss_scaler={},
         )
-        raise UnsupportedError(msg)
 
     def module_buffers(self) -> dict[str, torch.Tensor]:
         """Return the persistent module buffers, by reference."""
@@ -114,7 +119,38 @@ class InferenceEngine:
         for fragment in received.fragments:
             _, piece = weight_piece(self._parameters[fragment.name])
             piece.copy_(received.weights[fragment.buffer])
-        write_buffers(self._engine.module, incoming.module_buffers)
+        self._changed(incoming.module_buffers)
+
+    @torch.no_grad()
+    def put(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """Take whole weights and buffers, by name: collective under ZeRO-3.
+
+        Args:
+            weights: by the module's names; those of another shape, and others, are not taken.
+
+        Returns:
+            The names of the parameters that were taken.
+        """
+        self.partition()
+        taken = []
+        for name, parameter in self._parameters.items():
+            if name in weights and weights[name].shape == full_shape(parameter):
+                start, piece = weight_piece(parameter)
+                piece.copy_(weights[name].reshape(-1)[start : start + piece.numel()])
+                taken.append(name)
+        buffers = persistent_buffers(self._engine.module)
+        self._changed(
+            {
+                n: weights[n]
+                for n, b in buffers.items()
+                if n in weights and weights[n].shape == b.shape
+            }
+        )
+        return taken
+
+    def _changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take buffers, and let forward see what the weights are now: collective under ZeRO-3."""
+        write_buffers(self._engine.module, buffers)
         drop_second_copies(self._engine.module)
         persistent = getattr(self._engine.optimizer, "persistent_parameters", None)
         if persistent:

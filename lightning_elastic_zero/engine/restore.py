@@ -28,6 +28,11 @@ class Target:
     """The live masters, or a tensor of their shape on the host."""
     in_place: bool
 
+    def keep_live(self) -> None:
+        """Begin with the live masters, where the checkpoint does not hold all of them."""
+        if not self.in_place:
+            self.tensor.copy_(self.buffer.master.data)
+
 
 def target_of(buffer: LiveBuffer) -> Target:
     """Choose where a flat buffer's masters are received.

@@ -220,12 +220,25 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
         yield f"the optimizer {name}: its state depends on how the parameters are cut"
     if wrapper == "DeepSpeedZeroOptimizer" and any(g.get("use_muon") for g in inner.param_groups):
         yield "Muon in ZeRO-1/2: its momentum is not cut like the parameters; use stage 3"
+    yield from _added_later(engine)
     flats = len(_flat_groups(engine.optimizer, wrapper))
     if len(inner.param_groups) < flats:
         yield (
             f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
             f"{len(inner.param_groups)} when it starts; put all parameters into one group"
         )
+
+
+def _added_later(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
+    """Yield the parameter groups that DeepSpeed has not made flat buffers of: it does not train."""
+    whole = set(engine.module.parameters())
+    for index, group in enumerate(engine.optimizer.optimizer.param_groups):
+        if any(p in whole and p.requires_grad for p in group["params"]):
+            yield (
+                f"parameter group {index}, which was added to the optimizer after DeepSpeed was "
+                "initialized, so that it is not partitioned: let all groups be there from the "
+                "beginning, with lr=0 until their turn comes"
+            )
 
 
 def _flat_groups(optimizer: Any, wrapper: str) -> set[int]:  # noqa: ANN401 (untyped library)

@@ -272,13 +272,17 @@ class TrainingEngine:
         """
         self.partition()
         self._targets = [target_of(buffer) for buffer in self._buffers]
+        held = {p.name for p in source.parameters} - set(source.excluded)
         fragments = [
             fragment
             for index, buffer in enumerate(self._buffers)
             for fragment in buffer.fragments(self._flat_names(buffer), self.rank, index)
+            if fragment.name in held
         ]
+        for target in self._targets:
+            if not held.issuperset(self._flat_names(target.buffer)):
+                target.keep_live()
         weights = [target.tensor for target in self._targets]
-        held = {p.name for p in source.parameters} - set(source.excluded)
         for name, parameter in self._frozen().items():
             start, piece = weight_piece(parameter)
             if name in held and piece.numel():

@@ -20,6 +20,7 @@ from lightning_elastic_zero.formats.reader import (
     ModuleState,
     ReadRequest,
 )
+from lightning_elastic_zero.formats.renamed import RenamedCheckpoint
 from lightning_elastic_zero.formats.rigid import RigidSource
 from lightning_elastic_zero.formats.single_file import SingleFileSource
 from lightning_elastic_zero.formats.torch_folder import is_sharded
@@ -33,6 +34,7 @@ __all__ = [
     "Found",
     "ModuleState",
     "ReadRequest",
+    "RenamedCheckpoint",
     "open_checkpoint",
 ]
 

@@ -227,7 +227,9 @@ class ElasticReader:
     def _objects(self) -> Objects:
         """Give the client objects, if they are harmless or allowed."""
         file = self._file(CLIENT_OBJECTS)
-        where = f"{file.path} ({', '.join(self.manifest.client_objects)})"
+        # What is refused is named by itself; what fails in Python's own unpickler is one of these.
+        these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
+        where = f"{file.path}{these}"
         return self._build(file.load(file.tree["pickle"]), where)
 
     def _build(self, data: torch.Tensor, where: str) -> Objects:

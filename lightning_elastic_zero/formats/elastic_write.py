@@ -115,10 +115,12 @@ class _Write:
             "zero_stage": manifest.stage,
             "partition_count": manifest.world_size
             if zero_3
-            else [manifest.world_size] * len(manifest.buffers),
+            # A number where there are no flat buffers: DeepSpeed's script takes the largest one.
+            else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
             fp32_key(manifest.stage): [
                 _masters(builder, flat, self.told, padded=zero_3) for flat in state.flats
-            ],
+            ]
+            or [torch.empty(0)],
             "loss_scaler": dict(state.loss_scaler),
         }
         if not zero_3:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import importlib
 import io
+import itertools
 import pickle
 import uuid
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.client_state import Path, dotted, host_pickle
 from lightning_elastic_zero.formats.harmless import (
     CALLS,
     FIELDS,
@@ -81,6 +83,24 @@ def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
         raise CheckpointFormatError(msg) from error
 
 
+def refused_in(objects: Iterable[tuple[Path, object]]) -> dict[str, str]:
+    """Return what of a client state's objects a load refuses unless it is allowed, by its place.
+
+    What cannot be pickled at all is not told: no save of it comes about.
+    """
+    found = {}
+    for path, value in objects:
+        try:
+            unpickler = _HarmlessUnpickler(host_pickle(value), "")
+        except Exception:  # noqa: BLE001, S112 - whatever a user's class raises, the save names
+            continue
+        try:
+            unpickler.load()
+        except Exception:  # noqa: BLE001 - and whatever stands in the way of a load is an answer
+            found[dotted(path)] = unpickler.refused or f"a {type(value).__name__}"
+    return found
+
+
 def _load_any_storage(data: bytes) -> object:
     """Return the storage of a pickled tensor, on the host, whatever it holds."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
@@ -107,6 +127,8 @@ class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
         self._where = where
+        self.refused = ""
+        """What was refused."""
         self._left = len(data) + _SPARE
         self._rules: dict[int, tuple[object, Callable[..., bool]]] = {}
         self._shared: dict[object, object] = {}
@@ -259,8 +281,10 @@ class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps 
         self.append(data)  # type: ignore[attr-defined]
 
     def _refuse(self, what: str) -> NoReturn:
+        self.refused = what
+        at = _place(itertools.chain(*self.metastack, self.stack))
         msg = (
-            f"{self._where}: the trainer's state holds {what}. "
+            f"{self._where}: the trainer's state holds {what}{f' ({at})' if at else ''}. "
             "Building it can run code. If you trust this checkpoint, pass allow_pickle=True (to "
             "ElasticDeepSpeedStrategy, or to load_checkpoint)"
         )
@@ -282,6 +306,19 @@ class _HarmlessUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps 
         pickle.BYTEARRAY8[0]: load_bytearray8,
     }
     dispatch = _checked
+
+
+def _place(begun: Iterable[object]) -> str:
+    """Return where in the client state the object sits that is being built.
+
+    Args:
+        begun: what an unpickler has on its stacks, the outermost first: pairs of a place and an
+            object, which are complete, and then the place of this one.
+    """
+    for value in begun:
+        if type(value) is tuple and value and all(type(key) in (str, int) for key in value):
+            return dotted(value)
+    return ""
 
 
 def _check_target(target: object, *kinds: type) -> None:

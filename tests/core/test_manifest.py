@@ -396,7 +396,10 @@ class TestRefusals:
             (lambda c: c["groups"].append(c["groups"][0]), "the groups do not name the parameters"),
             (lambda c: c["groups"].insert(0, {**c["groups"][0], "names": []}), "the groups do not"),
             (lambda c: c["files"].append(c["files"][0]), "two files have one name"),
-            (lambda c: c.update(excluded=["w"]), "w is left out, but is no frozen parameter"),
+            (
+                lambda c: c.update(excluded=["w"]),
+                "w is left out, but is trained, or a buffer that is there",
+            ),
         ],
     )
     def test_tables_that_contradict_each_other(

@@ -18,6 +18,7 @@ from lightning_elastic_zero.match import (
     Wanted,
     check_fits,
     describe,
+    left_as_they_are,
     rounded_buffers,
 )
 from lightning_elastic_zero.partition import FlatBuffer
@@ -76,6 +77,30 @@ def reshaped(manifest: Manifest, *names: str) -> Manifest:
     return replace(manifest, parameters=tuple(changed))
 
 
+OWNERS = (
+    "; let requires_grad be what it was before the optimizer is made, or pass "
+    "load_optimizer_state=False: a fresh optimizer on the saved weights"
+)
+GROUPS = (
+    "; give the optimizer the groups of the save, or pass load_optimizer_state=False and "
+    "load_hyperparameters=False: a fresh optimizer with the groups as they are configured here"
+)
+LENIENT = (
+    "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
+)
+NEW = f"; new ones start as they are by {LENIENT}"
+LEFT_OUT = (
+    "left out when saved (exclude_frozen_parameters), but trained here: b; freeze them here too, "
+    "or load a checkpoint that holds them, or train the model's own from where they are: "
+    f"{LENIENT}"
+)
+
+
+def perhaps(renamed: dict[str, str]) -> str:
+    """Give the line that suggests a renaming."""
+    return f"perhaps renamed since the save; if so, load with rename={renamed!r}"
+
+
 class TestWhatFits:
     @given(manifests())
     def test_a_checkpoint_fits_the_model_that_saved_it(self, manifest: Manifest) -> None:
@@ -107,7 +132,7 @@ class TestWhatFits:
         saved = model(["a", "b"], ["c"], frozen=("d",))
         assert differences(saved, model(["a", "d"], ["c"], frozen=("b",)), wanted) == []
         assert differences(saved, model(["a"], ["c", "b"], frozen=("d",)), wanted) == [
-            "in parameter group 1 here, in 0 when saved: b"
+            "in parameter group 1 here, in 0 when saved: b" + GROUPS
         ]
 
     def test_frozen_weights_that_were_left_out_stay_as_they_are(self) -> None:
@@ -120,8 +145,8 @@ class TestDifferences:
     @pytest.mark.parametrize(
         ("saved", "live", "expected"),
         [
-            (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b"]),
-            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f"]),
+            (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b" + NEW]),
+            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f" + NEW]),
             (model(["a", "b"]), model(["a"]), ["in the checkpoint, but not in the model: b"]),
             (
                 model(["a"], frozen=("f",)),
@@ -136,32 +161,32 @@ class TestDifferences:
             (
                 model(["a", "b"]),
                 model(["a"], frozen=("b",)),
-                ["trained when saved, frozen here: b"],
+                ["trained when saved, frozen here: b" + OWNERS],
             ),
             (
                 model(["a"], frozen=("b",)),
                 model(["a", "b"]),
-                ["frozen when saved, trained here: b"],
+                ["frozen when saved, trained here: b" + OWNERS],
             ),
             (
                 model(["a"], frozen=("b",), excluded=("b",)),
                 model(["a", "b"]),
                 [
-                    "frozen when saved, trained here: b",
-                    "left out by exclude_frozen_parameters, but trained here: b",
+                    "frozen when saved, trained here: b" + OWNERS,
+                    LEFT_OUT,
                 ],
             ),
             (
                 model(["a", "b"]),
                 model(["a"], ["b"]),
-                ["saved with 1 parameter groups, here are 2"],
+                ["saved with 1 parameter groups, here are 2" + GROUPS],
             ),
             (
                 model(["a", "b"], ["c"], ["d"]),
                 model(["a", "c"], ["b", "d"], []),
                 [
-                    "in parameter group 0 here, in 1 when saved: c",
-                    "in parameter group 1 here, in 0, 2 when saved: b, d",
+                    "in parameter group 0 here, in 1 when saved: c" + GROUPS,
+                    "in parameter group 1 here, in 0, 2 when saved: b, d" + GROUPS,
                 ],
             ),
             (
@@ -198,10 +223,14 @@ class TestDifferences:
         assert differences(saved, live) == expected
 
     def test_weights_that_were_left_out_cannot_be_trained(self) -> None:
-        """A fresh optimizer does not make up for weights that the checkpoint does not hold."""
+        """A fresh optimizer does not make up for them, unless the model's own are to be trained."""
         saved = model(["a"], frozen=("b",), excluded=("b",))
-        assert differences(saved, model(["a", "b"]), WEIGHTS) == [
-            "left out by exclude_frozen_parameters, but trained here: b"
+        assert differences(saved, model(["a", "b"]), WEIGHTS) == [LEFT_OUT]
+        lenient = replace(WEIGHTS, strict=False)
+        live = model(["a", "b"])
+        assert differences(saved, live, lenient) == []
+        assert [*left_as_they_are(saved, live, lenient)] == [
+            "not in the checkpoint, and trained from what they are here: b"
         ]
 
     @pytest.mark.parametrize(("saved", "here"), [("int8", "bfloat16"), ("float32", "uint8")])
@@ -253,11 +282,11 @@ class TestDifferences:
             "  - missing from the checkpoint: new\n"
             "  - in the checkpoint, but not in the model: gone\n"
             "  - of other shapes: shape (saved (4,), here (2, 2))\n"
-            "  - trained when saved, frozen here: then frozen\n"
-            "  - frozen when saved, trained here: unfrozen\n"
+            f"  - trained when saved, frozen here: then frozen{OWNERS}\n"
+            f"  - frozen when saved, trained here: unfrozen{OWNERS}\n"
             "  - buffers missing from the checkpoint: young\n"
             "  - buffers in the checkpoint, but not in the model: old\n"
-            "  - in parameter group 0 here, in 1 when saved: moved"
+            f"  - in parameter group 0 here, in 1 when saved: moved{GROUPS}"
         )
 
     @pytest.mark.parametrize("kind", ["missing", "unexpected", "shapes", "frozen", "moved"])
@@ -274,7 +303,7 @@ class TestDifferences:
         (line,) = differences(saved, live)
         assert "w19" in line
         assert "w20" not in line
-        assert line.endswith(f" and {1000 - LISTED} more")
+        assert f" and {1000 - LISTED} more" in line
 
 
 class TestNotStrict:
@@ -287,7 +316,7 @@ class TestNotStrict:
         saved = model(["a"], frozen=("old",), module_buffers=("old.mean",))
         live = model(["a"], frozen=("new",), module_buffers=("new.mean",))
         assert differences(saved, live, self.lenient) == []
-        assert len(differences(saved, live)) == 4
+        assert len(differences(saved, live)) == 5  # one of them suggests a renaming
 
     def test_what_is_trained_may_not(self) -> None:
         """A trained weight on either side is never skipped, and no shape is overlooked."""
@@ -297,6 +326,33 @@ class TestNotStrict:
             "missing from the checkpoint: new",
             "in the checkpoint, but not in the model: old",
             "of other shapes: f (saved (4,), here (2, 2))",
+        ]
+
+    def test_with_a_fresh_optimizer_it_may(self) -> None:
+        """New layers begin as they are, old ones are left out; all of them are named."""
+        saved = model(["a", "old"], frozen=("f",))
+        live = model(["a", "new"], frozen=("g",), module_buffers=("bn.mean", "young"))
+        wanted = Wanted(optimizer_state=False, strict=False)
+        assert differences(saved, live, wanted) == []
+        assert [*left_as_they_are(saved, live, wanted)] == [
+            "not in the checkpoint, and trained from what they are here: new",
+            "not in the checkpoint, and left as they are here: g",
+            "in the checkpoint, and not in the model: old, f",
+            "buffers that are not in the checkpoint, left as they are here: young",
+        ]
+        assert [*left_as_they_are(saved, saved, EVERYTHING)] == []
+
+    def test_a_likely_renaming_is_suggested(self) -> None:
+        """Names of one shape that differ in their beginnings alone."""
+        saved = model(["model.enc.weight", "model.enc.bias"], module_buffers=("model.bn.mean",))
+        live = model(["enc.weight", "enc.bias"], module_buffers=("bn.mean",))
+        assert differences(saved, live) == [
+            "missing from the checkpoint: enc.weight, enc.bias",
+            "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias",
+            perhaps({"model": ""}),
+            "buffers missing from the checkpoint: bn.mean",
+            "buffers in the checkpoint, but not in the model: model.bn.mean",
+            perhaps({"model": ""}),
         ]
 
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.formats.objects import load_objects
+from lightning_elastic_zero.formats.client_state import host_pickle
+from lightning_elastic_zero.formats.objects import load_objects, refused_in
 from tests.core.spelling import spelled
 
 WHERE = "a.ckpt/checkpoint/client_objects.pt (hyper_parameters.x)"
@@ -466,3 +467,21 @@ class TestDamaged:
         """With permission, a class that is not there any more is named."""
         with pytest.raises(CheckpointFormatError, match="no_such_module"):
             load(calling("no_such_module", "Thing"), allow_pickle=True)
+
+
+@pytest.mark.parametrize("before", [0, 1, 5, 2500])
+def test_what_is_refused_is_told_by_its_place(before: int) -> None:
+    """Of all objects just the one that needs leave, at the save as at the load."""
+    objects: list[tuple[tuple[str | int, ...], object]] = []
+    objects += [(("callbacks", "A", i), Path(str(i))) for i in range(before)]
+    objects += [(("callbacks", "B", "x"), [{"k": (1, ("a", "b"), Mine(3))}])]
+    objects += [(("later",), Path("z"))]
+    with pytest.raises(UnsupportedError, match=r"Mine \(callbacks\.B\.x\)\."):
+        load(host_pickle(objects))
+    (found,) = refused_in(objects).items()
+    assert found == ("callbacks.B.x", f"a Python object of {__name__}.Mine")
+
+
+def test_what_cannot_be_pickled_is_left_to_the_save() -> None:
+    """To say what a load refuses breaks no save: that names by itself what it cannot write."""
+    assert refused_in([(("a",), lambda: 0), (("b",), Path("x"))]) == {}

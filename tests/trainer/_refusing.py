@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -175,11 +176,19 @@ def save_after_fit(root: str) -> dict[str, Any]:
 
 
 def save_objects(root: str) -> str:
-    """Save a state with objects in it."""
+    """Save a state with objects in it; give what was said of them."""
     own = Path("of") / str(comm.get_rank())
     state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
-    save_checkpoint(engine(), f"{root}/x.ckpt", state)
-    return "saved"
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_elastic_zero")
+    logger.addHandler(handler)
+    try:
+        save_checkpoint(engine(), f"{root}/x.ckpt", state)
+    finally:
+        logger.removeHandler(handler)
+    return "; ".join(["saved", *said])
 
 
 def load_objects(root: str, allow: bool) -> str:

@@ -93,10 +93,14 @@ def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
     """Objects of unknown classes come back with allow_pickle=True only, each rank's own too."""
     root = str(tmp_path)
     first = said_by(worlds, 2, _refusing.save_objects, root)
-    assert first == ["saved", "saved"]
+    assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd holds a Python object of")
+    assert "Odd, no plain data: this checkpoint can be loaded only with allow_pickle" in first[0]
+    assert first[1] == "saved"
     for message in said_by(worlds, 1, _refusing.load_objects, root, False):
         assert message.startswith("UnsupportedError")
         assert "allow_pickle=True" in message
+        assert "Odd (deep.0.odd)." in message
+        assert "path" not in message.partition("Building")[0]
     for world in (2, 3):
         assert said_by(worlds, world, _refusing.load_objects, root, True) == ["equal"] * world
 
