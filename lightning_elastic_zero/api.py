@@ -101,7 +101,8 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
         path: the checkpoint's directory.
         load_optimizer_state: False: a fresh optimizer on the saved weights.
-        load_hyperparameters: False: learning rate, weight decay, ... stay as configured now.
+        load_hyperparameters: False: learning rate, weight decay, ... stay as configured now, and
+            the engine's scheduler stays where it is.
         strict: False: frozen parameters and buffers may be missing, or too many.
         allow_pickle: build Python objects of any class from the client state; it can run code.
         fall_back: where the checkpoint is damaged, take the newest older one in its folder that is

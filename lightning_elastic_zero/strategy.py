@@ -37,7 +37,7 @@ from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.registered import REGISTERED
-from lightning_elastic_zero.schedules import keep_configured_rates
+from lightning_elastic_zero.schedules import go_on_as_configured
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -78,8 +78,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
             load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
                 configures them; the optimizer's moments are restored all the same. A scheduler
-                keeps its place; those that step from the last rate (StepLR, cosine annealing) go
-                on from the configured one, as if it had not decayed yet.
+                keeps its place, with the rates that it has there as it is configured now
+                (docs/continuation.md, also of schedulers that are not torch's).
             save_module_weights: write the low-precision weights too, for tools that insist on them.
             allow_pickle: build Python objects of any class from the trainer's state, where it is no
                 plain data. That can run code: only for checkpoints that you trust.
@@ -324,7 +324,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             where = loaded.figures.path
             self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
         if fitting and not self._load_options.hyperparameters:
-            state["lr_schedulers"] = keep_configured_rates(state.get("lr_schedulers", []))
+            live = [config.scheduler for config in self.lr_scheduler_configs]
+            states = state.get("lr_schedulers", [])
+            state["lr_schedulers"] = go_on_as_configured(live, states, manifest.groups)
         return state
 
     def _without_progress(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Run:
     kind: str = "plain"
     """Of the data: see ``loaders_of``."""
     schedule: str = "none"
+    rate: float = 0.01
     manual: bool = False
     """Optimized by the module itself."""
     dropout: float = 0.0
@@ -283,7 +284,7 @@ class Net(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.of.rate)
         made = schedule_of(self, optimizer)
         return optimizer if made is None else {"optimizer": optimizer, "lr_scheduler": made}
 
@@ -302,7 +303,7 @@ def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | 
             return {"scheduler": rates.ExponentialLR(optimizer, 0.7), "interval": "epoch"}
         case "onecycle":
             total = int(net.trainer.estimated_stepping_batches)
-            made = rates.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
+            made = rates.OneCycleLR(optimizer, max_lr=5 * net.of.rate, total_steps=total)
             return {"scheduler": made, "interval": "step"}
         case "warmup":
             warm = rates.LinearLR(optimizer, 0.1, total_iters=4)
