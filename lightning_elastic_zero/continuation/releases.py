@@ -32,7 +32,14 @@ EPOCH_LOOP_NAMES = ("_batches_that_stepped", "_should_check_val_fx")
 COMBINED_LOADER_NAMES = ("_mode", "_state_dicts")
 CONNECTOR_NAMES = ("_callback_metrics",)
 CALL_NAMES = ("_call_lightning_module_hook",)
-CHECKPOINT_NAMES = ("_link_checkpoint", "file_exists")
+CHECKPOINT_NAMES = (
+    "_every_n_epochs",
+    "_every_n_train_steps",
+    "_last_global_step_saved",
+    "_link_checkpoint",
+    "_save_checkpoint",
+    "file_exists",
+)
 STRATEGY_NAMES = (
     "_auto_select_batch_size",
     "_format_batch_size_and_grad_accum_config",
@@ -75,7 +82,7 @@ def _missing(trainer: pl.Trainer, found: str) -> Iterator[str]:
         ("CombinedLoader", CombinedLoader([]), COMBINED_LOADER_NAMES),
         ("the logger connector", connector, CONNECTOR_NAMES),
         ("lightning.pytorch.trainer.call", call, CALL_NAMES),
-        ("ModelCheckpoint", ModelCheckpoint, CHECKPOINT_NAMES),
+        ("ModelCheckpoint", ModelCheckpoint(), CHECKPOINT_NAMES),
         ("DeepSpeedStrategy", trainer.strategy, STRATEGY_NAMES),
     )
     for owner, live, names in owners:
