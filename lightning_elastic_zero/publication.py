@@ -28,7 +28,7 @@ from lightning_elastic_zero.links import Links
 from lightning_elastic_zero.options import count, flag
 from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import check_local_path, occupant_of
+from lightning_elastic_zero.storage import Tenancy, check_local_path, occupant_of
 
 _WRITERS_ABSENT_S = 60.0
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
@@ -66,14 +66,33 @@ class Publication:
         self._snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0, unit="bytes")
         self._writer: BackgroundWriter | None = None
         self._is_first = False
+        self.places: tuple[object, ...] = ()
+        """The folders into which callbacks save."""
+        self._tenancy = Tenancy(())
         self._retention = Retention()
         self._links = Links()
         self._failed = False
         self._unhook: Callable[[], None] = _nothing
 
-    def start(self, engine: Any, rank: int) -> None:  # noqa: ANN401 (DeepSpeed is untyped)
-        """Begin a run. Every rank does, where saves go to the background."""
+    def start(
+        self,
+        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+        rank: int,
+        places: Iterable[object] = (),
+    ) -> None:
+        """Begin a run. Every rank does, where saves go to the background.
+
+        Args:
+            engine: DeepSpeed's.
+            rank: this one.
+            places: the folders into which callbacks will save; None for one that has none.
+        """
         self._is_first = rank == 0
+        self.places = tuple(places)
+        self._tenancy.end()
+        if self._is_first:
+            self._tenancy = Tenancy(self.places)
+            self._tenancy.begin()
         if self._background and self._writer is None:
             times = replace(self._times, absent_s=_WRITERS_ABSENT_S)
             ranks = current_ranks(times, "elastic-zero in the background")
@@ -224,6 +243,7 @@ class Publication:
             What the last save failed by, where nobody was told so far; interrupted, it is logged.
         """
         failure = None
+        self._tenancy.end()
         if self._writer is not None:
             failure = self._writer.stop(PATIENCE_S if interrupted else None)
             self._unhook()

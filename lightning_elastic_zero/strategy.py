@@ -146,7 +146,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
-        self._publication.start(self.deepspeed_engine, self.global_rank)
+        callbacks = trainer.checkpoint_callbacks if self._fitting() else []
+        places = [getattr(callback, "dirpath", None) for callback in callbacks]
+        self._publication.start(self.deepspeed_engine, self.global_rank, places)
         self._answers.begin(trainer)
 
     @override
@@ -362,9 +364,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     def _say_what_was_not_resumed(self) -> None:
         """Training starts at step 0: say so, loudly where there is something to resume."""
-        module = self.lightning_module
-        callbacks = [] if module is None else module.trainer.checkpoint_callbacks
-        text, loud = what_was_not_resumed(getattr(c, "dirpath", None) for c in callbacks)
+        text, loud = what_was_not_resumed(self._publication.places)
         (rank_zero_warn if loud else rank_zero_info)(text)
 
     # -- the end -----------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def watch_the_last(run: Run, scores: list[float]) -> list[tuple[str, int]]:
         step = held.get("progress", {}).get("global_steps", 0)
         seen.append((Path(callback.best_model_path).name, step))
 
-    run.deeds = {2 * epoch + 1: look for epoch in range(1, len(scores))} | {-1: look}
+    run.deeds = dict.fromkeys([*range(3, 2 * len(scores), 2), -1], look)
     trainer, net, data, director = run.make()
     callback: Any = trainer.checkpoint_callback
     candidates = callback._monitor_candidates
