@@ -26,7 +26,13 @@ from lightning_elastic_zero.engine import (
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.links import Links
 from lightning_elastic_zero.options import count, flag
-from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
+from lightning_elastic_zero.ranks import (
+    ABSENT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    Ranks,
+    RankTimes,
+    current_ranks,
+)
 from lightning_elastic_zero.retention import Retention
 from lightning_elastic_zero.storage import Tenancy, check_local_path, occupant_of
 
@@ -45,6 +51,7 @@ class Publication:
     def __init__(
         self,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        absent_timeout_s: float = ABSENT_TIMEOUT_S,
         *,
         background: bool,
         snapshot_bytes: int | None = None,
@@ -53,13 +60,15 @@ class Publication:
 
         Args:
             stall_timeout_s: for how long a rank may be at work without progress.
+            absent_timeout_s: for how long ranks wait for one that does not come.
             background: whether saves go to the background during a run.
             snapshot_bytes: the most host memory that a rank's copy of the state may take.
 
         Raises:
             ValueError: an option has a value that it cannot have.
         """
-        self._times = RankTimes().with_stall_timeout(stall_timeout_s)
+        times = RankTimes().with_stall_timeout(stall_timeout_s)
+        self._times = times.with_absent_timeout(absent_timeout_s)
         self.last_save: CheckpointFigures | None = None
         """What the last save cost that was published."""
         self._background = flag("async_save", background)

@@ -35,7 +35,7 @@ from lightning_elastic_zero.engine import (
 from lightning_elastic_zero.options import flag
 from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
-from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks
+from lightning_elastic_zero.ranks import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.registered import REGISTERED
 from lightning_elastic_zero.schedules import go_on_as_configured
 
@@ -68,6 +68,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         async_save: bool = False,
         snapshot_bytes: int | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        absent_timeout_s: float = ABSENT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         """Take the parents' arguments, and those for saving and loading.
@@ -94,6 +95,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 None: all that it needs. What does not fit is written before the next step.
             stall_timeout_s: how long a rank may work on a save or load without progress before that
                 fails on all ranks: raise it where one call to the disk may take longer.
+            absent_timeout_s: how long ranks wait for one that does not come to a save or load;
+                after 30 s a warning names it.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -105,7 +108,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         )
         self._save_module_weights = flag("save_module_weights", save_module_weights)
         self._publication = saves = Publication(
-            stall_timeout_s, background=async_save, snapshot_bytes=snapshot_bytes
+            stall_timeout_s, absent_timeout_s, background=async_save, snapshot_bytes=snapshot_bytes
         )
         self._answers = Answers(self._link, saves.is_written, saves.keeps)
         self._resumed = False
@@ -360,12 +363,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         """
         self._agree().together("go on without loading a checkpoint (any more)", lambda: None)
         if self._fitting() and not self._resumed:
-            self._say_what_was_not_resumed()
-
-    def _say_what_was_not_resumed(self) -> None:
-        """Training starts at step 0: say so, loudly where there is something to resume."""
-        text, loud = what_was_not_resumed(self._publication.places)
-        (rank_zero_warn if loud else rank_zero_info)(text)
+            # Training starts at step 0: loudly where there is something to resume.
+            text, loud = what_was_not_resumed(self._publication.places)
+            (rank_zero_warn if loud else rank_zero_info)(text)
 
     # -- the end -----------------------------------------------------------------------------
 
