@@ -1,4 +1,4 @@
-"""Schedulers taken up where the learning rate is to be as it is configured now.
+"""Schedulers taken up: as they were saved, or as they are configured now.
 
 A schedule is at a place, and its rates follow from that place and from how it is configured.
 Torch's own schedulers step from the last rate, or to a rate of their place, and which one does what
@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Group
+from lightning_elastic_zero.state import in_type_of
 
 CONFIGURED = frozenset(
     {
@@ -35,6 +36,16 @@ CONFIGURED = frozenset(
 
 _DEEPSPEEDS = {"last_batch_iteration"}
 """All that DeepSpeed's own schedulers keep; told a place, they set the rates of it."""
+
+
+def go_on_as_saved(
+    schedulers: Sequence[Any],
+    states: Sequence[Mapping[str, Any]],
+    _groups: Sequence[Group] = (),
+) -> list[dict[str, Any]]:
+    """Return the states to load, their numbers of the types that the live schedulers have."""
+    kept = [in_type_of(s, live.state_dict()) for live, s in zip(schedulers, states, strict=False)]
+    return [*kept, *map(dict, states[len(kept) :])]
 
 
 def go_on_as_configured(

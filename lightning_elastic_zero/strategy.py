@@ -37,7 +37,7 @@ from lightning_elastic_zero.progress import with_loader_states
 from lightning_elastic_zero.publication import Publication, is_requeued, what_was_not_resumed
 from lightning_elastic_zero.ranks import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.registered import REGISTERED
-from lightning_elastic_zero.schedules import go_on_as_configured
+from lightning_elastic_zero.schedules import go_on_as_configured, go_on_as_saved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -328,10 +328,11 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         if fitting and module is not None:
             where = loaded.figures.path
             self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
-        if fitting and not self._load_options.hyperparameters:
+        if fitting:
             live = [config.scheduler for config in self.lr_scheduler_configs]
-            states = state.get("lr_schedulers", [])
-            state["lr_schedulers"] = go_on_as_configured(live, states, manifest.groups)
+            as_saved, states = self._load_options.hyperparameters, state.get("lr_schedulers", [])
+            go_on = go_on_as_saved if as_saved else go_on_as_configured
+            state["lr_schedulers"] = go_on(live, states, manifest.groups)
         return state
 
     def _without_progress(self, state: dict[str, Any]) -> dict[str, Any]:

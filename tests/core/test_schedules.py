@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer, swa_utils
@@ -14,8 +15,8 @@ from torch.optim import lr_scheduler as lrs
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Group
-from lightning_elastic_zero.schedules import CONFIGURED, go_on_as_configured
-from lightning_elastic_zero.state import plain
+from lightning_elastic_zero.schedules import CONFIGURED, go_on_as_configured, go_on_as_saved
+from lightning_elastic_zero.state import in_type_of, plain
 
 Make = Callable[[Optimizer], Any]
 
@@ -361,6 +362,23 @@ def test_a_subclass_of_torchs_keeps_the_configured_shape() -> None:
     resume(saved, scheduler)
     assert (scheduler.step_size, scheduler.gamma, scheduler.base_lrs) == (3, 0.1, [RATE])
     assert math.isclose(scheduler.get_last_lr()[0], RATE / 4)
+
+
+def test_numbers_take_the_live_types_where_that_is_exact() -> None:
+    """A float32 of NumPy's was saved as Python's float; another value than it can hold stays so."""
+    saved = {"base_lrs": [0.5, 0.1], "betas": (0.5, 0.25), "n": 3, "on": True, "text": "a"}
+    f32 = np.float32
+    live = {"base_lrs": [f32(1), f32(1)], "betas": (f32(1), 1.0), "n": np.int64(1), "on": f32(1)}
+    taken = in_type_of(saved, live)
+    assert taken == saved
+    types = [type(number).__name__ for number in (*taken["base_lrs"], *taken["betas"])]
+    assert types == ["float32", "float", "float32", "float"]
+    assert (type(taken["n"]), type(taken["on"])) == (np.int64, bool)
+    scheduler = lrs.LambdaLR(SGD([weight()], f32(0.1)), lambda _: f32(0.5))
+    states: list[dict[str, Any]] = [{"base_lrs": [float(f32(0.1))]}, {"of": "no live one"}]
+    (kept, rest) = go_on_as_saved([scheduler], states)
+    assert type(kept["base_lrs"][0]) is f32
+    assert rest == states[1]
 
 
 def test_every_field_is_configured_or_a_place() -> None:

@@ -284,12 +284,13 @@ class Net(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.of.rate)
+        rate = np.float32(self.of.rate) if self.of.schedule == "numpy" else self.of.rate
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
         made = schedule_of(self, optimizer)
         return optimizer if made is None else {"optimizer": optimizer, "lr_scheduler": made}
 
 
-def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911
+def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911, PLR0912
     """Give the scheduler that a run asks for."""
     rates = torch.optim.lr_scheduler
     made: Any
@@ -312,6 +313,9 @@ def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | 
             return {"scheduler": made, "interval": "step"}
         case "lambda":
             return {"scheduler": rates.LambdaLR(optimizer, _factor), "interval": "step"}
+        case "numpy":
+            made = rates.LambdaLR(optimizer, lambda step: np.float32(_factor(step)))
+            return {"scheduler": made, "interval": "step"}
         case "plateau, stepwise":
             made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
             return {"scheduler": made, "interval": "step", "monitor": "val", "strict": False}

@@ -249,6 +249,17 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     assert seen.epoch == whole.epoch
 
 
+def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
+    """A rate of np.float32 takes other steps than Python's float of the same value."""
+    whole = Run(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
+    again = replace(whole, save=(), ckpt_path=str(tmp_path / "step-0.2.ckpt"))
+    for of_whole, seen in worlds.run(2, partial(fits, [whole, again])):
+        assert {type(rate).__name__ for rate in of_whole.rates.values()} == {"float32"}
+        assert {type(rate).__name__ for rate in seen.rates.values()} == {"float32"}
+        assert seen.rates == _from(of_whole.rates, 2)
+        assert seen.losses == _from(of_whole.losses, 2)
+
+
 def test_a_new_rate_is_that_of_a_run_that_always_had_it(worlds: Pools, tmp_path: Path) -> None:
     """load_hyperparameters=False after a warm-up, in a cycle, in an epoch's schedule: each step."""
     plans = [
