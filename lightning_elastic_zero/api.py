@@ -16,7 +16,13 @@ from lightning_elastic_zero.checkpoint import (
 )
 from lightning_elastic_zero.engine import live_engine, recovery_script
 from lightning_elastic_zero.options import client_state_of, flag, renaming
-from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
+from lightning_elastic_zero.ranks import (
+    ABSENT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    Ranks,
+    RankTimes,
+    current_ranks,
+)
 
 __all__ = [
     "CheckpointFigures",
@@ -40,6 +46,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
     exclude_frozen_parameters: bool = False,
     save_module_weights: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
+    absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> CheckpointFigures:
     """Save a DeepSpeed engine into a checkpoint that resumes on any number of devices.
 
@@ -59,13 +66,15 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             save fails on all ranks. Progress is each MiB that comes to the disk: raise it where a
             single call to the file system may take longer.
+        absent_timeout_s: for how many seconds ranks that make this call wait for those that do
+            not, before it fails; after 30 s a warning names them.
 
     Returns:
         Where it was published, the seconds it took, the bytes that all ranks wrote.
 
     Raises:
-        ValueError: a flag is neither True nor False, ``client_state`` no dictionary, or
-            ``stall_timeout_s`` no positive number.
+        ValueError: a flag is neither True nor False, ``client_state`` no dictionary, or a time no
+            positive number.
         UnsupportedError: the engine, or a state of it, cannot be saved by this library.
         SaveError: it could not be written, or would replace what is not this library's; the last
             published checkpoint is intact.
@@ -77,7 +86,8 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         module_weights=flag("save_module_weights", save_module_weights),
     )
     client = client_state_of(client_state)
-    with closing(_ranks_to("save", engine, path, stall_timeout_s)) as ranks:
+    times = _times(stall_timeout_s, absent_timeout_s)
+    with closing(_ranks_to("save", engine, path, times)) as ranks:
         return save_with(engine, path, ranks, client, options)
 
 
@@ -92,6 +102,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
     allow_pickle: bool = False,
     fall_back: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
+    absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> Loaded:
     """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
 
@@ -102,7 +113,8 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
         path: the checkpoint's directory.
         load_optimizer_state: False: a fresh optimizer on the saved weights.
-        load_hyperparameters: False: learning rate, weight decay, ... stay as configured now.
+        load_hyperparameters: False: learning rate, weight decay, ... stay as configured now, and
+            the engine's scheduler stays where it is.
         strict: False: frozen parameters and buffers may be missing, or too many; with
             ``load_optimizer_state=False`` trained parameters too (a new head, LoRA), which start
             as they are. They are named in a warning.
@@ -113,6 +125,8 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
             sound, with a warning. Otherwise the error names it.
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             load fails on all ranks; see ``save_checkpoint``.
+        absent_timeout_s: for how many seconds ranks that make this call wait for those that do
+            not, before it fails; after 30 s a warning names them.
 
     Returns:
         The client state, the manifest, and what the load cost.
@@ -134,18 +148,22 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         allow_pickle=allow_pickle,
         fall_back=fall_back,
     )
-    with closing(_ranks_to("load", engine, path, stall_timeout_s)) as ranks:
+    times = _times(stall_timeout_s, absent_timeout_s)
+    with closing(_ranks_to("load", engine, path, times)) as ranks:
         return load_with(engine, path, ranks, options)
+
+
+def _times(stall_timeout_s: float, absent_timeout_s: float) -> RankTimes:
+    return RankTimes().with_stall_timeout(stall_timeout_s).with_absent_timeout(absent_timeout_s)
 
 
 def _ranks_to(
     verb: str,
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
-    stall_timeout_s: float,
+    times: RankTimes,
 ) -> Ranks:
     """Return the ranks for one call, which others may never make."""
-    times = RankTimes().with_stall_timeout(stall_timeout_s)
     call = f"{verb} {os.fspath(path)} {_at_step(engine)}"
     return current_ranks(times, name="elastic-zero api", call=call)
 

@@ -26,9 +26,15 @@ from lightning_elastic_zero.engine import (
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.links import Links
 from lightning_elastic_zero.options import count, flag
-from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks, RankTimes, current_ranks
+from lightning_elastic_zero.ranks import (
+    ABSENT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    Ranks,
+    RankTimes,
+    current_ranks,
+)
 from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import check_local_path, occupant_of
+from lightning_elastic_zero.storage import Tenancy, check_local_path, occupant_of
 
 _WRITERS_ABSENT_S = 60.0
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
@@ -45,6 +51,7 @@ class Publication:
     def __init__(
         self,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        absent_timeout_s: float = ABSENT_TIMEOUT_S,
         *,
         background: bool,
         snapshot_bytes: int | None = None,
@@ -53,27 +60,48 @@ class Publication:
 
         Args:
             stall_timeout_s: for how long a rank may be at work without progress.
+            absent_timeout_s: for how long ranks wait for one that does not come.
             background: whether saves go to the background during a run.
             snapshot_bytes: the most host memory that a rank's copy of the state may take.
 
         Raises:
             ValueError: an option has a value that it cannot have.
         """
-        self._times = RankTimes().with_stall_timeout(stall_timeout_s)
+        times = RankTimes().with_stall_timeout(stall_timeout_s)
+        self._times = times.with_absent_timeout(absent_timeout_s)
         self.last_save: CheckpointFigures | None = None
         """What the last save cost that was published."""
         self._background = flag("async_save", background)
         self._snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0, unit="bytes")
         self._writer: BackgroundWriter | None = None
         self._is_first = False
+        self.places: tuple[object, ...] = ()
+        """The folders into which callbacks save."""
+        self._tenancy = Tenancy(())
         self._retention = Retention()
         self._links = Links()
         self._failed = False
         self._unhook: Callable[[], None] = _nothing
 
-    def start(self, engine: Any, rank: int) -> None:  # noqa: ANN401 (DeepSpeed is untyped)
-        """Begin a run. Every rank does, where saves go to the background."""
+    def start(
+        self,
+        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+        rank: int,
+        places: Iterable[object] = (),
+    ) -> None:
+        """Begin a run. Every rank does, where saves go to the background.
+
+        Args:
+            engine: DeepSpeed's.
+            rank: this one.
+            places: the folders into which callbacks will save; None for one that has none.
+        """
         self._is_first = rank == 0
+        self.places = tuple(places)
+        self._tenancy.end()
+        if self._is_first:
+            self._tenancy = Tenancy(self.places)
+            self._tenancy.begin()
         if self._background and self._writer is None:
             times = replace(self._times, absent_s=_WRITERS_ABSENT_S)
             ranks = current_ranks(times, "elastic-zero in the background")
@@ -224,6 +252,7 @@ class Publication:
             What the last save failed by, where nobody was told so far; interrupted, it is logged.
         """
         failure = None
+        self._tenancy.end()
         if self._writer is not None:
             failure = self._writer.stop(PATIENCE_S if interrupted else None)
             self._unhook()

@@ -212,3 +212,20 @@ def _exact(value: np.generic) -> Any:  # noqa: ANN401 (a number or a text)
     kinds = {np.longdouble: float, np.clongdouble: complex}
     found: Any = kinds.get(type(value), type(value).item)(value)
     return found if found == value or found != found else value  # noqa: PLR0124 (NaN)
+
+
+def in_type_of(value: Any, live: object) -> Any:  # noqa: ANN401 (any value)
+    """Return a value with its numbers in the NumPy types that the live one has in their places.
+
+    What ``without_numpy`` took away: a rate of ``np.float32`` steps otherwise than Python's float
+    of the same value. Only where that is exact, and within dicts, lists and tuples.
+    """
+    if isinstance(live, np.number) and type(value) in (int, float):
+        found = type(live)(value)
+        # NumPy would compare in the narrower type.
+        return found if found.item() == value or found != found else value  # noqa: PLR0124 (NaN)
+    if isinstance(value, dict) and isinstance(live, dict):
+        return {key: in_type_of(v, live.get(key)) for key, v in value.items()}
+    if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(value) == len(live):
+        return type(value)(map(in_type_of, value, live))
+    return value

@@ -43,9 +43,9 @@ from lightning_elastic_zero.publication import (
     what_was_loaded,
     what_was_not_resumed,
 )
-from lightning_elastic_zero.ranks import STALL_TIMEOUT_S, Ranks
+from lightning_elastic_zero.ranks import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.registered import REGISTERED
-from lightning_elastic_zero.schedules import keep_configured_rates
+from lightning_elastic_zero.schedules import go_on_as_configured, go_on_as_saved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -74,6 +74,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         async_save: bool = False,
         snapshot_bytes: int | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        absent_timeout_s: float = ABSENT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         """Take the parents' arguments, and those for saving and loading.
@@ -84,8 +85,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
             load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
                 configures them; the optimizer's moments are restored all the same. A scheduler
-                keeps its place; those that step from the last rate (StepLR, cosine annealing) go
-                on from the configured one, as if it had not decayed yet.
+                keeps its place, with the rates that it has there as it is configured now
+                (docs/continuation.md, also of schedulers that are not torch's).
             save_module_weights: write the low-precision weights too, for tools that insist on them.
             allow_pickle: build Python objects of any class from the trainer's state, where it is no
                 plain data. That can run code: only for checkpoints that you trust.
@@ -101,6 +102,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 None: all that it needs. What does not fit is written before the next step.
             stall_timeout_s: how long a rank may work on a save or load without progress before that
                 fails on all ranks: raise it where one call to the disk may take longer.
+            absent_timeout_s: how long ranks wait for one that does not come to a save or load;
+                after 30 s a warning names it.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)
@@ -113,7 +116,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         )
         self._save_module_weights = flag("save_module_weights", save_module_weights)
         self._publication = saves = Publication(
-            stall_timeout_s, background=async_save, snapshot_bytes=snapshot_bytes
+            stall_timeout_s, absent_timeout_s, background=async_save, snapshot_bytes=snapshot_bytes
         )
         self._answers = Answers(self._link, saves.is_written, saves.keeps)
         self._resumed = False
@@ -152,7 +155,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         averages.check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
-        self._publication.start(self.deepspeed_engine, self.global_rank)
+        callbacks = trainer.checkpoint_callbacks if self._fitting() else []
+        places = [getattr(callback, "dirpath", None) for callback in callbacks]
+        self._publication.start(self.deepspeed_engine, self.global_rank, places)
         self._answers.begin(trainer)
 
     @override
@@ -329,8 +334,11 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         if fitting and module is not None:
             where = loaded.figures.path
             self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
-        if fitting and not self._load_options.hyperparameters:
-            state["lr_schedulers"] = keep_configured_rates(state.get("lr_schedulers", []))
+        if fitting:
+            live = [config.scheduler for config in self.lr_scheduler_configs]
+            as_saved, states = self._load_options.hyperparameters, state.get("lr_schedulers", [])
+            go_on = go_on_as_saved if as_saved else go_on_as_configured
+            state["lr_schedulers"] = go_on(live, states, manifest.groups)
         return state
 
     @override
@@ -354,14 +362,9 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         """
         self._agree().together("go on without loading a checkpoint (any more)", lambda: None)
         if self._fitting() and not self._resumed:
-            self._say_what_was_not_resumed()
-
-    def _say_what_was_not_resumed(self) -> None:
-        """Training starts at step 0: say so, loudly where there is something to resume."""
-        module = self.lightning_module
-        callbacks = [] if module is None else module.trainer.checkpoint_callbacks
-        text, loud = what_was_not_resumed(getattr(c, "dirpath", None) for c in callbacks)
-        (rank_zero_warn if loud else rank_zero_info)(text)
+            # Training starts at step 0: loudly where there is something to resume.
+            text, loud = what_was_not_resumed(self._publication.places)
+            (rank_zero_warn if loud else rank_zero_info)(text)
 
     # -- the end -----------------------------------------------------------------------------
 

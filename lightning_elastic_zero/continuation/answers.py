@@ -6,6 +6,8 @@ anew, to what is not there yet, as soon as the save has returned; killed in betw
 Nor does it know that nothing is replaced which this library did not write: a checkpoint of another
 strategy's from which a run was resumed, say, or one into which a user put a file. Such a name is
 taken, also where it is the callback's own, and the callback goes on to the next one.
+And with ``save_last="link"`` it links the last checkpoint that the best k kept, which can be epochs
+old: where a save was due and the best k kept nothing of this step, the last one is saved.
 Nothing else of Lightning's stands between, so that these three methods are answered here: on the
 instance, from the strategy's setup to its teardown.
 """
@@ -63,7 +65,7 @@ class Answers:
             self._refuse_overwriting(trainer, callback)
             # But for one, these are private, as of Lightning's 2.6.
             for name, answer in {
-                "_link_checkpoint": self._link_checkpoint,
+                "_link_checkpoint": partial(self._link_checkpoint, callback),
                 "file_exists": partial(self._file_exists, callback),
                 "_get_metric_interpolated_filepath_name": partial(self._free_name, callback),
             }.items():
@@ -71,7 +73,13 @@ class Answers:
                     vars(callback)[name] = answer
                     self._given.append((callback, name))
 
-    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+    def _link_checkpoint(
+        self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
+    ) -> None:
+        """Let a link name the last checkpoint; or save it there, where the best k did not."""
+        if _is_missing(callback, trainer):
+            callback._save_checkpoint(trainer, linkpath)  # noqa: SLF001 - see begin
+            return
         self._link(filepath, linkpath)
         trainer.strategy.barrier()
 
@@ -152,6 +160,18 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
         best = min if callback.mode == "min" else max
         path = best(scores, key=scores.__getitem__) if scores else ""
         callback.best_model_path, callback.best_model_score = path, scores.get(path)
+
+
+def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Tell whether a save was due at this moment, and nothing of this step was kept.
+
+    Lightning asks for a link at the end of each epoch or validation, also where none was due.
+    """
+    if callback._last_global_step_saved == trainer.global_step:  # noqa: SLF001 - see begin
+        return False
+    steps, epochs = callback._every_n_train_steps, callback._every_n_epochs  # noqa: SLF001
+    by_steps = steps >= 1 and trainer.global_step % steps == 0
+    return by_steps or (epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0)
 
 
 def _is_there(path: str) -> bool:

@@ -53,10 +53,12 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "ModelCheckpoint": {
         "_get_metric_interpolated_filepath_name": "give no name away that is kept",
         "_link_checkpoint": "change last.ckpt in one step",
+        "_save_checkpoint": "save the last one where the best k did not keep it",
         "file_exists": "replace no file of anybody else's",
     },
     "a ModelCheckpoint": {
         "_enable_version_counter": "refuse at once what a save would replace",
+        "_every_n_epochs": "save the last one where a save was due",
         "_every_n_train_steps": "save no step twice",
         "_last_global_step_saved": "save no step twice",
     },

@@ -10,7 +10,7 @@ from torch import distributed
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Parameter, Plain
-from lightning_elastic_zero.state import dtype_name
+from lightning_elastic_zero.state import dtype_name, in_type_of
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -116,10 +116,13 @@ def precision_of(engine: Any) -> str:  # noqa: ANN401 (untyped library)
 
 
 def unplain(value: Plain, like: object) -> object:
-    """Undo ``plain``: a tagged number becomes a tensor again, on the device of the live one."""
+    """Undo ``plain``: a tagged number becomes a tensor again, on the device of the live one.
+
+    A number becomes one of NumPy's where the live one is.
+    """
     if isinstance(value, dict) and value.keys() == {"tensor", "dtype"}:
         device = like.device if isinstance(like, torch.Tensor) else None
         return torch.tensor(
             value["tensor"], dtype=getattr(torch, str(value["dtype"])), device=device
         )
-    return value
+    return in_type_of(value, like)

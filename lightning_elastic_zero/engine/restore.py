@@ -13,7 +13,7 @@ from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_g
 from lightning_elastic_zero.engine.wrappers import LiveBuffer
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.state import Incoming, Receiving, Scalar
+from lightning_elastic_zero.state import Incoming, Receiving, Scalar, in_type_of
 
 COMPARE_ELEMENTS = 1 << 20
 """Elements compared at a time: bounds the memory of comparing masters with weights."""
@@ -217,4 +217,5 @@ def commit_counters(engine: Any, incoming: Incoming) -> None:  # noqa: ANN401 (u
         for key in vars(scaler).keys() & incoming.loss_scaler.keys():
             setattr(scaler, key, incoming.loss_scaler[key])
     if incoming.lr_scheduler is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(dict(incoming.lr_scheduler))
+        scheduler = engine.lr_scheduler
+        scheduler.load_state_dict(in_type_of(dict(incoming.lr_scheduler), scheduler.state_dict()))

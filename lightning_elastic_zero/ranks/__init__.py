@@ -25,9 +25,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_elastic_zero.ranks.connections import check_limit
 from lightning_elastic_zero.ranks.ending import settle_at_exit
 from lightning_elastic_zero.ranks.store_ranks import StoreRanks
-from lightning_elastic_zero.verdicts import STALL_TIMEOUT_S, RankTimes
+from lightning_elastic_zero.verdicts import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, RankTimes
 
-__all__ = ["STALL_TIMEOUT_S", "OneRank", "RankTimes", "Ranks", "StoreRanks", "current_ranks"]
+__all__ = [
+    "ABSENT_TIMEOUT_S",
+    "STALL_TIMEOUT_S",
+    "OneRank",
+    "RankTimes",
+    "Ranks",
+    "StoreRanks",
+    "current_ranks",
+]
 
 T = TypeVar("T")
 J = TypeVar("J")

@@ -111,7 +111,7 @@ class Line(threading.Thread):
         self._call = call
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lost = ""  # why this rank can talk no more
-        self._behind = False
+        self._behind = self._told = False
         self._closing = False
         self._judge: Judge | None = None
         self._first = Watch(times)
@@ -310,6 +310,8 @@ class Line(threading.Thread):
         if beat and self._judge is None:
             there = self._store.check(["beat/0"])
             why = self._first.gone(Beat.unpacked(self._store.get("beat/0")) if there else None)
+            if not there:
+                self._tell_late(step)
             if why:
                 loss = verdicts.loss(step.name, {0: why}, self._world_size)
                 self._store.compare_set(key, "", verdicts.pack(loss))
@@ -324,6 +326,13 @@ class Line(threading.Thread):
         else:
             step.values = self._judge.values if self._judge else verdict["values"]
             step.end(None)
+
+    def _tell_late(self, step: Step) -> None:
+        """Log, on one rank, that rank 0 has not come; it is rank 0 that tells of others."""
+        if self._first.beats.silent_s >= self._times.late_s and not self._told:
+            self._told = True
+            if self._store.add("late", 1) == 1:
+                verdicts.tell_late(step.name, [0], self._world_size, self._times)
 
     def _farewell(self) -> None:
         # With rank 0 the store often ends: let the others read the last verdict before that.

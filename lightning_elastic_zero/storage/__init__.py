@@ -6,7 +6,7 @@ a hidden name and publishes it in one step; ``deleting`` lets one vanish in one 
 makes another one of it. ``places`` knows which paths can be used at all, and proves that all ranks
 see the same one. Only what this library wrote is ever replaced or removed: ``contents``
 recognises it, and ``occupants`` says what lies where something is to be saved. ``leftovers`` puts
-back or removes what a kill left.
+back or removes what a kill left; ``tenants`` sees that another run saves into the same folder.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from lightning_elastic_zero.storage.places import (
 )
 from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file, steady_stream
 from lightning_elastic_zero.storage.staging import StagedDirectory, staging_path
+from lightning_elastic_zero.storage.tenants import RUN, Tenancy
 from lightning_elastic_zero.storage.verified import VerifiedFile
 
 __all__ = [
@@ -48,12 +49,14 @@ __all__ = [
     "DOOMED",
     "LINKING",
     "READ_BYTES",
+    "RUN",
     "SUMS_SUFFIX",
     "ChecksummedWriter",
     "FileRecord",
     "Occupant",
     "RangeFile",
     "StagedDirectory",
+    "Tenancy",
     "VerifiedFile",
     "check_local_path",
     "check_replaceable",

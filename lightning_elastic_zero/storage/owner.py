@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 BEAT_S = 10.0
@@ -76,6 +76,19 @@ class Owner:
         """Return what ``read`` reads."""
         return json.dumps(asdict(self)).encode()
 
+    @property
+    def host(self) -> str:
+        """The name of its host."""
+        return self.machine.split(" ", maxsplit=1)[0]
+
+    def is_here(self) -> bool:
+        """Whether it is of this machine, so that the system can be asked for it."""
+        return self.machine == _machine()
+
+    def is_process_of(self, other: Owner) -> bool:
+        """Whether both are one process, whatever it publishes."""
+        return replace(self, target=other.target) == other
+
     def is_dead(self, silent_s: float = 0.0) -> bool:
         """Whether the process has ended.
 
@@ -83,7 +96,7 @@ class Owner:
             silent_s: for how long it has not touched its file: all that is known of a process on
                 another machine.
         """
-        if self.machine != _machine():
+        if not self.is_here():
             return self.beats and silent_s > SILENT_S
         try:
             os.kill(self.pid, 0)

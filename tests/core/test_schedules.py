@@ -1,3 +1,5 @@
+"""Schedules taken up with ``load_hyperparameters=False``, held against runs that had them so."""
+
 from __future__ import annotations
 
 import copy
@@ -5,83 +7,147 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, swa_utils
 from torch.optim import lr_scheduler as lrs
 
-from lightning_elastic_zero.schedules import CONFIGURED, keep_configured_rates
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.manifest import Group
+from lightning_elastic_zero.schedules import CONFIGURED, go_on_as_configured, go_on_as_saved
+from lightning_elastic_zero.state import in_type_of, plain
 
 Make = Callable[[Optimizer], Any]
 
-SAVED_RATE = 0.8
-RATE = 0.05
+SAVED_RATE, RATE = 0.8, 0.05
+STEPS, MORE = 9, 10
+"""Steps before the checkpoint, and after it."""
 
 
-def halves(epoch: int) -> float:
-    """Give a factor that halves with each epoch."""
-    return 0.5**epoch
+def halves(step: int) -> float:
+    """Give a factor that halves with each step."""
+    return 0.5**step
+
+
+class Warmup:
+    """A factor that keeps how it is configured in itself."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        """Give the factor."""
+        return min(1.0, (step + 1) / self.steps)
+
+
+def warmed(o: Optimizer, steps: int = 4, eta_min: float = 0.0) -> lrs.SequentialLR:
+    """Make the usual schedule of a transformer."""
+    cosine = lrs.CosineAnnealingLR(o, 30, eta_min=eta_min)
+    return lrs.SequentialLR(o, [lrs.LinearLR(o, 0.01, total_iters=steps), cosine], [steps])
+
+
+def nested(o: Optimizer, gamma: float) -> lrs.ChainedScheduler:
+    """Make schedules within schedules; within SequentialLR torch has no other ones."""
+    parts: list[Any] = [lrs.ConstantLR(o, 0.5, total_iters=2), lrs.ExponentialLR(o, gamma)]
+    return lrs.ChainedScheduler([lrs.SequentialLR(o, parts, [3]), lrs.StepLR(o, 4, gamma=0.5)], o)
 
 
 PAIRS: dict[str, tuple[Make, Make]] = {
+    "LambdaLR": (lambda o: lrs.LambdaLR(o, lambda _: 1.0), lambda o: lrs.LambdaLR(o, halves)),
+    "LambdaLR of an object": (
+        lambda o: lrs.LambdaLR(o, Warmup(3)),
+        lambda o: lrs.LambdaLR(o, Warmup(15)),
+    ),
+    "MultiplicativeLR": (
+        lambda o: lrs.MultiplicativeLR(o, lambda _: 0.7),
+        lambda o: lrs.MultiplicativeLR(o, lambda step: 0.95 if step % 2 else 0.9),
+    ),
     "StepLR": (lambda o: lrs.StepLR(o, 2), lambda o: lrs.StepLR(o, 3, gamma=0.5)),
     "MultiStepLR": (
         lambda o: lrs.MultiStepLR(o, [2, 4]),
-        lambda o: lrs.MultiStepLR(o, [8], gamma=0.5),
+        lambda o: lrs.MultiStepLR(o, [8, 12], gamma=0.5),
+    ),
+    "ConstantLR": (lrs.ConstantLR, lambda o: lrs.ConstantLR(o, 0.5, total_iters=12)),
+    "LinearLR": (
+        lambda o: lrs.LinearLR(o, 0.01, total_iters=4),
+        lambda o: lrs.LinearLR(o, 0.01, total_iters=4),
+    ),
+    "LinearLR, longer": (
+        lambda o: lrs.LinearLR(o, total_iters=10),
+        lambda o: lrs.LinearLR(o, start_factor=0.5, total_iters=20),
+    ),
+    "ExponentialLR": (lambda o: lrs.ExponentialLR(o, 0.9), lambda o: lrs.ExponentialLR(o, 0.5)),
+    "PolynomialLR": (
+        lambda o: lrs.PolynomialLR(o, total_iters=10),
+        lambda o: lrs.PolynomialLR(o, total_iters=30, power=2.0),
     ),
     "CosineAnnealingLR": (
         lambda o: lrs.CosineAnnealingLR(o, 10),
         lambda o: lrs.CosineAnnealingLR(o, 20, eta_min=0.001),
     ),
-    "LinearLR": (
-        lambda o: lrs.LinearLR(o, total_iters=10),
-        lambda o: lrs.LinearLR(o, start_factor=0.5, total_iters=20),
+    "CosineAnnealingWarmRestarts": (
+        lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
+        lambda o: lrs.CosineAnnealingWarmRestarts(o, 3, T_mult=2, eta_min=0.001),
     ),
-    "ExponentialLR": (lambda o: lrs.ExponentialLR(o, 0.9), lambda o: lrs.ExponentialLR(o, 0.5)),
-    "LambdaLR": (lambda o: lrs.LambdaLR(o, lambda _: 1.0), lambda o: lrs.LambdaLR(o, halves)),
     "OneCycleLR": (
         lambda o: lrs.OneCycleLR(o, SAVED_RATE, total_steps=10),
-        lambda o: lrs.OneCycleLR(o, RATE, total_steps=20, cycle_momentum=False),
+        lambda o: lrs.OneCycleLR(o, 2 * RATE, total_steps=20),
     ),
     "CyclicLR": (
-        lambda o: lrs.CyclicLR(o, SAVED_RATE, 1.0, step_size_up=3, cycle_momentum=False),
-        lambda o: lrs.CyclicLR(o, RATE, 0.1, step_size_up=7, cycle_momentum=False),
+        lambda o: lrs.CyclicLR(o, SAVED_RATE, 1.0, step_size_up=3),
+        lambda o: lrs.CyclicLR(o, RATE, 0.1, step_size_up=7, mode="exp_range", gamma=0.9),
     ),
-    "ReduceLROnPlateau": (
-        lambda o: lrs.ReduceLROnPlateau(o, patience=1),
-        lambda o: lrs.ReduceLROnPlateau(o, patience=30, factor=0.5, min_lr=0.01),
-    ),
-    "SequentialLR": (
-        lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o), lrs.StepLR(o, 2)], [2]),
-        lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o, 0.5), lrs.StepLR(o, 9)], [4]),
-    ),
+    "SequentialLR": (warmed, lambda o: warmed(o, 4, 0.001)),
+    "SequentialLR, still warming up": (warmed, lambda o: warmed(o, 12)),
     "ChainedScheduler": (
         lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)], o),
         lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5), lrs.ExponentialLR(o, 0.5)], o),
     ),
+    "nested": (lambda o: nested(o, 0.9), lambda o: nested(o, 0.5)),
+    "another kind": (lambda o: lrs.StepLR(o, 2), warmed),
+    "another kind, nested": (warmed, lambda o: nested(o, 0.5)),
 }
 """A scheduler as it was saved, and as it is configured now."""
 
-POSITION = {"last_epoch", "_step_count", "best", "num_bad_epochs", "cooldown_counter"}
+PLATEAU: tuple[Make, Make] = (
+    lambda o: lrs.ReduceLROnPlateau(o, patience=1),
+    lambda o: lrs.ReduceLROnPlateau(o, patience=2, factor=0.5, min_lr=0.01),
+)
+
+OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {
+    "one group": lambda rate: SGD([weight()], lr=rate, momentum=0.9),
+    "betas": lambda rate: AdamW([weight()], lr=rate),
+    "several groups": lambda rate: two_groups(2 * rate, rate),
+    "a group at 0": lambda rate: two_groups(0.0, rate),
+    "a tensor": lambda rate: AdamW([weight()], lr=torch.tensor(rate), foreach=False),
+}
+
+
+def two_groups(first: float, second: float) -> Optimizer:
+    """Make an optimizer of groups with rates of their own."""
+    return AdamW([{"params": [weight()], "lr": rate} for rate in (first, second)], lr=second)
+
 
 each = pytest.mark.parametrize(("saved", "live"), PAIRS.values(), ids=PAIRS)
+of_each = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-def optimizer(rate: float) -> Optimizer:
-    """Make an optimizer."""
-    return SGD([torch.nn.Parameter(torch.ones(1))], lr=rate, momentum=0.9)
+def weight() -> torch.nn.Parameter:
+    """Make something to train."""
+    return torch.nn.Parameter(torch.ones(1))
 
 
-def after(make: Make, rate: float, epochs: int) -> Any:  # noqa: ANN401 (a scheduler)
-    """Make a scheduler, and take it some epochs on."""
-    scheduler = make(optimizer(rate))
-    for _ in range(epochs):
+def after(make: Make, optimizer: Optimizer, steps: int) -> Any:  # noqa: ANN401 (a scheduler)
+    """Make a scheduler, and take it some steps on."""
+    scheduler = make(optimizer)
+    for _ in range(steps):
         advance(scheduler)
     return scheduler
 
 
 def advance(scheduler: Any) -> None:  # noqa: ANN401 (a scheduler)
-    """Take a scheduler one epoch on; what it may watch gets no better."""
+    """Take a scheduler one step on; what it may watch gets no better."""
     scheduler.optimizer.step()
     if isinstance(scheduler, lrs.ReduceLROnPlateau):
         scheduler.step(1.0)
@@ -89,94 +155,239 @@ def advance(scheduler: Any) -> None:  # noqa: ANN401 (a scheduler)
         scheduler.step()
 
 
-def flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Give a state's fields, those of schedulers inside it among them."""
-    fields = {key: value for key, value in state.items() if key != "_schedulers"}
-    for index, inner in enumerate(state.get("_schedulers", [])):
-        fields.update({f"{index}.{key}": value for key, value in flat(inner).items()})
-    return fields
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Give all that parameter groups hold but the parameters, as it is now."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
-def resumed(saved: Make, live: Make, epochs: int = 5) -> tuple[Any, dict[str, Any]]:
-    """Resume a scheduler as it is configured now; give the saved state too."""
-    state = after(saved, SAVED_RATE, epochs).state_dict()
-    scheduler = live(optimizer(RATE))
-    (kept,) = keep_configured_rates([state])
-    scheduler.load_state_dict(kept)
-    return scheduler, flat(state)
+def saved_groups(optimizer: Optimizer) -> tuple[Group, ...]:
+    """Give the groups as a manifest has them."""
+    return tuple(
+        Group(names=(), hyperparameters={k: plain(v, k) for k, v in group.items()}, state=())
+        for group in groups_of(optimizer)
+    )
 
 
-@each
-def test_the_position_is_the_saved_one(saved: Make, live: Make) -> None:
-    """How far a schedule has come, and what it has seen, goes on where it was."""
-    scheduler, state = resumed(saved, live)
-    now = flat(scheduler.state_dict())
-    position = {key for key in state if key.rpartition(".")[2] in POSITION}
-    assert position or isinstance(scheduler, lrs.ChainedScheduler)
-    assert {key: now[key] for key in position} == {key: state[key] for key in position}
-
-
-@each
-def test_what_is_configured_is_as_configured_now(saved: Make, live: Make) -> None:
-    """Rates, and the shape of the schedule, are those of the live configuration."""
-    scheduler, _ = resumed(saved, live)
-    fresh = flat(live(optimizer(RATE)).state_dict())
-    now = flat(scheduler.state_dict())
-    configured = {key for key in fresh if key.rpartition(".")[2] in CONFIGURED}
-    assert {key: now[key] for key in configured} == {key: fresh[key] for key in configured}
-    assert [group["lr"] for group in scheduler.optimizer.param_groups] == scheduler.get_last_lr()
-
-
-@each
-def test_every_field_is_one_or_the_other(saved: Make, live: Make) -> None:
-    """Torch's schedulers hold nothing that would be restored by mistake: a new field shows here."""
-    neither = POSITION | {"_is_initial", "_get_lr_called_within_step", "lr_lambdas"}
-    neither |= {"_scale_fn_custom"}
-    for make in (saved, live):
-        fields = {key.rpartition(".")[2] for key in flat(make(optimizer(RATE)).state_dict())}
-        assert fields <= CONFIGURED | neither
-
-
-@each
-def test_the_schedule_goes_on(saved: Make, live: Make) -> None:
-    """A resumed schedule runs on, to rates that are numbers within the configured range."""
-    scheduler, _ = resumed(saved, live)
-    for _ in range(10):
-        advance(scheduler)
-        (rate,) = scheduler.get_last_lr()
-        assert 0 <= rate <= 0.1 + 1e-9
-
-
-@each
-def test_the_saved_state_is_not_changed(saved: Make, live: Make) -> None:
-    """What was read from the checkpoint is left as it is."""
-    state = after(saved, SAVED_RATE, 3).state_dict()
+def resume(saved: Any, live: Any) -> None:  # noqa: ANN401 (schedulers)
+    """Let a scheduler take up what another one has come to, as the strategy and Lightning do."""
+    state = copy.deepcopy(saved.state_dict())
     before = copy.deepcopy(state)
-    kept = keep_configured_rates([state])
-    assert state == before
-    assert kept[0] is not state
+    (kept,) = go_on_as_configured([live], [state], saved_groups(saved.optimizer))
+    assert repr(state) == repr(before)
+    live.load_state_dict(kept)
+    assert saved.state_dict().keys() <= before.keys()
 
 
-def test_a_lambda_goes_on_at_its_place_from_the_new_rate() -> None:
-    """After five epochs at another rate, the sixth is the new rate times the sixth factor."""
-    scheduler, _ = resumed(*PAIRS["LambdaLR"])
-    advance(scheduler)
-    assert scheduler.get_last_lr() == [RATE * halves(6)]
-
-
-def test_one_cycle_ends_where_the_new_cycle_ends() -> None:
-    """With twice as many steps in all, the cycle goes on in the new shape, to its very end."""
-    make = PAIRS["OneCycleLR"][1]
-    scheduler, _ = resumed(*PAIRS["OneCycleLR"])
-    expected = after(make, RATE, 5)
-    for _ in range(14):
+@each
+@of_each
+def test_it_goes_on_as_if_it_had_always_been_so(
+    saved: Make, live: Make, make_optimizer: Callable[[float], Optimizer]
+) -> None:
+    """Rates, momentum, betas: those of a run that was configured like this, bit for bit."""
+    uninterrupted = after(live, make_optimizer(RATE), STEPS)
+    scheduler = live(make_optimizer(RATE))
+    resume(after(saved, make_optimizer(SAVED_RATE), STEPS), scheduler)
+    for _ in range(MORE):
+        assert groups_of(scheduler.optimizer) == groups_of(uninterrupted.optimizer)
+        assert scheduler.get_last_lr() == uninterrupted.get_last_lr()
         advance(scheduler)
-        advance(expected)
-        assert scheduler.get_last_lr() == expected.get_last_lr()
-    assert math.isclose(scheduler.get_last_lr()[0], RATE / 25 / 1e4)
+        advance(uninterrupted)
+    assert repr(comparable(scheduler)) == repr(comparable(uninterrupted))
 
 
-def test_a_scheduler_of_ones_own_keeps_what_only_it_knows() -> None:
-    """Fields under other names are restored as they were saved: they may be its position."""
-    state = {"warmup_done": True, "last_epoch": 3, "base_lrs": [0.8]}
-    assert keep_configured_rates([state]) == [{"warmup_done": True, "last_epoch": 3}]
+def comparable(scheduler: Any) -> dict[str, Any]:  # noqa: ANN401 (a scheduler)
+    """Give a scheduler's state without the addresses of functions."""
+    state = scheduler.state_dict()
+    return {key: value for key, value in state.items() if "anneal_func" not in key}
+
+
+def test_every_scheduler_of_torchs_is_here() -> None:
+    """What torch adds shows here."""
+    tested = {type(live(OPTIMIZERS["betas"](RATE))).__name__ for _, live in PAIRS.values()}
+    assert tested | {"ReduceLROnPlateau", "LRScheduler"} == set(lrs.__all__)
+
+
+def test_a_plateau_does_not_repeat_its_cuts() -> None:
+    """Nothing says from which rate it was cut: it goes on from the configured one, at its place."""
+    saved = after(PLATEAU[0], OPTIMIZERS["one group"](SAVED_RATE), STEPS)
+    assert saved.get_last_lr()[0] < SAVED_RATE / 10
+    scheduler = PLATEAU[1](OPTIMIZERS["one group"](RATE))
+    resume(saved, scheduler)
+    assert scheduler.get_last_lr() == [RATE]
+    assert scheduler.optimizer.param_groups[0]["lr"] == RATE
+    for key in ("best", "num_bad_epochs", "last_epoch", "cooldown_counter"):
+        assert getattr(scheduler, key) == getattr(saved, key), key
+    assert (scheduler.patience, scheduler.factor, scheduler.min_lrs) == (2, 0.5, [0.01])
+
+
+def test_a_cycle_that_is_too_short_is_refused() -> None:
+    """OneCycleLR has no rate after its end: the error says how many steps there were."""
+    saved = after(lambda o: lrs.OneCycleLR(o, 1.0, total_steps=20), SGD([weight()], 1.0, 0.9), 9)
+    live = lrs.OneCycleLR(SGD([weight()], 1.0, 0.9), 1.0, total_steps=5)
+    with pytest.raises(CheckpointMismatchError, match=r"saved after 9 steps .* OneCycleLR"):
+        resume(saved, live)
+
+
+class Own(lrs.LRScheduler):
+    """A user's own, which steps from the last rate."""
+
+    warmup_done = False
+
+    def get_lr(self) -> list[Any]:
+        """Give the next rates."""
+        if self._is_initial:
+            return [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] * 0.5 for group in self.optimizer.param_groups]
+
+
+def test_another_kind_around_a_users_own_is_refused() -> None:
+    """What cannot be restored is said with what helps, before anything fails in torch."""
+    saved = after(PAIRS["StepLR"][0], OPTIMIZERS["one group"](SAVED_RATE), 3)
+    optimizer = OPTIMIZERS["one group"](RATE)
+    live = lrs.SequentialLR(optimizer, [Own(optimizer), lrs.StepLR(optimizer, 2)], [2])
+    with pytest.raises(CheckpointMismatchError, match="made of no others, and SequentialLR"):
+        resume(saved, live)
+    assert optimizer.param_groups[0]["lr"] == RATE
+
+
+@of_each
+def test_a_users_own_is_scaled(make_optimizer: Callable[[float], Optimizer]) -> None:
+    """Each group's rate is in proportion, and what only it knows is as it was saved."""
+    saved = after(Own, make_optimizer(SAVED_RATE), STEPS)
+    saved.warmup_done = True
+    uninterrupted = after(Own, make_optimizer(RATE), STEPS)
+    scheduler = Own(make_optimizer(RATE))
+    tensors = [group["lr"] for group in scheduler.optimizer.param_groups]
+    resume(saved, scheduler)
+    assert scheduler.warmup_done
+    assert scheduler.last_epoch == STEPS
+    for ours, theirs, first in zip(
+        scheduler.optimizer.param_groups, uninterrupted.optimizer.param_groups, tensors, strict=True
+    ):
+        assert math.isclose(ours["lr"], theirs["lr"], rel_tol=1e-6)
+        assert type(ours["lr"]) is type(theirs["lr"])
+        assert ours["lr"] is first or not isinstance(first, torch.Tensor)
+    assert scheduler.get_last_lr() == [g["lr"] for g in scheduler.optimizer.param_groups]
+
+
+def test_a_rate_that_started_from_0_is_the_configured_one() -> None:
+    """There is no proportion to 0; and the same initial rate gives the saved rate itself."""
+    scheduler = Own(OPTIMIZERS["one group"](RATE))
+    resume(after(Own, OPTIMIZERS["one group"](0.0), 3), scheduler)
+    assert scheduler.optimizer.param_groups[0]["lr"] == RATE
+    saved, same = after(Own, OPTIMIZERS["one group"](0.7), 3), Own(OPTIMIZERS["one group"](0.7))
+    resume(saved, same)
+    assert same.get_last_lr() == saved.get_last_lr()
+
+
+@pytest.mark.parametrize("groups", [[{}], [], [{}, {}]], ids=len)
+def test_without_saved_rates_the_configured_ones_stay(groups: list[dict[str, Any]]) -> None:
+    """As of a checkpoint of other groups, or of a writer that kept none."""
+    scheduler = Own(OPTIMIZERS["one group"](RATE))
+    held = [Group(names=(), hyperparameters=group, state=()) for group in groups]
+    (kept,) = go_on_as_configured([scheduler], [after(Own, SGD([weight()], 1.0), 3).__dict__], held)
+    assert scheduler.optimizer.param_groups[0]["lr"] == RATE
+    assert kept["last_epoch"] == 3
+
+
+def test_a_restart_within_an_epoch_is_scaled() -> None:
+    """``step(epoch + i / n)`` is no place that can be counted to: the next step sets the rate."""
+    make: Make = lambda o: lrs.CosineAnnealingWarmRestarts(o, 4)  # noqa: E731
+    schedulers = [make(SGD([weight()], rate)) for rate in (SAVED_RATE, RATE, RATE)]
+    saved, scheduler, uninterrupted = schedulers
+    for one in (saved, uninterrupted):
+        one.step(5.25)
+    resume(saved, scheduler)
+    assert math.isclose(scheduler.get_last_lr()[0], uninterrupted.get_last_lr()[0])
+    for one in (scheduler, uninterrupted):
+        one.step(5.5)
+    assert scheduler.get_last_lr() == uninterrupted.get_last_lr()
+
+
+def test_weights_averages_own_schedule_is_scaled() -> None:
+    """SWALR is not among torch's schedulers; its rate is in proportion to the base rate."""
+    make: Make = lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=4)  # noqa: E731
+    saved, scheduler = after(make, SGD([weight()], 0.8), 2), make(SGD([weight()], 0.4))
+    resume(saved, scheduler)
+    assert math.isclose(scheduler.get_last_lr()[0], saved.get_last_lr()[0] / 2)
+
+
+def test_deepspeeds_own_are_told_their_place() -> None:
+    """Theirs keep a place and nothing else; the rate is that of the place, as configured now."""
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    makes: tuple[Make, ...] = (
+        lambda o: schedules.WarmupLR(o, 0.0, o.defaults["lr"], 20),
+        lambda o: schedules.WarmupDecayLR(o, 30, 0.0, o.defaults["lr"], 4),
+        lambda o: schedules.WarmupCosineLR(o, 30, warmup_num_steps=4),
+        lambda o: schedules.OneCycle(o, o.defaults["lr"], 1.0, cycle_first_step_size=12),
+        lambda o: schedules.LRRangeTest(o, o.defaults["lr"]),
+    )
+    for make in makes:
+        uninterrupted = after(make, AdamW([weight()], RATE), STEPS)
+        scheduler = make(AdamW([weight()], RATE))
+        resume(after(make, AdamW([weight()], SAVED_RATE), STEPS), scheduler)
+        for _ in range(MORE):
+            assert groups_of(scheduler.optimizer) == groups_of(uninterrupted.optimizer)
+            advance(scheduler)
+            advance(uninterrupted)
+    fresh = schedules.WarmupLR(AdamW([weight()], RATE))
+    resume(schedules.WarmupLR(AdamW([weight()], SAVED_RATE)), fresh)
+    assert fresh.last_batch_iteration == -1
+
+
+def test_what_has_no_optimizer_keeps_its_state() -> None:
+    """A scheduler of no known kind is given what was saved, but for what is configured."""
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    states: list[dict[str, Any]] = [{"warmup_done": True, "last_epoch": 3, "base_lrs": [0.8]}]
+    states.append({"of": "no live one"})
+    kept = go_on_as_configured([Odd()], states, [])
+    assert kept == [{"warmup_done": True, "last_epoch": 3}, {"of": "no live one"}]
+
+
+def test_a_subclass_of_torchs_keeps_the_configured_shape() -> None:
+    """What torch's own fields are named by is configured; a user's steps are not made for it."""
+
+    class Mine(lrs.StepLR):
+        pass
+
+    saved = after(lambda o: Mine(o, 2, gamma=0.5), SGD([weight()], SAVED_RATE), 4)
+    scheduler = Mine(SGD([weight()], RATE), 3, gamma=0.1)
+    resume(saved, scheduler)
+    assert (scheduler.step_size, scheduler.gamma, scheduler.base_lrs) == (3, 0.1, [RATE])
+    assert math.isclose(scheduler.get_last_lr()[0], RATE / 4)
+
+
+def test_numbers_take_the_live_types_where_that_is_exact() -> None:
+    """A float32 of NumPy's was saved as Python's float; another value than it can hold stays so."""
+    saved = {"base_lrs": [0.5, 0.1], "betas": (0.5, 0.25), "n": 3, "on": True, "text": "a"}
+    f32 = np.float32
+    live = {"base_lrs": [f32(1), f32(1)], "betas": (f32(1), 1.0), "n": np.int64(1), "on": f32(1)}
+    taken = in_type_of(saved, live)
+    assert taken == saved
+    types = [type(number).__name__ for number in (*taken["base_lrs"], *taken["betas"])]
+    assert types == ["float32", "float", "float32", "float"]
+    assert (type(taken["n"]), type(taken["on"])) == (np.int64, bool)
+    scheduler = lrs.LambdaLR(SGD([weight()], f32(0.1)), lambda _: f32(0.5))
+    states: list[dict[str, Any]] = [{"base_lrs": [float(f32(0.1))]}, {"of": "no live one"}]
+    (kept, rest) = go_on_as_saved([scheduler], states)
+    assert type(kept["base_lrs"][0]) is f32
+    assert rest == states[1]
+
+
+def test_every_field_is_configured_or_a_place() -> None:
+    """Torch's schedulers keep nothing else that a subclass would restore by mistake."""
+    places = {"last_epoch", "_step_count", "best", "num_bad_epochs", "cooldown_counter"}
+    neither = {"_is_initial", "_get_lr_called_within_step", "lr_lambdas", "_scale_fn_custom"}
+    neither |= {"T_cur", "T_i", "_schedulers"}
+    for make in [make for pair in (*PAIRS.values(), PLATEAU) for make in pair]:
+        states = [make(OPTIMIZERS["betas"](RATE)).state_dict()]
+        for state in states:
+            states += state.get("_schedulers", [])
+            assert state.keys() <= CONFIGURED | places | neither

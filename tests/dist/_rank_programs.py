@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -210,15 +212,21 @@ def count_keys(ranks: StoreRanks) -> int | None:
 
 def calls_on_one_rank(job: Job) -> None:
     """Rank 0 makes calls alone, one in vain and one that it is interrupted in; all make others."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_elastic_zero").addHandler(handler)
 
     def call(name: str, work: Callable[[], object] = lambda: job.rank) -> object:
-        with closing(current_ranks(SHORT, call=name)) as ranks:
+        with closing(current_ranks(replace(SHORT, late_s=1.0), call=name)) as ranks:
             return ranks.everywhere("look", work)
 
     job.note("first", call("save at step 1"))
     dist.barrier()
     if job.rank == 0:
+        said.clear()  # a rank may have come late before, on a busy machine
         job.note("alone", attempt(lambda: call("save at step 2")))
+        job.note("told", said)
         signal.signal(signal.SIGALRM, _interrupt)
         signal.alarm(1)
         try:
@@ -238,6 +246,12 @@ def calls_on_one_rank(job: Job) -> None:
     if job.rank:
         job.note("given up", attempt(lambda: call("save at step 7")))
     job.note("last", attempt(lambda: call("save at step 8")))
+    dist.barrier()
+    said.clear()
+    if job.rank:
+        job.note("without rank 0", attempt(lambda: call("save at step 9")))
+    dist.barrier()
+    job.note("told of rank 0", said)
 
 
 def _interrupt(*_: object) -> None:

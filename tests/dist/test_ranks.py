@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,6 +249,19 @@ def test_a_call_on_one_rank_fails_on_that_rank(alone: list[RankResult]) -> None:
     assert alone[0].notes["interrupted"]
 
 
+def test_a_call_on_one_rank_is_told_before_it_fails(alone: list[RankResult]) -> None:
+    """Once, on one rank: who has not come, to which step, and how long that may last."""
+    (told,) = alone[0].notes["told"]
+    assert told.startswith("ranks 1, 2 of 3: not at step 'look' after 1 s.")
+    for part in ("every rank", "`if rank == 0:`", "2.4 s in all (absent_timeout_s)"):
+        assert part in told
+    without = [message for result in alone for message in result.notes["told of rank 0"]]
+    assert [message.split(" after ")[0] for message in without] == [
+        "rank 0 of 3: not at step 'look'"
+    ]
+    assert "rank 0 of 3: never seen" in raised(alone[1:], "without rank 0")[1]
+
+
 @pytest.mark.parametrize("case", ["next", "after", "last"])
 def test_a_call_on_one_rank_leaves_later_calls_in_step(case: str, alone: list[RankResult]) -> None:
     """The next call that every rank makes is one for all of them."""
@@ -342,6 +356,15 @@ def test_a_stall_timeout_is_a_positive_number(wrong: Any) -> None:
     """What it is, and what was given, is said where the option is given."""
     with pytest.raises(ValueError, match="stall_timeout_s=.* a positive number"):
         RankTimes().with_stall_timeout(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), True, "600", None])
+def test_an_absent_timeout_is_a_positive_number(wrong: Any) -> None:
+    """So is that; and no other time changes, but beats for a very short one."""
+    with pytest.raises(ValueError, match="absent_timeout_s=.* a positive number"):
+        RankTimes().with_absent_timeout(wrong)
+    assert RankTimes().with_absent_timeout(60) == replace(RankTimes(), absent_s=60.0)
+    assert RankTimes().with_absent_timeout(2).beat_s == 0.5
 
 
 @pytest.mark.parametrize("seconds", [0.5, 50, 3600.0])

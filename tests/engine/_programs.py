@@ -205,6 +205,22 @@ class Loading:
         return load_checkpoint(engine, self.path, **self.options)
 
 
+class LoadingBesideSchedule(Loading):
+    """One that must leave the engine's scheduler, and the rates, as they are."""
+
+    def __call__(self, engine: Engine) -> object:
+        """Load, and compare."""
+
+        def rates() -> object:
+            lrs = [group["lr"] for group in engine.optimizer.param_groups]
+            return dict(engine.lr_scheduler.state_dict()), lrs
+
+        before = rates()
+        loaded = super().__call__(engine)
+        assert rates() == before
+        return loaded
+
+
 @dataclass(frozen=True)
 class Saving:
     """``save_checkpoint``, to be pickled."""

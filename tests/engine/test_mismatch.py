@@ -12,7 +12,14 @@ import pytest
 
 from tests.engine import _damage
 from tests.engine._pool import Pools
-from tests.engine._programs import Loading, Saved, Saving, Scheduler, refusal
+from tests.engine._programs import (
+    Loading,
+    LoadingBesideSchedule,
+    Saved,
+    Saving,
+    Scheduler,
+    refusal,
+)
 from tests.engine._setup import Setup
 from tests.limits import SOON_S
 
@@ -106,7 +113,10 @@ def test_frozen_weights_that_were_left_out_are_wanted_for_training(
 
 @pytest.mark.parametrize("target", [Setup(2, "2"), Setup(2, "3")], ids=str)
 def test_another_scheduler_is_refused(target: Setup, pools: Pools, tmp_path: Path) -> None:
-    """A scheduler's state that the live one cannot read is found before anything is changed."""
+    """A scheduler's state that the live one cannot read is found before anything is changed.
+
+    Without hyperparameters none is restored: the engine's scheduler and its rates stay.
+    """
     path = str(tmp_path / "steps.ckpt")
     saved = partial(refusal, target, Saving(path), prepare=Scheduler("steps"), look=False)
     assert {found.error for found in pools.run(target.world, saved)} == {"NoneType"}
@@ -116,6 +126,6 @@ def test_another_scheduler_is_refused(target: Setup, pools: Pools, tmp_path: Pat
         assert "step_size" in refused.message
         assert "WarmupLR" in refused.message
         assert refused.unchanged
-    allowed = Loading(path, {"load_hyperparameters": False})
+    allowed = LoadingBesideSchedule(path, {"load_hyperparameters": False})
     for found in pools.run(target.world, partial(loaded, allowed, look=False)):
         assert found.error == "NoneType", found

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "registered": set(),
     "registration": {"registered", "errors"},
-    "schedules": set(),
+    "schedules": {"state", "manifest", "errors"},
     "callbacks": set(),
     "continuation": {"progress", "options", "ranks", "manifest", "requirements", "errors"},
     "strategy": {

@@ -94,6 +94,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/owner.py", "file_system_now_s", "probe.unlink"): (
         LEFT + "test_the_clocks_file_is_a_new_one"
     ),
+    ("storage/tenants.py", "_remove", "note.unlink"): (
+        "tests/core/test_tenants.py::test_what_only_has_such_a_name_stays"
+    ),
     # -- links
     ("strategy.py", "_link", "self._publication.link"): (
         LINKS + "test_a_link_takes_no_place_of_others"

@@ -60,6 +60,7 @@ class Run:
     kind: str = "plain"
     """Of the data: see ``loaders_of``."""
     schedule: str = "none"
+    rate: float = 0.01
     manual: bool = False
     """Optimized by the module itself."""
     dropout: float = 0.0
@@ -283,12 +284,13 @@ class Net(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        rate = np.float32(self.of.rate) if self.of.schedule == "numpy" else self.of.rate
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
         made = schedule_of(self, optimizer)
         return optimizer if made is None else {"optimizer": optimizer, "lr_scheduler": made}
 
 
-def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911
+def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911, PLR0912
     """Give the scheduler that a run asks for."""
     rates = torch.optim.lr_scheduler
     made: Any
@@ -302,7 +304,7 @@ def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | 
             return {"scheduler": rates.ExponentialLR(optimizer, 0.7), "interval": "epoch"}
         case "onecycle":
             total = int(net.trainer.estimated_stepping_batches)
-            made = rates.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
+            made = rates.OneCycleLR(optimizer, max_lr=5 * net.of.rate, total_steps=total)
             return {"scheduler": made, "interval": "step"}
         case "warmup":
             warm = rates.LinearLR(optimizer, 0.1, total_iters=4)
@@ -311,6 +313,9 @@ def schedule_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any] | 
             return {"scheduler": made, "interval": "step"}
         case "lambda":
             return {"scheduler": rates.LambdaLR(optimizer, _factor), "interval": "step"}
+        case "numpy":
+            made = rates.LambdaLR(optimizer, lambda step: np.float32(_factor(step)))
+            return {"scheduler": made, "interval": "step"}
         case "plateau, stepwise":
             made = rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
             return {"scheduler": made, "interval": "step", "monitor": "val", "strict": False}

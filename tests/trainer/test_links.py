@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
@@ -52,6 +55,50 @@ def test_last_is_there_at_every_instant(pools: Pools, tmp_path: Path, *, async_s
     run = Run(str(tmp_path), async_save=async_save, checkpoint=LINKED)
     found = pools.run(2, partial(watch_every_instant, run))[0]
     assert found == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+
+
+def watch_the_last(run: Run, scores: list[float]) -> list[tuple[str, int]]:
+    """Train with these scores of the epochs; give the best and the last's step after each."""
+    seen: list[tuple[str, int]] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        strategy_of(trainer).wait_for_save()
+        manifest = Path(run.root) / "kept" / "last.ckpt" / "manifest.json"
+        held = json.loads(manifest.read_text()) if manifest.exists() else {}
+        callback: Any = trainer.checkpoint_callback
+        step = held.get("progress", {}).get("global_steps", 0)
+        seen.append((Path(callback.best_model_path).name, step))
+
+    run.deeds = dict.fromkeys([*range(3, 2 * len(scores), 2), -1], look)
+    trainer, net, data, director = run.make()
+    callback: Any = trainer.checkpoint_callback
+    candidates = callback._monitor_candidates
+    callback._monitor_candidates = lambda trainer: {
+        **candidates(trainer),
+        "score": torch.tensor(scores[trainer.current_epoch]),
+    }
+    trainer.fit(net, data)
+    assert not director.errors, director.errors
+    return seen
+
+
+@MODES
+def test_the_last_one_is_of_the_last_save(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
+    """What top-k did not keep is saved as the last one, if a save was due; never both."""
+    options = LINKED | {"monitor": "score", "mode": "max"}
+    scores = [1.0, 0.5, 0.7, 2.0, 0.1]
+    every = Run(str(tmp_path), async_save=async_save, epochs=5, checkpoint=options)
+    for seen in pools.run(2, partial(watch_the_last, every, scores)):
+        best = ["step=2.ckpt"] * 3 + ["step=8.ckpt"] * 2
+        assert seen == list(zip(best, [2, 4, 6, 8, 10], strict=True))
+    kept_names = {path.name for path in (tmp_path / "kept").iterdir() if path.name[0] != "."}
+    assert kept_names == {"step=8.ckpt", "last.ckpt"}
+    rarely = replace(every, root=str(tmp_path / "rarely"), epochs=4)
+    rarely.checkpoint = options | {"every_n_epochs": 2}
+    for seen in pools.run(2, partial(watch_the_last, rarely, [0.0, 1.0, 9.0, 0.5])):
+        assert seen == [("", 0), ("step=4.ckpt", 4), ("step=4.ckpt", 4), ("step=4.ckpt", 8)]
 
 
 class Full:

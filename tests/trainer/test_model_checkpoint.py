@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_elastic_zero.storage import RUN
+from lightning_elastic_zero.storage.owner import Owner
 from tests.engine._pool import Pools
+from tests.limits import HANGS_S
 from tests.trainer._fitting import Plan, error_of, fit, listing
 
 pytestmark = pytest.mark.engine
@@ -83,6 +90,52 @@ def test_best_is_taken(worlds: Pools, tmp_path: Path) -> None:
     assert Path(best, "manifest.json").is_file()
     resumed = worlds.run(3, partial(fit, Plan(root, 1, epochs=3, ckpt_path=best)))
     assert resumed[0]["step"] == 6
+
+
+def fit_twice(root: str) -> list[list[str]]:
+    """Fit twice with two callbacks in one folder, and evaluate; give what each fit logged."""
+    trainer, net, data, _ = Plan(root, 2).make()
+    second = ModelCheckpoint(dirpath=root, filename="second", enable_version_counter=False)
+    trainer.callbacks.append(second)  # type: ignore[attr-defined]
+    said: list[list[str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said[-1].append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_elastic_zero.storage")
+    logger.addHandler(handler)
+    try:
+        for epochs in (1, 2):
+            said.append([])
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(net, data)
+        trainer.validate(net, data, verbose=False)
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> None:
+    """Once a fit, on the first rank; not of this trainer's own fits and callbacks, nor of the dead.
+
+    Of this run nothing is left in the folder but its checkpoints.
+    """
+    with subprocess.Popen(["sleep", str(HANGS_S)]) as other:
+        note = tmp_path / f"{RUN}1.json"
+        started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        owner = replace(Owner.this_process("kept"), pid=other.pid, started=started)
+        note.write_bytes(owner.to_json())
+        try:
+            said = worlds.run(2, partial(fit_twice, str(tmp_path)))
+        finally:
+            other.kill()
+    assert said[1] == [[], []]
+    for of_fit in said[0]:
+        assert len(of_fit) == 1
+        assert f"saves into {tmp_path}: process {other.pid} on {owner.host}" in of_fit[0]
+    assert listing(str(tmp_path)) == {"last.ckpt": True, "second.ckpt": True, note.name: False} | {
+        name: True for name in listing(str(tmp_path)) if name.startswith("epoch")
+    }
+    assert worlds.run(2, partial(fit_twice, str(tmp_path))) == [[[], []]] * 2
+    assert not list(tmp_path.glob(f"{RUN}*"))
 
 
 @pytest.mark.parametrize(

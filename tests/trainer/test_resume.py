@@ -75,14 +75,14 @@ def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
 
 
 def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
-    """With load_hyperparameters=False the configured rate is kept, and the schedule's place."""
+    """With load_hyperparameters=False the rates are those of the configured schedule's place."""
     root = str(tmp_path)
     all_of(worlds, 2, Plan(root, 2))
     again = Plan(root, 2, epochs=2, ckpt_path="last", lr=0.5)
     again.strategy["load_hyperparameters"] = False
     for seen in all_of(worlds, 1, again):
-        assert seen["lrs"] == [0.5, 1.0]
-        assert seen["lrs at end"] == [0.25, 0.5]
+        assert seen["lrs"] == [0.25, 0.5]
+        assert seen["lrs at end"] == [0.125, 0.25]
         assert seen["step"] == 4
 
 

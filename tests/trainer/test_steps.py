@@ -249,6 +249,43 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     assert seen.epoch == whole.epoch
 
 
+def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
+    """A rate of np.float32 takes other steps than Python's float of the same value."""
+    whole = Run(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
+    again = replace(whole, save=(), ckpt_path=str(tmp_path / "step-0.2.ckpt"))
+    for of_whole, seen in worlds.run(2, partial(fits, [whole, again])):
+        assert {type(rate).__name__ for rate in of_whole.rates.values()} == {"float32"}
+        assert {type(rate).__name__ for rate in seen.rates.values()} == {"float32"}
+        assert seen.rates == _from(of_whole.rates, 2)
+        assert seen.losses == _from(of_whole.losses, 2)
+
+
+def test_a_new_rate_is_that_of_a_run_that_always_had_it(worlds: Pools, tmp_path: Path) -> None:
+    """load_hyperparameters=False after a warm-up, in a cycle, in an epoch's schedule: each step."""
+    plans = [
+        (Run(schedule="warmup", epochs=3), "inside 1.3", 8),
+        (Run(schedule="onecycle", epochs=3), "step 0.2", 2),
+        (Run(schedule="lambda", stage=3), "epoch 0", 5),
+        (Run(schedule="epoch", validate=True, epochs=3), "inside 1.0", 5),
+    ]
+    runs = []
+    for index, (run, point, _) in enumerate(plans):
+        saving = replace(run, rate=0.003, root=str(tmp_path / str(index)), save=(point,))
+        runs += [saving, run]
+    wholes = worlds.run(2, partial(fits, runs))[0][1::2]
+    again = {"load_hyperparameters": False}
+    resumed = [
+        replace(run, strategy=again, ckpt_path=f"{tmp_path}/{n}/{point.replace(' ', '-')}.ckpt")
+        for n, (run, point, _) in enumerate(plans)
+    ]
+    for world in (2, 3):
+        found = worlds.run(world, partial(fits, resumed))[0]
+        for (_, point, begin), whole, seen in zip(plans, wholes, found, strict=True):
+            assert seen.rates == _from(whole.rates, begin), point
+            assert len(set(seen.rates.values())) > 1
+            assert seen.steps == _from(whole.steps, begin), point
+
+
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
 def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
     """As near to an uninterrupted run as another one is: the order of sums apart, the same.

@@ -17,13 +17,15 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import math
+import logging
 import time
 import zlib
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from lightning_elastic_zero.errors import error_class
+from lightning_elastic_zero.verdicts.times import RankTimes
 from lightning_elastic_zero.wording import by_rank, ranks_named
 
 MOST_BYTES = 8 * 1024 * 1024
@@ -36,57 +38,7 @@ _MISMATCH = "mismatch"
 JUDGED = "judged"
 """Entry of a verdict that is rank 0's own: it reads no report of the step any more."""
 
-
-STALL_TIMEOUT_S = 50.0
-"""The default of ``stall_timeout_s``: with it, a stall is reported within 60 s."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimes:
-    """How long ranks wait for each other, in seconds.
-
-    With the defaults, all ranks raise within 10 s where one raised, and within 60 s where one died
-    or stalled.
-    """
-
-    beat_s: float = 2.0
-    """From one sign of life of a rank to its next."""
-
-    dead_s: float = 30.0
-    """Without a sign of life for so long, a rank died or is stopped, or the store's host is."""
-
-    stalled_s: float = STALL_TIMEOUT_S
-    """At work on a step for so long without ``progress()``, a rank has stalled."""
-
-    absent_s: float = 600.0
-    """A living rank comes to a step no later than this after the first one.
-
-    Much longer than the others, for to be late is no fault: rank 0 may spend minutes in a logging
-    callback before it saves, which must not end a run. Yet a call that is made on one rank only
-    must end.
-    """
-
-    settle_s: float = 1.0
-    """After a first failure, for so long other ranks may add theirs before the verdict."""
-
-    def with_stall_timeout(self, stall_timeout_s: float) -> RankTimes:
-        """Return these times with another ``stalled_s``, which a user has chosen.
-
-        Raises:
-            ValueError: It is no positive number.
-        """
-        if type(stall_timeout_s) not in (int, float) or not 0 < stall_timeout_s < math.inf:
-            what = "how many seconds a rank may work without progress, a positive number"
-            msg = f"stall_timeout_s={stall_timeout_s!r}: it is {what}"
-            raise ValueError(msg)
-        beat_s = min(self.beat_s, stall_timeout_s / 4)
-        return replace(self, beat_s=beat_s, stalled_s=float(stall_timeout_s))
-
-    def __post_init__(self) -> None:
-        """Refuse times that would take a living rank for a dead one."""
-        if self.beat_s <= 0 or min(self.dead_s, self.stalled_s, self.absent_s) < 4 * self.beat_s:
-            msg = f"{self}: dead_s, stalled_s and absent_s must be at least 4 * beat_s, beat_s > 0"
-            raise ValueError(msg)
+log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -158,6 +110,20 @@ def loss(name: str, lost: dict[int, str], world_size: int) -> dict[str, str]:
     return {"error": "RanksError", "message": message}
 
 
+def tell_late(name: str, late: Sequence[int], world_size: int, times: RankTimes) -> None:
+    """Log which ranks have not come to a step that others wait in."""
+    log.warning(
+        "%s of %d: not at step %r after %g s. Saves and loads must be called on every rank, not "
+        "within `if rank == 0:`. Who is only late is waited for, %g s in all (absent_timeout_s); "
+        "then this fails on all ranks.",
+        ranks_named(late),
+        world_size,
+        name,
+        times.late_s,
+        times.absent_s,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Beat:
     """What a rank last said of itself."""
@@ -202,7 +168,8 @@ class Silence:
         """Count at most ``most_s`` per look: time in which nobody looked is held against nobody."""
         self._most_s = most_s
         self._value: object = None
-        self._silent_s = 0.0
+        self.silent_s = 0.0
+        """As of the last look."""
         self._looked_at = time.monotonic()
 
     def look(self, value: object) -> float:
@@ -210,9 +177,9 @@ class Silence:
         now = time.monotonic()
         same = value == self._value
         more_s = min(now - self._looked_at, self._most_s)
-        self._silent_s = self._silent_s + more_s if same else 0.0
+        self.silent_s = self.silent_s + more_s if same else 0.0
         self._value, self._looked_at = value, now
-        return self._silent_s
+        return self.silent_s
 
 
 class Watch:
@@ -221,12 +188,12 @@ class Watch:
     def __init__(self, times: RankTimes) -> None:
         """Watch from now on."""
         self._times = times
-        self._beat = Silence(2 * times.beat_s)
+        self.beats = Silence(2 * times.beat_s)
         self._work = Silence(2 * times.beat_s)
 
     def gone(self, beat: Beat | None) -> str | None:
         """Say why the rank will never answer, if so."""
-        silent_s = self._beat.look(beat.count if beat else None)
+        silent_s = self.beats.look(beat.count if beat else None)
         if beat is None:
             wait_s = self._times.absent_s
             return f"never seen in {wait_s:g} s" if silent_s >= wait_s else None
@@ -269,6 +236,7 @@ class Judge:
         self._open = Silence(2 * times.beat_s)
         self._failing = Silence(2 * times.beat_s)
         self._look_at = 0.0
+        self._told = 0
         self._here_at = time.monotonic()
 
     def look(self) -> None:
@@ -329,8 +297,8 @@ class Judge:
         return [beats.get(r) for r in range(self._world_size)]
 
     def _judge_lives(self, open_s: float) -> None:
-        lost = {}
-        for rank, (beat, watch) in enumerate(zip(self._beats(), self._watches, strict=True)):
+        lost, beats = {}, self._beats()
+        for rank, (beat, watch) in enumerate(zip(beats, self._watches, strict=True)):
             why = watch.gone(beat) or (beat and watch.idle(beat, self._seq, open_s))
             if why:
                 lost[rank] = why
@@ -338,6 +306,11 @@ class Judge:
             self._post(loss(self._name, lost, self._world_size))
         elif self._store.check([f"{self._seq}/verdict"]):
             self._next(all_in=False, judged=False)  # another rank has given up rank 0
+        elif open_s >= self._times.late_s and self._told != self._seq:
+            self._told = self._seq
+            late = [r for r, beat in enumerate(beats) if beat is None or beat.seq < self._seq]
+            if late:
+                tell_late(self._name, late, self._world_size, self._times)
 
     def _success(self) -> dict[str, list[Any]]:
         ranks = {"together": 0, "from_first": 1}.get(self._kind, self._world_size)

@@ -1,0 +1,78 @@
+"""How long ranks wait for each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+STALL_TIMEOUT_S = 50.0
+"""The default of ``stall_timeout_s``: with it, a stall is reported within 60 s."""
+
+
+ABSENT_TIMEOUT_S = 600.0
+"""The default of ``absent_timeout_s``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """How long ranks wait for each other, in seconds.
+
+    With the defaults, all ranks raise within 10 s where one raised, and within 60 s where one died
+    or stalled.
+    """
+
+    beat_s: float = 2.0
+    """From one sign of life of a rank to its next."""
+
+    dead_s: float = 30.0
+    """Without a sign of life for so long, a rank died or is stopped, or the store's host is."""
+
+    stalled_s: float = STALL_TIMEOUT_S
+    """At work on a step for so long without ``progress()``, a rank has stalled."""
+
+    absent_s: float = ABSENT_TIMEOUT_S
+    """A living rank comes to a step no later than this after the first one.
+
+    Much longer than the others, for to be late is no fault: rank 0 may spend minutes in a logging
+    callback before it saves, which must not end a run. Yet a call that is made on one rank only
+    must end.
+    """
+
+    late_s: float = 30.0
+    """After so long the log names the ranks that have not come to a step yet."""
+
+    settle_s: float = 1.0
+    """After a first failure, for so long other ranks may add theirs before the verdict."""
+
+    def with_stall_timeout(self, stall_timeout_s: float) -> RankTimes:
+        """Return these times with another ``stalled_s``, which a user has chosen.
+
+        Raises:
+            ValueError: It is no positive number.
+        """
+        what = "how many seconds a rank may work without progress"
+        stalled_s = _positive("stall_timeout_s", stall_timeout_s, what)
+        return replace(self, beat_s=min(self.beat_s, stalled_s / 4), stalled_s=stalled_s)
+
+    def with_absent_timeout(self, absent_timeout_s: float) -> RankTimes:
+        """Return these times with another ``absent_s``, which a user has chosen.
+
+        Raises:
+            ValueError: It is no positive number.
+        """
+        what = "how many seconds ranks wait for one that does not come"
+        absent_s = _positive("absent_timeout_s", absent_timeout_s, what)
+        return replace(self, beat_s=min(self.beat_s, absent_s / 4), absent_s=absent_s)
+
+    def __post_init__(self) -> None:
+        """Refuse times that would take a living rank for a dead one."""
+        if self.beat_s <= 0 or min(self.dead_s, self.stalled_s, self.absent_s) < 4 * self.beat_s:
+            msg = f"{self}: dead_s, stalled_s and absent_s must be at least 4 * beat_s, beat_s > 0"
+            raise ValueError(msg)
+
+
+def _positive(name: str, value: object, what: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        msg = f"{name}={value!r}: it is {what}, a positive number"
+        raise ValueError(msg)
+    return float(value)  # type: ignore[arg-type]
