@@ -84,6 +84,9 @@ def _place_all(pending: Pending, combined: CombinedLoader, position: Position) -
         if elastic is not None:
             _take_seed(elastic, pending, index)
             elastic.start_at(position.epoch, _step_of(elastic, combined, position))
+        elif resumer is not None and position.is_over:
+            # How many samples it had is not known where its last step had fewer than the others.
+            resumer.resume_at(position.epoch + 1, 0)
         elif resumer is not None:
             samples = (pending.record.samples or 0) if position.steps else 0
             resumer.resume_at(position.epoch, samples)

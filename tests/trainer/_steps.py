@@ -172,6 +172,16 @@ class Seeking(Stream):
         self.first = samples
 
 
+class GoesOn(Stream):
+    """A stream that does not begin anew in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.first < self.length:
+            index = self.first + comm.get_rank()
+            self.first += comm.get_world_size()
+            yield torch.full((WIDTH,), float(index)), index
+
+
 class StatefulLoader(DataLoader[Any]):
     """A loader that keeps what its rank has consumed."""
 
@@ -338,11 +348,11 @@ class Watch(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
-        per_step = trainer.accumulate_grad_batches
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        done, per_step = progress.current.processed, trainer.accumulate_grad_batches
         epoch = trainer.current_epoch
-        if done % per_step == 0:
-            self._save(trainer, f"step {epoch}.{done // per_step}")
+        if done % per_step == 0 or progress.is_last_batch:
+            self._save(trainer, f"step {epoch}.{-(-done // per_step)}")
         elif done % per_step == 1:
             self._save(trainer, f"inside {epoch}.{done // per_step}")
 
@@ -405,6 +415,8 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return StatefulLoader(Stream(run.length), batch_size=run.batch_size)
         case "seeks":
             return DataLoader(Seeking(run.length), batch_size=run.batch_size)
+        case "goes on":
+            return DataLoader(GoesOn(run.length), batch_size=run.batch_size)
         case "two, one uncut":
             return [made(data, shuffle=True), DataLoader(Stream(run.length), batch_size=3)]
         case "own distributed sampler":
