@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.continuation import reports
-from lightning_elastic_zero.continuation.loaders import elastic_of, resumer_of
+from lightning_elastic_zero.continuation.loaders import elastic_of, name_of, resumer_of
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.progress import ElasticSampler, Position, Record
 from lightning_elastic_zero.ranks import Ranks
@@ -200,7 +200,7 @@ def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
                 "logging_batch_size_per_gpu where the loader does not tell its batch_size"
             )
         )
-    kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
+    kind = name_of(loader)
     if not pending.loader_states or not isinstance(loader, _Stateful):
         return f"the {kind} cannot be told where to begin"
     saved = pending.record.world_size

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 
-from lightning_elastic_zero.continuation import reports
+from lightning_elastic_zero.continuation import news, reports
 from lightning_elastic_zero.continuation.ahead import look_ahead
 from lightning_elastic_zero.continuation.batches import Batches, GivenSettings
 from lightning_elastic_zero.continuation.lengths import Lengths
@@ -67,6 +67,8 @@ class Continuation:
         self._set_aside: dict[str, Any] | None = None
         self._held: list[tuple[Any, int]] = []
         self._loader_states = LoaderStates()
+        self.were_in_order: list[bool] | None = None
+        """Of each training loader as the user made it: whether it gives samples as they come."""
         self._validated_at = -1
         self._loaders_made = 0
         self._seeds: list[int | None] = []
@@ -262,6 +264,7 @@ class Continuation:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._go_on(pending, trainer, rank, world_size, device)
+        self._say_of_data(trainer, world_size)
         inside = pending is not None and pending.position.steps > 0
         self._loader_states.begin(trainer, pending.loader_states if pending and inside else [])
         if trainer.accumulate_grad_batches > 1:
@@ -277,7 +280,7 @@ class Continuation:
         device: torch.device,
     ) -> None:
         now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
-        self._report(pending, now)
+        self._report(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
         live = LiveLoops(trainer)
         self._seeds = [
             seed if type(seed := loader.get("seed")) is int else None
@@ -308,13 +311,24 @@ class Continuation:
                 f"{trainer.global_step}, rank)"
             )
 
-    def _report(self, pending: Pending, now: Record) -> None:
+    def _say_of_data(self, trainer: pl.Trainer, world_size: int) -> None:
+        """Say what becomes of the training data that the user may not expect."""
+        loaders = _loaders(trainer)
+        in_order, self.were_in_order = self.were_in_order or (), None
+        for text in news.of_shuffled(in_order, loaders):
+            rank_zero_warn(text)
+        is_known = self._batches is not None and self._batches.global_batch_size is not None
+        if self._lost_data == "refuse":
+            for text in news.of_unplaceable(loaders, world_size, is_known=is_known):
+                rank_zero_warn(text)
+
+    def _report(self, pending: Pending, now: Record, *, has_schedule: bool) -> None:
         """Say what changed since the save."""
         was = pending.record
         given = self._batches is not None and self._batches.plan is not None
         if text := reports.changed_batch(was, now, is_given=given):
             rank_zero_warn(text)
-        if pending.is_ours and (text := reports.changed_plan(was, now)):
+        if pending.is_ours and has_schedule and (text := reports.changed_plan(was, now)):
             rank_zero_warn(text)
         for text in reports.changed_settings(was, now):
             rank_zero_warn(text)

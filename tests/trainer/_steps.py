@@ -146,6 +146,8 @@ class OwnGenerator(Sampler[int]):
                 begin = 7 * self.epochs
             case "changed":
                 begin = self.begin
+            case "ranks, later":
+                begin = comm.get_rank() * (self.epochs > 1)
             case _:
                 begin = comm.get_rank()
         return iter([(begin + index) % self.length for index in range(self.length)])
@@ -403,7 +405,11 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
-        case "numpy" | "random" | "torch" | "counts" | "ranks" | "changed":
+        case "in order":
+            return made(data)
+        case "range":
+            return made(data, sampler=range(run.length))
+        case "numpy" | "random" | "torch" | "counts" | "ranks" | "ranks, later" | "changed":
             return made(data, sampler=OwnGenerator(run.length, run.kind))
         case "user's loader":
             return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))

@@ -264,6 +264,7 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     seen = worlds.run(world, partial(fit, resumed))[0]
     assert seen.steps == _from(whole.steps, 5)
     assert seen.epoch == whole.epoch
+    assert not any("was planned for" in text for text in seen.messages)  # no schedule was
 
 
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
