@@ -84,9 +84,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             load_optimizer_state: False: ``fit(ckpt_path=...)`` goes on from the saved weights with
                 a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
             load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
-                configures them; the optimizer's moments are restored all the same. A scheduler
-                keeps its place, with the rates that it has there as it is configured now
-                (docs/continuation.md, also of schedulers that are not torch's).
+                configures them; moments are restored all the same. A scheduler keeps its place,
+                with the rates that it has there as configured now (see docs/continuation.md).
             save_module_weights: write the low-precision weights too, for tools that insist on them.
             allow_pickle: build Python objects of any class from the trainer's state, where it is no
                 plain data. That can run code: only for checkpoints that you trust.
@@ -96,8 +95,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             async_save: let training wait for a copy of the state in host memory only, and write
                 and publish it in the background. A checkpoint is then there some time after
                 ``save_checkpoint`` has returned (``wait_for_save``), and hosts need room for their
-                ranks' state once more. Off by default: scripts may rely on finding what they have
-                just saved, and a host that is almost full would run out of memory.
+                ranks' state once more. Hence off by default.
             snapshot_bytes: with ``async_save``, the most host memory that a rank's copy may take;
                 None: all that it needs. What does not fit is written before the next step.
             stall_timeout_s: how long a rank may work on a save or load without progress before that

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_elastic_zero.continuation.windows import steps_of
 from lightning_elastic_zero.progress import Position
 
 
@@ -42,8 +43,6 @@ class LiveLoops:
         # Also where the loops were told to begin at a step of an epoch that starts over.
         if position.steps == 0 and not position.is_over:
             epoch.restarting = False
-        elif position.is_over and epoch.batch_progress.current.ready != fit.max_batches:
-            self._fill_up()
         fit._restarting = False  # noqa: SLF001
         if self._trainer.lightning_module.automatic_optimization:
             axis = self._trainer.global_step
@@ -83,9 +82,9 @@ class LiveLoops:
             if isinstance(callback, ModelCheckpoint) and every >= 1 and step % every == 0:
                 callback._last_global_step_saved = step  # noqa: SLF001
 
-    def _fill_up(self) -> None:
-        """Show an epoch as full whose length is not what it was."""
-        if self._fit.max_batches == float("inf"):
+    def fill_up(self, position: Position) -> None:
+        """Show an epoch that is over as full, where its length is not what it was."""
+        if not position.is_over or self._fit.max_batches == float("inf"):
             return
         progress, full = self._epoch.batch_progress, int(self._fit.max_batches)
         more = full - progress.current.ready
@@ -159,8 +158,11 @@ class LiveLoops:
                     set_epoch(position.epoch)
         if (fetcher := fit._data_fetcher) is not None:  # noqa: SLF001
             iter(fetcher)
-            # Lightning ends such an epoch by asking for one more batch, which is not to be drawn.
-            fetcher.done |= position.is_over
+            if position.is_over:
+                # Lightning ends such an epoch by asking for one more batch, which is not to be
+                # drawn; of data without a length it has been fetched ahead.
+                fetcher.done = True
+                getattr(fetcher, "batches", []).clear()
 
 
 def release(held: list[tuple[Any, int]]) -> None:
@@ -178,26 +180,13 @@ def axis_of(trainer: pl.Trainer) -> int:
     return int(epoch._batches_that_stepped) + ending  # noqa: SLF001
 
 
-def validation_interval(trainer: pl.Trainer) -> None:
-    """Let a fraction of an epoch, after which to validate, end with an optimizer step.
-
-    It is then the same step on every number of devices.
-    """
-    # Where validation is a matter of time, there is no such attribute.
-    interval = getattr(trainer, "val_check_interval", None)
-    accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-    if not isinstance(interval, float) or batches == float("inf"):
-        return
-    trainer.val_check_batch = max(1, int(batches // accumulate * interval)) * accumulate
-
-
 def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
     """Give the optimizer steps that the whole run is to take, where that is known."""
     batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     by_epochs = (
         None
         if batches == float("inf") or epochs is None or epochs < 0
-        else int(batches) // accumulate * epochs
+        else steps_of(batches, accumulate) * epochs
     )
     if most < 0:
         return by_epochs

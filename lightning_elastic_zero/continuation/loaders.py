@@ -60,7 +60,7 @@ def elastic_loader(loader: object, batches: Batches, rank: int, seed: int) -> ob
     if not isinstance(loader, DataLoader):
         return loader
     own = with_own_generator(loader, seed, rank)
-    sampler = _sampler_in(own)
+    sampler = sampler_in(own)
     if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
         return own
     if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
@@ -86,7 +86,7 @@ def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
         return False
     if not _cuts_plainly(loader.batch_sampler):
         return False
-    sampler = _sampler_in(loader)
+    sampler = sampler_in(loader)
     if type(sampler) is DistributedSamplerWrapper:
         return hasattr(_wrapped(sampler), "__len__")
     return type(sampler) in (DistributedSampler, ElasticSampler)
@@ -99,9 +99,10 @@ def _cuts_plainly(batch_sampler: Any) -> bool:  # noqa: ANN401 (a batch sampler,
     return batch_sampler is None or cls is BatchSampler or is_torchdatas
 
 
-def _sampler_in(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 (any sampler)
-    """Give the sampler that a loader's batches are made of."""
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+def sampler_in(loader: object) -> Any:  # noqa: ANN401 (any sampler)
+    """Return the sampler that a loader's batches are made of; None where it has none."""
+    own = getattr(loader, "sampler", None)
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
 
 
 def _wrapped(sampler: Any) -> Sampler[Any] | None:  # noqa: ANN401 (a sampler)
@@ -159,6 +160,16 @@ def elastic_of(loader: object) -> ElasticSampler | None:
     """Give the ``ElasticSampler`` of a loader, if it has one."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def name_of(loader: object) -> str:
+    """Name a loader of any kind, by its class and its data set's."""
+    data = getattr(loader, "dataset", None)
+    return (
+        f"{type(loader).__name__} of {type(data).__name__}"
+        if data is not None
+        else (type(loader).__name__)
+    )
 
 
 def resumer_of(loader: object) -> ResumesAtSample | None:

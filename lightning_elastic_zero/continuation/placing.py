@@ -11,7 +11,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.continuation import reports
-from lightning_elastic_zero.continuation.loaders import KeepsState, elastic_of, resumer_of
+from lightning_elastic_zero.continuation.loaders import (
+    KeepsState,
+    elastic_of,
+    name_of,
+    resumer_of,
+)
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.progress import ElasticSampler, Position, Record
 from lightning_elastic_zero.ranks import Ranks
@@ -83,6 +88,9 @@ def _place_all(pending: Pending, combined: CombinedLoader, position: Position) -
         if elastic is not None:
             _take_seed(elastic, pending, index)
             elastic.start_at(position.epoch, _step_of(elastic, combined, position))
+        elif resumer is not None and position.is_over:
+            # How many samples it had is not known where its last step had fewer than the others.
+            resumer.resume_at(position.epoch + 1, 0)
         elif resumer is not None:
             samples = (pending.record.samples or 0) if position.steps else 0
             resumer.resume_at(position.epoch, samples)
@@ -196,7 +204,7 @@ def _why_unplaceable(loader: object, pending: Pending, world_size: int) -> str:
                 "logging_batch_size_per_gpu where the loader does not tell its batch_size"
             )
         )
-    kind = f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}"
+    kind = name_of(loader)
     if not pending.loader_states or not isinstance(loader, KeepsState):
         return f"the {kind} cannot be told where to begin"
     saved = pending.record.world_size

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -43,6 +44,10 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_state_dicts": "keep the states of loaders that have their own",
     },
     "the logger connector": {"_callback_metrics": "save what callbacks look at"},
+    "lightning.pytorch.loops.fetchers": {
+        "_DataFetcher": "fetch one batch of a stream ahead",
+        "_PrefetchDataFetcher": "know the last batch of data without a length",
+    },
     "lightning.pytorch.trainer.call": {
         "_call_lightning_module_hook": "update ReduceLROnPlateau as Lightning does",
     },
@@ -123,6 +128,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
         "the training epoch loop": fit.epoch_loop,
         "CombinedLoader": CombinedLoader([]),
         "the logger connector": getattr(trainer, "_logger_connector", None),
+        "lightning.pytorch.loops.fetchers": fetchers,
         "lightning.pytorch.trainer.call": call,
         "the trainer": trainer,
         "ModelCheckpoint": ModelCheckpoint,

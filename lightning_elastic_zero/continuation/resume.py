@@ -8,7 +8,7 @@ two moments: ``take_up`` rewrites the numbers for this number of devices as they
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,15 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 
-from lightning_elastic_zero.continuation import reports
+from lightning_elastic_zero.continuation import news, reports
+from lightning_elastic_zero.continuation.ahead import look_ahead
 from lightning_elastic_zero.continuation.batches import Batches, GivenSettings
+from lightning_elastic_zero.continuation.lengths import Lengths
 from lightning_elastic_zero.continuation.live import (
     LiveLoops,
     axis_of,
     planned_steps,
     release,
-    validation_interval,
 )
 from lightning_elastic_zero.continuation.loaders import (
     elastic_loader,
@@ -35,6 +36,7 @@ from lightning_elastic_zero.continuation.loaders import (
 )
 from lightning_elastic_zero.continuation.moments import LoaderStates, Moment
 from lightning_elastic_zero.continuation.placing import LostData, Pending, place_data
+from lightning_elastic_zero.continuation.windows import Windows, open_batches, steps_of
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.progress import (
@@ -58,16 +60,16 @@ class Continuation:
 
     def __init__(self, lost_data: LostData, given: GivenSettings) -> None:
         self._lost_data = lost_data
-        self._given = given
+        self._lengths, self._windows = Lengths(given), Windows(given)
         self._batches: Batches | None = None
         self._pending: Pending | None = None
         self._moment: Moment | None = None
         self._set_aside: dict[str, Any] | None = None
         self._held: list[tuple[Any, int]] = []
         self._loader_states = LoaderStates()
+        self.were_in_order: list[bool] | None = None
+        """Of each training loader as the user made it: whether it gives samples as they come."""
         self._validated_at = -1
-        self._limit: int | float = 1.0
-        self._lengths: list[int] = []
         self._loaders_made = 0
         self._seeds: list[int | None] = []
 
@@ -78,10 +80,8 @@ class Continuation:
         self._batches = batches
         self._pending = self._moment = self._set_aside = None
         self._validated_at = -1
-        limit = self._given.get(trainer, "limit_train_batches")
-        self._limit = limit * (batches.accumulate if type(limit) is int and batches.plan else 1)
-        self._given.make(trainer, "limit_train_batches", self._limit)
-        self._lengths, self._loaders_made, self._seeds = [], 0, []
+        self._lengths.begin(trainer, batches.accumulate, is_planned=batches.plan is not None)
+        self._loaders_made, self._seeds = 0, []
         self._loader_states = LoaderStates()
 
     @property
@@ -96,7 +96,8 @@ class Continuation:
         if not trainer.training:
             return with_own_generator(loader, _seed(), rank)
         if self._loaders_made and self._loaders_made >= len(_loaders(trainer)) > 0:
-            self._lengths, self._loaders_made = [], 0  # they are made anew
+            self._lengths.forget()
+            self._loaders_made = 0  # they are made anew
         loader = elastic_loader(loader, self._batches, rank, _seed())
         if (elastic := elastic_of(loader)) is None:
             self._batches.check_uncut(loader)
@@ -105,7 +106,7 @@ class Continuation:
             kept = self._seeds[self._loaders_made : self._loaders_made + 1]
             elastic.seed = kept[0] if kept and kept[0] is not None else elastic.seed
         self._loaders_made += 1
-        self._keep_whole_steps(loader, trainer, self._batches.accumulate)
+        self._lengths.keep_whole_steps(loader, trainer, self._batches.accumulate)
         return loader
 
     def _check_first(self, elastic: ElasticSampler) -> None:
@@ -119,31 +120,6 @@ class Continuation:
             )
             raise UnsupportedError(msg)
 
-    def _keep_whole_steps(self, loader: object, trainer: pl.Trainer, accumulate: int) -> None:
-        """Let ``limit_train_batches`` end an epoch between two optimizer steps.
-
-        Lightning begins a new window with each epoch and DeepSpeed does not: gradients of a window
-        that an epoch cuts off would flow into the next one's.
-        """
-        given = self._limit
-        length = len(loader) if isinstance(loader, Sized) and _has_length(loader) else None
-        if given == 0 or length is None:
-            return
-        self._lengths.append(length)
-        # Of several loaders the longest one ends the epoch; shorter ones begin again.
-        longest = max(self._lengths)
-        batches = min(longest, given) if isinstance(given, int) else int(longest * given)
-        limit = max(1, batches // accumulate) * accumulate
-        if limit == batches or limit > longest:
-            self._given.make(trainer, "limit_train_batches", given)
-            return
-        if elastic_of(loader) is None or isinstance(given, int):
-            rank_zero_warn(
-                f"{batches} batches per epoch are no multiple of the accumulation ({accumulate}): "
-                f"an epoch has {limit}, so that it ends with an optimizer step"
-            )
-        self._given.make(trainer, "limit_train_batches", limit)
-
     # -- saving ------------------------------------------------------------------------------
 
     def record(self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int) -> Record:
@@ -156,9 +132,8 @@ class Continuation:
             batches=trainer.num_training_batches,
             validating=trainer.state.fn == TrainerFn.FITTING and trainer.validating,
         )
-        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
         # Inside a window the place is that of the step before, after which validation may have run.
-        if self._validated_at == _batches_done(trainer) - current["processed"] % accumulate:
+        if self._validated_at == _batches_done(trainer) - open_batches(trainer):
             position = replace(position, is_validated=True)
         elastic = [elastic_of(loader) for loader in _loaders(trainer)]
         size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
@@ -171,7 +146,7 @@ class Continuation:
             global_batch_size=size,
             accumulate=accumulate,
             world_size=world_size,
-            steps_per_epoch=int(total) // accumulate if total != float("inf") else None,
+            steps_per_epoch=steps_of(total, accumulate) if total != float("inf") else None,
             planned_steps=planned_steps(trainer, accumulate),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
             orders=tuple(s.latest_order() if s is not None else None for s in elastic),
@@ -206,8 +181,7 @@ class Continuation:
     def _moment_of(self, trainer: pl.Trainer) -> Moment | None:
         """Give what was kept at the last step, inside a window of micro-batches."""
         current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-        begun, done = current["ready"], current["processed"]
-        inside = begun != done or done % trainer.accumulate_grad_batches
+        inside = current["ready"] != current["processed"] or open_batches(trainer)
         return self._moment if inside else None
 
     # -- training ----------------------------------------------------------------------------
@@ -227,9 +201,10 @@ class Continuation:
     def fetched(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Note what loaders keep, when a batch was fetched and is about to be trained on."""
         release(self._held)
-        if batch_idx == 0:
-            validation_interval(trainer)  # Lightning sets it anew where it makes loaders anew
         self._loader_states.fetched(trainer, is_first=batch_idx == 0)
+        if look_ahead(trainer):
+            self._loader_states.fetched(trainer, is_first=False)
+        self._windows.begin_batch(trainer)
 
     def validating(self, device: torch.device) -> None:
         """Set the streams of random numbers aside: what a validation draws is not training's.
@@ -284,10 +259,12 @@ class Continuation:
             CheckpointMismatchError: the data cannot be taken up where it was left, and the user
                 did not allow the epoch to be restarted.
         """
-        validation_interval(trainer)
+        planned = self._batches is not None and self._batches.plan is not None
+        self._windows.begin_fit(trainer, is_planned=planned)
         pending, self._pending = self._pending, None
         if pending is not None:
             self._go_on(pending, trainer, rank, world_size, device)
+        self._say_of_data(trainer, world_size)
         inside = pending is not None and pending.position.steps > 0
         self._loader_states.begin(trainer, pending.loader_states if pending and inside else [])
         if trainer.accumulate_grad_batches > 1:
@@ -303,7 +280,7 @@ class Continuation:
         device: torch.device,
     ) -> None:
         now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
-        self._report(pending, now)
+        self._report(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
         live = LiveLoops(trainer)
         self._seeds = [
             seed if type(seed := loader.get("seed")) is int else None
@@ -311,6 +288,9 @@ class Continuation:
         ]
         position = place_data(pending, _combined(trainer), world_size, self._lost_data)
         position = live.within_limit(position)
+        if position != pending.position or now.accumulate != pending.record.accumulate:
+            live.fill_up(position)
+        self._windows.resume_at(trainer, is_last=position.is_over)
         live.go_on_at(position, pending.state.get("axis"))
         if position.is_validated:
             self._validated_at = _batches_done(trainer)
@@ -331,13 +311,24 @@ class Continuation:
                 f"{trainer.global_step}, rank)"
             )
 
-    def _report(self, pending: Pending, now: Record) -> None:
+    def _say_of_data(self, trainer: pl.Trainer, world_size: int) -> None:
+        """Say what becomes of the training data that the user may not expect."""
+        loaders = _loaders(trainer)
+        in_order, self.were_in_order = self.were_in_order or (), None
+        for text in news.of_shuffled(in_order, loaders):
+            rank_zero_warn(text)
+        is_known = self._batches is not None and self._batches.global_batch_size is not None
+        if self._lost_data == "refuse":
+            for text in news.of_unplaceable(loaders, world_size, is_known=is_known):
+                rank_zero_warn(text)
+
+    def _report(self, pending: Pending, now: Record, *, has_schedule: bool) -> None:
         """Say what changed since the save."""
         was = pending.record
         given = self._batches is not None and self._batches.plan is not None
         if text := reports.changed_batch(was, now, is_given=given):
             rank_zero_warn(text)
-        if pending.is_ours and (text := reports.changed_plan(was, now)):
+        if pending.is_ours and has_schedule and (text := reports.changed_plan(was, now)):
             rank_zero_warn(text)
         for text in reports.changed_settings(was, now):
             rank_zero_warn(text)
@@ -384,15 +375,6 @@ def _batches_done(trainer: pl.Trainer) -> int:
 def _is_ending(progress: Any) -> bool:  # noqa: ANN401 (a progress of Lightning's)
     """Tell whether a batch or epoch is done, and the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
-
-
-def _has_length(loader: Sized) -> bool:
-    """Tell whether a loader has a length: those of iterable data sets raise when they are asked."""
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 def _seed() -> int:

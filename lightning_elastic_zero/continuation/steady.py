@@ -20,6 +20,7 @@ from lightning_elastic_zero.continuation.batches import (
     settle_batches,
 )
 from lightning_elastic_zero.continuation.known_warnings import KnownWarnings
+from lightning_elastic_zero.continuation.news import are_in_order
 from lightning_elastic_zero.continuation.placing import LostData, check_orders
 from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
@@ -109,7 +110,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._told_batch_size: int | None = None
         self._scale_check = ScaleCheck()
         self._thawing = Thawing()
-        self._are_orders_checked = False  # those of the first epoch of this fit
+        self._are_orders_checked = False  # those of the epoch
         self._ranks: Ranks | None = None
         self._known_warnings = KnownWarnings()
 
@@ -243,6 +244,8 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if self.lightning_module is not None and self._is_configured:
             if not self._is_settled:
                 self._settle(self._batch_size_of_loader())
+            elif self._continuation.were_in_order is None:
+                self._batch_size_of_loader()  # a hook asked for them, and they are shuffled by now
             batches = self._continuation.batches
             if batches is not None and batches.plan is not None:
                 size = batches.plan.largest_micro_batch
@@ -255,7 +258,9 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         source = module.trainer.fit_loop._data_source if module is not None else None  # noqa: SLF001
         if source is None or not source.is_defined():
             return self._told_batch_size
-        return batch_size_of(source.dataloader()) or self._told_batch_size
+        loaders = source.dataloader()
+        self._continuation.were_in_order = are_in_order(loaders)
+        return batch_size_of(loaders) or self._told_batch_size
 
     @override
     def _auto_select_batch_size(self) -> int:
@@ -342,8 +347,9 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         if (module := self.lightning_module) is not None:
             self._continuation.fetched(module.trainer, batch_idx)
             self._thawing.look(module, module.trainer.current_epoch)
-            if not self._are_orders_checked:
-                # Not before: hooks of the epoch's start may change what a sampler draws.
+            if batch_idx == 0 or not self._are_orders_checked:
+                # Not before: hooks of the epoch's start may change what a sampler draws. In each
+                # epoch: a sampler may differ between ranks from the second one on.
                 check_orders(module.trainer, self._agree())
                 self._are_orders_checked = True
         super().on_train_batch_start(batch, batch_idx)

@@ -40,6 +40,8 @@ def position_of(
     steps = done // accumulate
     last = fit_loop[BATCHES]["is_last_batch"] and done == batch["ready"]
     is_over = done > 0 and (last or done >= batches)
+    if is_over and batch["started"] == done:
+        steps = -(-done // accumulate)  # the last one may be of fewer micro-batches
     if epochs["processed"] == epochs["ready"]:
         # The epoch's end has been reached. max_steps and early stopping get here in mid-epoch too.
         if done and not is_over:
@@ -48,7 +50,7 @@ def position_of(
     if epochs["started"] < epochs["ready"]:
         # In on_train_epoch_start: the batch counters are still those of the epoch before.
         return Position(epochs["processed"], 0)
-    whole = steps * accumulate == done
+    whole = is_over or steps * accumulate == done
     validated = validating and _is_finished(fit_loop[VALIDATION]) and whole
     return Position(epochs["processed"], steps, is_over=is_over, is_validated=validated)
 
@@ -87,9 +89,9 @@ def loops_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, now: 
     for counts, more in ((epochs["current"], 0), (epochs["total"], extra)):
         counts.update(ready=entered + more, started=entered + more)
         counts.update(processed=position.epoch + more, completed=position.epoch + more)
-    steps_before = _steps_before(fit_loop, position, was)
-    _set(batch["current"], position.steps * now)
-    _set(batch["total"], (steps_before + position.steps) * now)
+    before, current = _batches_at(fit_loop, position, was, now)
+    _set(batch["current"], current)
+    _set(batch["total"], before + current)
     batch["is_last_batch"] = position.is_over
     _set_validation(loops[VALIDATION], pending=in_epoch and not position.is_validated)
     # Per rank and worker, and of another number of them: never to be applied by position in a list.
@@ -106,12 +108,21 @@ def with_loader_states(loops: Mapping[str, Any], states: list[Any]) -> dict[str,
     return {**loops, "fit_loop": {**fit, "state_dict": own}}
 
 
-def _steps_before(fit_loop: Mapping[str, Any], position: Position, was: int) -> int:
-    """Give the optimizer steps of the epochs before a position's."""
-    batch = fit_loop[BATCHES]
-    in_epoch = position.steps > 0 or position.is_over
-    done = batch["total"]["processed"] - (batch["current"]["processed"] if in_epoch else 0)
-    return int(done) // was
+def _batches_at(
+    fit_loop: Mapping[str, Any], position: Position, was: int, now: int
+) -> tuple[int, int]:
+    """Return a rank's micro-batches of the epochs before a position's, and of its own.
+
+    An epoch's last window may have fewer than the others: how many of another accumulation there
+    would have been is not known, and it counts as a whole one.
+    """
+    batch, in_epoch = fit_loop[BATCHES], position.steps > 0 or position.is_over
+    done = int(batch["current"]["processed"]) if in_epoch else 0
+    before = int(batch["total"]["processed"]) - done
+    if was != now:
+        return before // was * now, position.steps * now
+    is_as_saved = position.is_over and position.steps == -(-done // was)
+    return before, done if is_as_saved else position.steps * now
 
 
 def _set(counts: dict[str, int], number: int) -> None:

@@ -147,6 +147,8 @@ class OwnGenerator(Sampler[int]):
                 begin = 7 * self.epochs
             case "changed":
                 begin = self.begin
+            case "ranks, later":
+                begin = comm.get_rank() * (self.epochs > 1)
             case _:
                 begin = comm.get_rank()
         return iter([(begin + index) % self.length for index in range(self.length)])
@@ -171,6 +173,16 @@ class Seeking(Stream):
         """Begin after so many samples."""
         del epoch
         self.first = samples
+
+
+class GoesOn(Stream):
+    """A stream that does not begin anew in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.first < self.length:
+            index = self.first + comm.get_rank()
+            self.first += comm.get_world_size()
+            yield torch.full((WIDTH,), float(index)), index
 
 
 class StatefulLoader(DataLoader[Any]):
@@ -343,11 +355,11 @@ class Watch(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
-        per_step = trainer.accumulate_grad_batches
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        done, per_step = progress.current.processed, trainer.accumulate_grad_batches
         epoch = trainer.current_epoch
-        if done % per_step == 0:
-            self._save(trainer, f"step {epoch}.{done // per_step}")
+        if done % per_step == 0 or progress.is_last_batch:
+            self._save(trainer, f"step {epoch}.{-(-done // per_step)}")
         elif done % per_step == 1:
             self._save(trainer, f"inside {epoch}.{done // per_step}")
 
@@ -398,7 +410,11 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
-        case "numpy" | "random" | "torch" | "counts" | "ranks" | "changed":
+        case "in order":
+            return made(data)
+        case "range":
+            return made(data, sampler=range(run.length))
+        case "numpy" | "random" | "torch" | "counts" | "ranks" | "ranks, later" | "changed":
             return made(data, sampler=OwnGenerator(run.length, run.kind))
         case "user's loader":
             return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))
@@ -410,6 +426,8 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
             return StatefulLoader(Stream(run.length), batch_size=run.batch_size)
         case "seeks":
             return DataLoader(Seeking(run.length), batch_size=run.batch_size)
+        case "goes on":
+            return DataLoader(GoesOn(run.length), batch_size=run.batch_size)
         case "two, one uncut":
             return [made(data, shuffle=True), DataLoader(Stream(run.length), batch_size=3)]
         case "own distributed sampler":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine._pool import Pools
-from tests.trainer._steps import Run, Seen, error_of, fit
+from tests.trainer._steps import Run, Seen, error_of, fit, fits
 
 pytestmark = pytest.mark.engine
 
@@ -178,11 +178,71 @@ def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
     assert sorted(seen.steps[5]) == list(range(14, 26))
 
 
-def test_a_sampler_that_differs_between_ranks_is_refused(worlds: Pools) -> None:
-    """Ranks would share out different epochs: some samples would come twice and others never."""
-    for message in worlds.run(2, partial(error_of, Run(kind="ranks"))):
+@pytest.mark.parametrize("kind", ["ranks", "ranks, later"])
+def test_a_sampler_that_differs_between_ranks_is_refused(kind: str, worlds: Pools) -> None:
+    """In whichever epoch: some of its samples would come twice and others never."""
+    for message in worlds.run(2, partial(error_of, Run(kind=kind))):
         assert message.startswith("UnsupportedError")
         assert "OwnGenerator gives each rank another order of the samples" in message
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools) -> None:
+    """As Lightning has it, once, with how to keep the order; of shuffle=True nothing is said."""
+    seen = worlds.run(world, partial(fits, [Run(kind="in order"), Run()]))[0]
+    said = [[text for text in of.messages if "shuffled" in text] for of in seen]
+    assert [len(texts) for texts in said] == [1, 0]
+    assert said[0][0].startswith("The training DataLoader of Ids is shuffled, although")
+    assert "sampler=range(len(dataset))" in said[0][0]
+    assert seen[0].steps == seen[1].steps
+
+
+@pytest.mark.parametrize("kind", ["range", "own distributed sampler"])
+def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """Samples come in a row, on any number of devices, also from the middle of an epoch on."""
+    whole, resumed = saved(Run(kind=kind), worlds, tmp_path)
+    for of_epoch in (0, 5):
+        for step in range(4):
+            assert whole.steps[of_epoch + step] == list(range(12 * step, 12 * (step + 1)))
+    for world in (1, 2, 3):
+        seen = worlds.run(world, partial(fit, resumed))[0]
+        assert seen.steps == later(whole)
+        assert not any("shuffled" in text for text in (*whole.messages, *seen.messages))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("iterable", "will be refused on resume: the DataLoader of Stream cannot be told where"),
+        ("stateful", "on another number of devices than 2: the StatefulLoader of Stream has a"),
+        ("seeks", ""),
+        ("plain", ""),
+    ],
+)
+def test_data_that_cannot_be_taken_up_is_said_at_the_start(
+    kind: str, expected: str, worlds: Pools
+) -> None:
+    """Once, with what helps; and no more where the epoch may start over."""
+    run = Run(kind=kind, length=60, epochs=1)
+    allowed = replace(run, strategy={"lost_data": "restart_epoch"})
+    seen = worlds.run(2, partial(fits, [run, allowed]))[0]
+    said = [[text for text in of.messages if "A checkpoint inside an epoch" in text] for of in seen]
+    assert [len(texts) for texts in said] == [int(bool(expected)), 0]
+    for text in said[0]:
+        assert expected in text
+        assert "resume_at(epoch, samples)" in text
+
+
+@pytest.mark.parametrize("kind", ["iterable", "stateful"])
+def test_a_batch_fetched_ahead_of_the_end_is_not_trained_on(
+    kind: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Saved when an epoch's last batch had ended: the next step is the next epoch's first."""
+    run = Run(kind=kind, length=60, save=("step 0.5",), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    path = str(tmp_path / "step-0.5.ckpt")
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    assert seen.steps == later(whole, 5)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -210,7 +270,7 @@ def test_what_changed_is_said(
     world: int, now: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """With both numbers, and what would keep it; no sample of the epoch is left out."""
-    run = Run(global_batch=None, batch_size=6, length=60)
+    run = Run(global_batch=None, batch_size=6, length=60, schedule="lambda")
     whole, resumed = saved(run, worlds, tmp_path)
     seen = worlds.run(world, partial(fit, replace(resumed, **now)))[0]
     assert any(expected in text for text in seen.messages), seen.messages
