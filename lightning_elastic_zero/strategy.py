@@ -100,8 +100,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
                 None: all that it needs. What does not fit is written before the next step.
             stall_timeout_s: how long a rank may work on a save or load without progress before that
                 fails on all ranks: raise it where one call to the disk may take longer.
-            absent_timeout_s: how long ranks wait for one that does not come to a save or load;
-                after 30 s a warning names it.
+            absent_timeout_s: how long ranks wait for one that does not come; a warning names it.
             **kwargs: as ``SteadyDeepSpeedStrategy`` and ``DeepSpeedStrategy``.
         """
         super().__init__(*args, **kwargs)

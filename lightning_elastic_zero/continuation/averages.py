@@ -13,14 +13,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_elastic_zero.continuation.releases import WEIGHT_AVERAGING
 from lightning_elastic_zero.errors import UnsupportedError
-
-WEIGHT_AVERAGING: type[pl.Callback] | None = getattr(callbacks, "WeightAveraging", None)
-"""Lightning's callback, which came with 2.6.0; None before."""
 
 WEIGHTS = "state_dict"
 """Where Lightning keeps a module's weights."""

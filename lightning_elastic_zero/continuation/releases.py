@@ -1,8 +1,7 @@
 """Each private name of Lightning's that is relied upon, what for, and the releases that have it.
 
-Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here or, for callbacks that
-average weights, in ``averages``. ``tests/house/test_private_names.py`` finds every private name
-that is used and does not stand here.
+Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here.
+``tests/house/test_private_names.py`` finds every private name that is used and does not stand here.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -74,6 +74,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_init_config_if_needed": "check DeepSpeed's config at setup",
         "_parallel_devices": "run on CPUs",
     },
+    "a WeightAveraging": {"_average_model": "save and evaluate the average"},
     "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
 }
 """By owner, each with what this library needs it for; all since 2.5 or before."""
@@ -82,6 +83,9 @@ NOT_CHECKED = {
     "_iterator": "torch's DataLoader: a copy is to have none; there it is written only",
 }
 """Private names of others that nothing depends on."""
+
+WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
+"""Lightning's callback that averages weights, which came with 2.6.0; None before."""
 
 EXCLUDE_FROZEN = "exclude_frozen_parameters"
 """An argument of ``DeepSpeedStrategy`` since 2.5.5; before it, this library takes it itself."""
@@ -135,6 +139,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
         "a ModelCheckpoint": ModelCheckpoint(),
         "DeepSpeedStrategy": trainer.strategy,
         "a wrapped sampler": DistributedSamplerWrapper(range(1), num_replicas=1, rank=0).dataset,
+        **({"a WeightAveraging": WEIGHT_AVERAGING()} if WEIGHT_AVERAGING is not None else {}),
     }
 
 
