@@ -278,9 +278,9 @@ def is_requeued(path: str | os.PathLike[str]) -> bool:
 def what_was_loaded(loaded: Loaded, world_size: int) -> str:
     """Say in a line what was loaded, on so many devices, and what it took."""
     manifest, figures = loaded.manifest, loaded.figures
-    of = f" on {manifest.world_size} devices with ZeRO-{manifest.stage}"
+    saved = f"saved on {manifest.world_size} devices with ZeRO-{manifest.stage}"
     return (
-        f"Loaded {figures.path} (saved{of if manifest.stage else ' without ZeRO'}) on "
+        f"Loaded {figures.path} ({loaded.found or saved}) on "
         f"{world_size} devices: {figures.bytes / 1e6:.1f} MB in {figures.seconds:.2f} s"
     )
 

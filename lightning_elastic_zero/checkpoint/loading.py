@@ -127,7 +127,8 @@ def _load(
     of_ranks = ranks.gather(f"load {directory}: done", lambda: filled.bytes_read) or []
     seconds = time.monotonic() - began
     figures = CheckpointFigures(str(directory), seconds, sum(of_ranks), waited_s=seconds)
-    return Loaded(filled.client_state, source.manifest, figures)
+    found = _said(source).rstrip(",") if source.found.lacks else ""
+    return Loaded(filled.client_state, source.manifest, figures, found)
 
 
 @dataclass(frozen=True, slots=True)

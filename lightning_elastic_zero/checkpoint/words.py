@@ -116,6 +116,8 @@ class Loaded:
     """What the trainer, module, datamodule and callbacks had saved."""
     manifest: Manifest
     figures: CheckpointFigures
+    found: str = ""
+    """Where it does not hold all that a run has: its kind, who wrote it, and what it lacks."""
     instead_of: str = ""
     """The damaged checkpoint that was asked for, where an older one was taken."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,8 @@ class Resumed:
     """What the module was given back."""
     rates: list[float]
     """Learning rates of the first group, before each step."""
+    told: str
+    """What the log says of the load."""
     beside: Beside
     """How it went on, and how a plain engine did that was made to hold the writer's state."""
 
@@ -134,7 +138,13 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
     )
     module = Resuming(target, seed=7, hidden=target.hidden)
     module.first = fixture.setup_steps
-    trainer.fit(module, ckpt_path=path)
+    handler = logging.handlers.BufferingHandler(10**6)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        trainer.fit(module, ckpt_path=path)
+    finally:
+        logger.removeHandler(handler)
     wanted = wanted_of(fixture, target, look.before) if look.before is not None else None
     ran = (module.losses, look.after)
     other = beside(target, fixture.setup_steps, wanted, ran, train_as_fit)
@@ -146,6 +156,7 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
         callback=kept.given,
         mine=module.mine,
         rates=look.rates,
+        told="\n".join(record.getMessage() for record in handler.buffer),
         beside=other,
     )
 

@@ -35,6 +35,8 @@ def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> No
     assert resumed.callback == {"rank": 0, "common": [1, 2.5, "three"]}
     assert resumed.mine["tensor"].tolist() == [0, 1, 2]
     assert resumed.rates[0] == pytest.approx(1e-3 * DECAY**fixture.setup_steps)
+    assert f"Loaded {fixture.checkpoint} (a stock DeepSpeed checkpoint of " in resumed.told
+    assert "without RNG states" in resumed.told
     resumed.beside.assert_same()
 
 
