@@ -32,6 +32,10 @@ COMPARED_ELEMENTS = 1 << 20
 NO_STATE = "optimizer state"
 """What ``Found.lacks`` says of weights alone."""
 
+CURRENT, AVERAGING = "current_model_state", "averaging_state"
+"""Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
+average then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
