@@ -21,6 +21,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.names import OPTIMIZER
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
+from lightning_elastic_zero.formats.ties import place
 from lightning_elastic_zero.formats.torch_optimizer import is_optimizer
 from lightning_elastic_zero.formats.whole import (
     AVERAGING,
@@ -244,9 +245,3 @@ def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
         )
         raise UnsupportedError(msg)
     return {name: tensor.detach() for name, tensor in weights.items()}
-
-
-def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Give what two tensors have in common that are one."""
-    storage = tensor.untyped_storage()
-    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype  # noqa: SLF001
