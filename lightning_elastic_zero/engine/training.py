@@ -261,9 +261,9 @@ class TrainingEngine:
         if saved := source.writer.optimizer:
             check_same_optimizer(saved, type(self._inner).__name__)
         else:
+            check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
             if wanted.state:
                 check_unnamed_state(source.groups, self._inner, stepped=wanted.stepped)
-            check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
         changed = changed_decay(source, self._inner) if wanted.hyperparameters else ""
         if changed and self.rank == 0:
             log.warning("%s.", changed.capitalize())
