@@ -308,7 +308,6 @@ class ZeroShards:
             ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
             ("number of ranks", ranks_of(shard), ranks_of(first)),
             ("number of flat buffers", len(flats_of(shard)), len(self.buffers)),
-            ("loss scaler", _scaler(shard), _scaler(first)),
             ("parameter groups", *self._drift.compare(rank, self._hyperparameters(rank))),
         ):
             if mine != theirs:
@@ -330,6 +329,13 @@ class ZeroShards:
                 )
                 raise CheckpointFormatError(msg)
             self._check_scalars(rank, index)
+        if (mine := _scaler(shard)) != (theirs := _scaler(first)):
+            msg = (
+                f"{self._where}: rank {rank}'s shard has the loss scaler {mine}, rank 0's {theirs}: "
+                "they are not of one save. Remove the files of the run that you do not want, or "
+                "resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
 
     def _check_scalars(self, rank: int, index: int) -> None:
         """Compare a rank's step counters with the first one's: a save has all at one step.
