@@ -195,6 +195,28 @@ def _check(
         strict=options.strict,
     )
     check_fits(source.manifest, here, wanted, where, buffers)
+    _check_optimizer(source, live, wanted, where)
+    if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
+        live.check_scheduler(once.lr_scheduler)
+    if ranks.rank == 0:
+        log.info("loading %s: %s into %s", where, _said(source), describe(here))
+        if source.found.mixed:
+            log.warning("%s may not be of one save: %s", where, source.found.mixed)
+        if rounded := rounded_buffers(buffers, here):
+            log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
+        for text in left_as_they_are(source.manifest, here, wanted):
+            log.warning("%s: %s", where, text)
+    source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
+    return once
+
+
+def _check_optimizer(source: CheckpointReader, live: LiveState, wanted: Wanted, where: str) -> None:
+    """Refuse what is not this run's optimizer's, or not of one step with the rest.
+
+    Raises:
+        CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
+        CheckpointFormatError: it was saved at another step.
+    """
     if wanted.optimizer_state and source.found.unmatched:
         msg = f"{where} does not fit this model: {source.found.unmatched}"
         raise CheckpointMismatchError(msg)
@@ -208,18 +230,6 @@ def _check(
             stepped=not source.found.progress or _has_stepped(source.manifest.progress),
         )
         live.check_optimizer(source.manifest, of_optimizer)
-    if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
-        live.check_scheduler(once.lr_scheduler)
-    if ranks.rank == 0:
-        log.info("loading %s: %s into %s", where, _said(source), describe(here))
-        if source.found.mixed:
-            log.warning("%s may not be of one save: %s", where, source.found.mixed)
-        if rounded := rounded_buffers(buffers, here):
-            log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
-        for text in left_as_they_are(source.manifest, here, wanted):
-            log.warning("%s: %s", where, text)
-    source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
-    return once
 
 
 def _pairs(

@@ -54,7 +54,7 @@ def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -
     said = f"ElasticDeepSpeedStrategy takes no option {name!r}"
     said += f"; there is {meant!r}" if meant else ""
     with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
-        ElasticDeepSpeedStrategy(**{name: False})
+        ElasticDeepSpeedStrategy(**{name: False})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["bogus", None, "Refuse", "", True, ["refuse"]])
