@@ -332,8 +332,8 @@ class ZeroShards:
         if (mine := _scaler(shard)) != (theirs := _scaler(first)):
             msg = (
                 f"{self._where}: rank {rank}'s shard has the loss scaler {mine}, rank 0's "
-                f"{theirs}: they are not of one save. Remove the files of the run that you do not want, or "
-                "resume from another checkpoint"
+                f"{theirs}: they are not of one save. Remove the files of the run that you do "
+                "not want, or resume from another checkpoint"
             )
             raise CheckpointFormatError(msg)
 
