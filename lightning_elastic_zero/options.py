@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=str)
+
+_NOT_OPTIONS = {"self", "args", "kwargs"}
 
 
 def flag(name: str, value: object) -> bool:
@@ -65,6 +69,30 @@ def renaming(value: object) -> dict[str, str]:
     wanted = "a dictionary of names in the checkpoint to names here, or None"
     msg = f"rename={value!r}: it must be {wanted}"
     raise ValueError(msg)
+
+
+def check_known(of: type, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse options that there are not, with the one that was probably meant.
+
+    Args:
+        of: the class that they were passed to.
+        given: names that its constructor does not take itself.
+        known: names that it passes on to its parents.
+
+    Raises:
+        TypeError: one is unknown to all of them.
+    """
+    parents = set(known)
+    if not (strange := [name for name in given if name not in parents]):
+        return
+    signatures = [
+        inspect.signature(vars(c)["__init__"]) for c in of.__mro__ if "__init__" in vars(c)
+    ]
+    names = parents.union(*(signature.parameters for signature in signatures)) - _NOT_OPTIONS
+    like = difflib.get_close_matches(strange[0], sorted(names), n=1)
+    hint = f"; there is {like[0]!r}" if like else ""
+    msg = f"{of.__name__} takes no option {strange[0]!r}{hint}"
+    raise TypeError(msg)
 
 
 def client_state_of(value: object) -> Mapping[str, Any]:

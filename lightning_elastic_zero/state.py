@@ -83,6 +83,16 @@ class Incoming:
     """Class name of the optimizer that saved the hyperparameters."""
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerWanted:
+    """What a load wants of the optimizer that a checkpoint was saved with."""
+
+    state: bool
+    hyperparameters: bool
+    stepped: bool
+    """Whether the saved run may have taken a step."""
+
+
 def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
     """Describe one optimizer state, by a value of it."""
     if isinstance(value, torch.Tensor):

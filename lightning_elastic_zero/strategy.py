@@ -321,7 +321,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             if not fitting:
                 taken = put_weights(self.deepspeed_engine, averages.weights_beside(state))
                 averages.tell_of_averages(taken, loaded.figures.path)
-            state = averages.with_weights(state, module)
+            state = averages.with_weights(state, module, fitting=fitting)
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}

@@ -33,7 +33,7 @@ from lightning_elastic_zero.formats import (
     open_checkpoint,
 )
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
-from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.manifest import Manifest, Progress
 from lightning_elastic_zero.match import (
     BufferPair,
     Wanted,
@@ -46,6 +46,7 @@ from lightning_elastic_zero.naming import Renaming
 from lightning_elastic_zero.ranks import Ranks
 from lightning_elastic_zero.state import (
     Incoming,
+    OptimizerWanted,
     Receiving,
     Scalar,
     comparable,
@@ -194,21 +195,41 @@ def _check(
         strict=options.strict,
     )
     check_fits(source.manifest, here, wanted, where, buffers)
-    if wanted.optimizer_state and source.found.unmatched:
-        msg = f"{where} does not fit this model: {source.found.unmatched}"
-        raise CheckpointMismatchError(msg)
-    if wanted.optimizer_state and any(group.state for group in source.manifest.groups):
-        live.check_optimizer(source.manifest)
+    _check_optimizer(source, live, wanted, where)
     if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
         live.check_scheduler(once.lr_scheduler)
     if ranks.rank == 0:
         log.info("loading %s: %s into %s", where, _said(source), describe(here))
+        if source.found.mixed:
+            log.warning("%s may not be of one save: %s", where, source.found.mixed)
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
         for text in left_as_they_are(source.manifest, here, wanted):
             log.warning("%s: %s", where, text)
     source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
     return once
+
+
+def _check_optimizer(source: CheckpointReader, live: LiveState, wanted: Wanted, where: str) -> None:
+    """Refuse what is not this run's optimizer's, or not of one step with the rest.
+
+    Raises:
+        CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
+        CheckpointFormatError: it was saved at another step.
+    """
+    if wanted.optimizer_state and source.found.unmatched:
+        msg = f"{where} does not fit this model: {source.found.unmatched}"
+        raise CheckpointMismatchError(msg)
+    if wanted.optimizer_state and source.found.mixed:
+        msg = f"{where} is not of one save: {source.found.mixed}"
+        raise CheckpointFormatError(msg)
+    if wanted.optimizer_state or wanted.hyperparameters:
+        of_optimizer = OptimizerWanted(
+            state=wanted.optimizer_state,
+            hyperparameters=wanted.hyperparameters,
+            stepped=not source.found.progress or _has_stepped(source.manifest.progress),
+        )
+        live.check_optimizer(source.manifest, of_optimizer)
 
 
 def _pairs(
@@ -226,6 +247,10 @@ def _pairs(
             loses=loses_values(held, wanted.dtype),
             writable=not shares_elements(wanted),
         )
+
+
+def _has_stepped(progress: Progress) -> bool:
+    return progress.global_steps > progress.skipped_steps
 
 
 def _restores_run(source: CheckpointReader, here: Manifest) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_elastic_zero.manifest import Manifest, Plain
 from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.state import Incoming, RankState, Receiving
+from lightning_elastic_zero.state import Incoming, OptimizerWanted, RankState, Receiving
 
 REPORT_EVERY_S = 10.0
 """How often long reading and writing says how far it is."""
@@ -35,8 +35,8 @@ class LiveState(Protocol):
         """Return the persistent module buffers, by reference."""
         ...
 
-    def check_optimizer(self, source: Manifest) -> None:
-        """Refuse the state of another optimizer."""
+    def check_optimizer(self, source: Manifest, wanted: OptimizerWanted) -> None:
+        """Refuse the state, and the hyperparameters, of another optimizer."""
         ...
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.continuation.releases import WEIGHT_AVERAGING
 from lightning_elastic_zero.errors import UnsupportedError
@@ -24,6 +24,9 @@ WEIGHTS = "state_dict"
 
 CURRENT = "current_model_state"
 """Where ``WeightAveraging`` keeps the weights that are trained, beside their average."""
+
+AVERAGING = "averaging_state"
+"""Where it keeps how many weights have been averaged."""
 
 _AVERAGE = "_average_model"
 """Its private attribute, None outside of a fit."""
@@ -127,12 +130,45 @@ def tell_of_averages(taken: list[str], path: str) -> None:
         )
 
 
-def with_weights(state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+def with_weights(
+    state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool
+) -> dict[str, Any]:
     """Put the loaded weights where hooks look for them.
 
     They were saved as masters, not in this dictionary, and are in the module by now: what hooks
-    change here changes nothing. ``WeightAveraging`` loads the trained ones once more.
+    change here changes nothing. ``WeightAveraging`` loads the trained ones once more; its own load
+    is strict, and comes when the engine has been changed. Where no average was saved, it begins one
+    with them.
+
+    Args:
+        state: what Lightning restores itself from.
+        module: with the weights.
+        fitting: whether it goes on training; an evaluation averages nothing.
     """
     live = module.state_dict()
-    found = {**state, WEIGHTS: {**live, **weights_beside(state)}}
-    return {**found, CURRENT: live} if CURRENT in state else found
+    beside = weights_beside(state)
+    if not module.strict_loading:
+        beside = {name: value for name, value in beside.items() if name in live}
+    found = {**state, WEIGHTS: {**live, **beside}}
+    if fitting and AVERAGING in state:
+        averages = _averaging(module.trainer)
+        _tell_of_the_average(is_saved=bool(beside), is_kept=bool(averages))
+        if averages and not beside:
+            found = {k: v for k, v in found.items() if k not in {CURRENT, AVERAGING}}
+    return {**found, CURRENT: live} if CURRENT in found else found
+
+
+def _tell_of_the_average(*, is_saved: bool, is_kept: bool) -> None:
+    """Warn where an average ends, or begins anew."""
+    if is_saved and not is_kept:
+        rank_zero_warn(
+            "The checkpoint holds an average of the weights, and no callback here keeps it: "
+            "training goes on from the trained weights, and saves no average from now on. Add the "
+            "WeightAveraging callback that the saved run had to go on with it."
+        )
+    elif is_kept and not is_saved:
+        rank_zero_warn(
+            "The saved run averaged its weights, and the average is not in the checkpoint: "
+            "Lightning's own DeepSpeedStrategy left it out. A new average begins here, with the "
+            "trained weights."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -26,7 +27,7 @@ from lightning_elastic_zero.continuation.releases import check_release, own_opti
 from lightning_elastic_zero.continuation.resume import Continuation
 from lightning_elastic_zero.continuation.scaling import ScaleCheck
 from lightning_elastic_zero.continuation.thawing import Thawing
-from lightning_elastic_zero.options import choice, count, flag
+from lightning_elastic_zero.options import check_known, choice, count, flag
 from lightning_elastic_zero.ranks import Ranks, current_ranks
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
             ValueError: an option has a value that it cannot have.
         """
         own = own_options(kwargs)
+        check_known(type(self), kwargs, signature(DeepSpeedStrategy.__init__).parameters)
         super().__init__(*args, **kwargs)
         vars(self).update(own)
         self._global_batch_size = count(

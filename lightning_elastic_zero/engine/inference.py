@@ -21,7 +21,7 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.support import version_of
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
-from lightning_elastic_zero.state import Incoming, RankState, Receiving
+from lightning_elastic_zero.state import Incoming, OptimizerWanted, RankState, Receiving
 
 
 class InferenceEngine:
@@ -84,7 +84,7 @@ class InferenceEngine:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
-    def check_optimizer(self, source: Manifest) -> None:
+    def check_optimizer(self, source: Manifest, wanted: OptimizerWanted) -> None:
         """Accept: no optimizer state is wanted."""
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:

@@ -19,6 +19,9 @@ INT_STEPS = frozenset(
 )
 """DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor."""
 
+MEMBER_KEYS = frozenset({"params", "param_names"})
+"""Who is in a group, which the live run knows for itself."""
+
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: these stay as the live run has them."""
 
@@ -76,8 +79,14 @@ def state_keys(
     return tuple(sorted(keys, key=lambda key: key.name))
 
 
+FRESH = (
+    "pass load_optimizer_state=False and load_hyperparameters=False to start with a fresh "
+    "optimizer, as configured here, on the saved weights"
+)
+
+
 def check_same_optimizer(saved: str, live: str) -> None:
-    """Refuse to give one optimizer's state to another.
+    """Refuse to give one optimizer's state, or its learning rate and the like, to another.
 
     Raises:
         CheckpointMismatchError: the classes differ, and are not both kinds of Adam.
@@ -85,8 +94,8 @@ def check_same_optimizer(saved: str, live: str) -> None:
     if saved in ("", live) or {saved, live} <= ADAM_FAMILY:
         return
     msg = (
-        f"the optimizer state was saved by {saved}, this run has {live}: configure {saved}, or "
-        "pass load_optimizer_state=False to start with a fresh optimizer on the saved weights"
+        f"the optimizer's state and hyperparameters were saved by {saved}, this run has {live}: "
+        f"configure {saved}, or {FRESH}"
     )
     raise CheckpointMismatchError(msg)
 
@@ -132,7 +141,7 @@ def update_group(
         restore: turns plain data into a value like the live one.
     """
     for key, value in saved.items():
-        if key in EXECUTION_KEYS:
+        if key in EXECUTION_KEYS | MEMBER_KEYS:
             continue
         if same_class or key in group or key in SCHEDULER_KEYS:
             group[key] = restore(value, group.get(key))

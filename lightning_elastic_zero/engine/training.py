@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -39,7 +40,11 @@ from lightning_elastic_zero.engine.restore import (
     target_of,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper, version_of
-from lightning_elastic_zero.engine.unnamed_optimizer import check_unnamed_optimizer
+from lightning_elastic_zero.engine.unnamed_optimizer import (
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
+)
+from lightning_elastic_zero.engine.weight_decay import changed_decay
 from lightning_elastic_zero.engine.wrappers import (
     LiveBuffer,
     group_parameters,
@@ -61,12 +66,15 @@ from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.state import (
     FlatState,
     Incoming,
+    OptimizerWanted,
     RankState,
     Receiving,
     dtype_name,
     plain,
     without_numpy,
 )
+
+log = logging.getLogger(__name__)
 
 
 class TrainingEngine:
@@ -244,16 +252,21 @@ class TrainingEngine:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
-    def check_optimizer(self, source: Manifest) -> None:
-        """Refuse state of another optimizer.
+    def check_optimizer(self, source: Manifest, wanted: OptimizerWanted) -> None:
+        """Refuse state and hyperparameters of another optimizer.
 
         Raises:
-            CheckpointMismatchError: the saved state belongs to another class.
+            CheckpointMismatchError: they belong to another class, or a group lacks its state.
         """
-        if source.writer.optimizer:
-            check_same_optimizer(source.writer.optimizer, type(self._inner).__name__)
+        if saved := source.writer.optimizer:
+            check_same_optimizer(saved, type(self._inner).__name__)
         else:
-            check_unnamed_optimizer(source.groups, self._groups(), self._inner)
+            check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
+            if wanted.state:
+                check_unnamed_state(source.groups, self._inner, stepped=wanted.stepped)
+        changed = changed_decay(source, self._inner) if wanted.hyperparameters else ""
+        if changed and self.rank == 0:
+            log.warning("%s.", changed.capitalize())
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
         """Refuse state of another kind of scheduler.

@@ -15,6 +15,8 @@ import torch
 from lightning_elastic_zero.engine.optimizer_state import (
     ADAM_FAMILY,
     EXECUTION_KEYS,
+    FRESH,
+    MEMBER_KEYS,
     SCHEDULER_KEYS,
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError
@@ -25,51 +27,94 @@ log = logging.getLogger(__name__)
 NEWER_KEYS = frozenset({"maximize", "decoupled_weight_decay"})
 """What releases of torch have added to the hyperparameters of optimizers that were there."""
 
-ADAM_KEYS = ({"betas", "eps", "amsgrad"}, {"betas", "eps", "bias_correction"})
-"""What every kind of Adam has of its own, torch's and DeepSpeed's."""
+ADAM_KEYS = (
+    frozenset({"lr", "weight_decay", "betas", "eps", "amsgrad"}),
+    frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"}),
+)
+"""What every kind of Adam has, torch's and DeepSpeed's."""
 
 
-def check_unnamed_optimizer(saved: Sequence[Group], live: Sequence[Group], inner: Any) -> None:  # noqa: ANN401
+def check_unnamed_state(
+    saved: Sequence[Group],
+    inner: Any,  # noqa: ANN401 (any optimizer)
+    *,
+    stepped: bool,
+) -> None:
     """Refuse another optimizer's state where the checkpoint does not name the class that saved it.
 
     Args:
         saved: the checkpoint's parameter groups.
-        live: the run's.
         inner: the run's optimizer.
+        stepped: whether the saved run may have taken a step; before the first one there is no
+            state.
 
     Raises:
-        CheckpointMismatchError: names of states or hyperparameters are not those of the live one.
+        CheckpointMismatchError: names of states are not those of the live one, or a group has no
+            state and would have.
+    """
+    name = type(inner).__name__
+    others = any(group.state for group in saved)
+    for index, held in enumerate(saved[: len(inner.param_groups)]):
+        states = {key.name for key in held.state}
+        if not held.names or not (states or stepped or others):
+            continue
+        kept = _kept_states(inner, index, held.hyperparameters)
+        if states and kept is not None and kept != states:
+            _refuse(index, f"kept the states {sorted(states)}", f"{name} keeps {sorted(kept)}")
+        if not states and (kept or (kept is None and others)):
+            _refuse_stateless(index, held, name)
+
+
+def check_unnamed_hyperparameters(
+    saved: Sequence[Group],
+    live: Sequence[Group],
+    inner: Any,  # noqa: ANN401 (any optimizer)
+) -> None:
+    """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``.
+
+    Raises:
+        CheckpointMismatchError: their names are not those of the live one's.
     """
     name = type(inner).__name__
     for index, (held, here) in enumerate(zip(saved, live, strict=False)):
-        states = {key.name for key in held.state}
-        if not states:
-            continue
-        kept = _kept_states(inner, index, held.hyperparameters)
         theirs, ours = _own_keys(held), _own_keys(here)
-        if kept is not None and kept != states:
-            _refuse(index, f"kept the states {sorted(states)}", f"{name} keeps {sorted(kept)}")
-        if held.hyperparameters and not _alike(theirs, ours, name):
+        if held.hyperparameters and not _alike(held, theirs, ours, name):
             _refuse(index, f"had {sorted(theirs)}", f"{name} has {sorted(ours)}")
 
 
-def _alike(theirs: set[str], ours: set[str], name: str) -> bool:
+def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
     """Tell whether hyperparameters are those of one kind of optimizer."""
-    if name in ADAM_FAMILY:
-        return any(keys <= theirs for keys in ADAM_KEYS) and "momentum_decay" not in theirs
-    return theirs ^ ours <= NEWER_KEYS
+    if name not in ADAM_FAMILY:
+        return theirs ^ ours <= NEWER_KEYS
+    # What else is a number, and not the run's own, is of an algorithm that builds on Adam's.
+    strange = theirs - ours - NEWER_KEYS - frozenset().union(*ADAM_KEYS)
+    # DeepSpeed's FusedAdam once counted its steps there.
+    strange -= {"step"}
+    numbers = [key for key in strange if isinstance(held.hyperparameters[key], (int, float))]
+    return any(keys <= theirs for keys in ADAM_KEYS) and not numbers
 
 
 def _own_keys(group: Group) -> set[str]:
     """Give the hyperparameters that say what an optimizer computes."""
-    return set(group.hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS
+    return set(group.hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS - MEMBER_KEYS
 
 
 def _refuse(index: int, saved: str, live: str) -> None:
     msg = (
         f"the optimizer that saved parameter group {index} {saved}, this run's {live}: configure "
-        "the optimizer that was saved, or pass load_optimizer_state=False to start with a fresh "
-        "one on the saved weights"
+        f"the optimizer that was saved, or {FRESH}"
+    )
+    raise CheckpointMismatchError(msg)
+
+
+def _refuse_stateless(index: int, held: Group, live: str) -> None:
+    first = ", ".join(held.names[:3])
+    more = f" and {len(held.names) - 3} more" if len(held.names) > 3 else ""  # noqa: PLR2004
+    msg = (
+        f"it holds no optimizer state for parameter group {index} ({first}{more}), and {live} "
+        "keeps some: a stock checkpoint of partial offload (offload_optimizer's ratio) lacks what "
+        "was on the GPU, and a group that was never trained has none. Pass "
+        "load_optimizer_state=False to go on from the saved weights with a fresh optimizer"
     )
     raise CheckpointMismatchError(msg)
 

@@ -13,6 +13,7 @@ from lightning_elastic_zero.formats.dumps_table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic_read import ElasticReader
 from lightning_elastic_zero.formats.foreign import ForeignReader, understanding
 from lightning_elastic_zero.formats.names import LATEST, TAG
+from lightning_elastic_zero.formats.nearby import those_in, those_like
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -57,7 +58,7 @@ def open_checkpoint(
     """
     if not path.exists():
         dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
-        msg = f"there is no checkpoint at {path}{dangling}"
+        msg = f"there is no checkpoint at {path}{dangling or those_like(path)}"
         raise CheckpointNotFoundError(msg)
     options: _Options = {"allow_pickle": allow_pickle, "on_work": on_work}
     own = _own(path, options)
@@ -129,10 +130,13 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
     else:
         with understanding(path):
             return ForeignReader(SingleFileSource(path, **options))
-    msg = (
-        f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: it is "
-        "no checkpoint, or one that was never finished. A folder with dumps of "
+    why = (
+        "it is no checkpoint, or one that was never finished. A folder with dumps of "
         "optimizer.state_dict() becomes one by describe_dumps"
+    )
+    msg = (
+        f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: "
+        f"{those_in(path) or why}"
     )
     raise CheckpointFormatError(msg)
 

@@ -34,6 +34,34 @@ class DeepSpeedFolder:
     """ZeRO-3: each rank's model file."""
 
 
+def check_name(path: Path, saved_as: str) -> None:
+    """Refuse a file that was saved as another rank's, or as another kind of file.
+
+    Args:
+        path: of the file.
+        saved_as: what ``torch.save`` called it, without suffix; what is no name of DeepSpeed's says
+            nothing.
+
+    Raises:
+        CheckpointFormatError: it was renamed, or two ranks' files were swapped.
+    """
+    meant = _meaning(f"{saved_as}.pt")
+    if meant is not None and meant != _meaning(path.name):
+        msg = (
+            f"{path} was saved as {saved_as}.pt: it was renamed, and is not what its name says. "
+            "Copy the files of this tag again, each under its own name"
+        )
+        raise CheckpointFormatError(msg)
+
+
+def _meaning(name: str) -> tuple[str, ...] | None:
+    """Give what a name says but for the precision: the kind of file, and the ranks."""
+    for kind, pattern in (("shard", _OPTIMIZER), ("model", _MODEL), ("model of ZeRO-3", _MODEL_3)):
+        if found := pattern.fullmatch(name):
+            return kind, *(number for number in found.groups() if number.isdecimal())
+    return None
+
+
 def is_deepspeed(folder: Path) -> bool:
     """Tell whether a folder holds the files of one tag."""
     return any(folder.glob("*_model_states.pt")) or any(folder.glob("*_optim_states.pt"))

@@ -10,6 +10,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.foreign import ForeignFiles
 from lightning_elastic_zero.formats.names import OURS
+from lightning_elastic_zero.formats.ties import repeated
 from lightning_elastic_zero.manifest import Progress
 
 ENGINE_KEYS = frozenset(
@@ -83,7 +84,7 @@ class ModelFile:
         # What is read of a frozen weight, ahead of what stands for it in the module.
         weights = {**module, **pieces}
         self._dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
-        self._shared: Mapping[str, str] = tree.get("shared_params") or {}
+        self._shared = {**repeated(module), **(tree.get("shared_params") or {})}
         self.frozen = self._frozen_shapes(tree, module)
 
     def _frozen_shapes(
@@ -93,9 +94,11 @@ class ModelFile:
 
         ZeRO-1 does not list them; but in ZeRO-1/2 the module holds every weight whole.
         """
+        owned = {name for shapes in self.shapes for name in shapes}
         if listed := tree.get("frozen_param_shapes"):
-            return {name: tuple(int(s) for s in shape) for name, shape in listed.items()}
-        known = {name for shapes in self.shapes for name in shapes} | set(self.buffers)
+            # What was frozen after the optimizer was made is listed too, and is the optimizer's.
+            return {n: tuple(map(int, shape)) for n, shape in listed.items() if n not in owned}
+        known = owned | set(self.buffers)
         if self._is_placeholders(module):
             return {}
         return {

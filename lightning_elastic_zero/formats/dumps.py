@@ -162,8 +162,7 @@ class DumpsSource:
         Raises:
             CheckpointFormatError: they are not.
         """
-        for rank in range(self._shards.world_size):
-            self._shards.check(rank)
+        self._shards.check_all()
 
     def meet(self, live: Manifest) -> None:
         """Learn nothing: the table names the parameters."""

@@ -42,6 +42,10 @@ COMPARED_ELEMENTS = 1 << 20
 TensorFile: TypeAlias = "TorchFile | LegacyFile"
 
 
+def _any_name(path: Path, saved_as: str) -> None:
+    """Accept a file whatever it was called when it was saved."""
+
+
 class ForeignFiles:
     """The files of ``torch.save`` in a folder, opened when they are needed."""
 
@@ -52,6 +56,7 @@ class ForeignFiles:
         allow_pickle: bool = False,
         open_files: int = OPEN_FILES,
         on_work: Callable[[], None] = no_work,
+        check_name: Callable[[Path, str], None] = _any_name,
     ) -> None:
         """Take the folder that names are relative to.
 
@@ -60,8 +65,10 @@ class ForeignFiles:
             allow_pickle: build objects of any class, which can run code.
             open_files: how many are kept open at once.
             on_work: called after every read: a first look at thousands of files takes minutes.
+            check_name: told of each file that is opened, and what it was called when it was saved.
         """
         self.folder = folder
+        self._check_name = check_name
         self.on_work = on_work
         self._open_files = open_files
         self._rules = PickleRules(STAND_INS, any_class=allow_pickle)
@@ -87,6 +94,7 @@ class ForeignFiles:
             else TorchFile.open_foreign(path, self._rules, self.on_work)
         )
         self._open[name] = file
+        self._check_name(path, file.saved_as)
         # What is read whole must not pile up.
         while len(self._open) > (2 if legacy else self._open_files):
             self._open.popitem(last=False)[1].close()

@@ -51,6 +51,9 @@ class Found:
     """False: it holds no hyperparameters of the parameter groups; those configured now stay."""
     progress: bool = True
     """False: it holds no step counters of DeepSpeed's."""
+    mixed: str = ""
+    """Why its optimizer state seems to be of another step than the rest, and what helps; told where
+    the state is wanted, and else a warning. Empty where it does not."""
     unmatched: str = ""
     """Why its optimizer state does not belong to the live model's parameters, and what helps; told
     where the state is wanted. Empty where it does, or before the two have met."""

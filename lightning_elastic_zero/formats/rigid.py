@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed_folder import DeepSpeedFolder
+from lightning_elastic_zero.formats.deepspeed_folder import DeepSpeedFolder, check_name
 from lightning_elastic_zero.formats.deepspeed_models import ModelFiles
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.names import OPTIMIZER
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
 from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
+from lightning_elastic_zero.formats.torch_optimizer import HELP, listed
 from lightning_elastic_zero.formats.zero_shards import ZeroShards
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
@@ -43,7 +44,9 @@ class RigidSource:
             CheckpointFormatError: they are not of one save.
             UnsupportedError: the engine that wrote them cannot be resumed by this library.
         """
-        self.files = ForeignFiles(folder.path, allow_pickle=allow_pickle, on_work=on_work)
+        self.files = ForeignFiles(
+            folder.path, allow_pickle=allow_pickle, on_work=on_work, check_name=check_name
+        )
         self._folder = folder
         self._models = ModelFiles(self.files, folder)
         first = self._models.first
@@ -59,7 +62,13 @@ class RigidSource:
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
         lacks = () if hyperparameters else ("hyperparameters of the parameter groups",)
-        self.found = Found(self._kind(), (*self._models.lacks(), *lacks), hyperparameters)
+        self.found = Found(
+            self._kind(),
+            (*self._models.lacks(), *lacks),
+            hyperparameters,
+            mixed=self._mixed(),
+            unmatched=self._unmatched(),
+        )
 
     # -- which files -----------------------------------------------------------------------------
 
@@ -105,8 +114,7 @@ class RigidSource:
         if missing := [*self._models.missing(), *missing]:
             self._models.refuse_missing(missing)
         self._models.check_same()
-        for rank in ranks:
-            self._shards.check(rank)
+        self._shards.check_all()
 
     # -- what is in them -------------------------------------------------------------------------
 
@@ -118,6 +126,34 @@ class RigidSource:
                 "that you do not want"
             )
             raise CheckpointFormatError(msg)
+
+    def _mixed(self) -> str:
+        """Say why shards and model files seem to be of two saves; nothing where they do not.
+
+        Only in ZeRO-3, whose model files have no weights that masters would have to round to.
+        Sub-groups may have been started anew one by one: one that fits is enough.
+        """
+        steps, progress = self._shards.steps(), self._models.first.progress
+        counted = progress.global_steps - progress.skipped_steps
+        if self._shards.stage != STAGE_WEIGHTS or not steps or counted in steps:
+            return ""
+        return (
+            f"its model files are of step {counted} (global_steps {progress.global_steps}, of "
+            f"which {progress.skipped_steps} skipped), and Adam in its optimizer shards has taken "
+            f"{max(steps)} steps: the files are of two saves, as where a save was killed while it "
+            "overwrote a tag. Resume from another checkpoint. Where the optimizer was started anew "
+            "in the midst of the run, so that its steps lag behind, pass load_optimizer_state=False"
+        )
+
+    def _unmatched(self) -> str:
+        """Say whose optimizer state the shards lack; nothing where they lack none."""
+        if not (lacking := self._shards.without_state()):
+            return ""
+        return (
+            f"it holds no optimizer state for {listed(lacking)}, and some for others of the same "
+            "parameter group: a stock checkpoint of partial offload (offload_optimizer's ratio) "
+            f"lacks what was on the GPU; {HELP}"
+        )
 
     def _kind(self) -> str:
         elastic = "elastic " if self._shards.elastic else ""

@@ -8,6 +8,7 @@ parts. Who reads what of them is worked out with the live model (``whole``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +21,12 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.names import OPTIMIZER
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
+from lightning_elastic_zero.formats.ties import place
 from lightning_elastic_zero.formats.torch_optimizer import is_optimizer
 from lightning_elastic_zero.formats.whole import (
+    AVERAGING,
     COMPARED_ELEMENTS,
+    CURRENT,
     NO_STATE,
     Met,
     Whole,
@@ -40,10 +44,6 @@ from lightning_elastic_zero.state import Scalar
 from lightning_elastic_zero.storage import no_work
 
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
-
-CURRENT, AVERAGING = "current_model_state", "averaging_state"
-"""Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
-average then."""
 
 
 class SingleFileSource:
@@ -64,6 +64,7 @@ class SingleFileSource:
         tree = self.files.tree(path.name)
         weights, self._rest = _parts(tree, path)
         self._weights = _checked(weights, path)
+        self._average = _checked(tree[WEIGHTS], path) if CURRENT in self._rest else None
         self._scalars: dict[str, Mapping[str, Scalar]] | None = None
         self._whole = Whole(
             weights=self._weights,
@@ -90,8 +91,12 @@ class SingleFileSource:
         self._met = met
         self.manifest: Manifest = met.manifest
         lacks = ["RNG states", *([NO_STATE] if met.manifest.weights_only else [])]
+        kind = "single file of torch.save"
+        if self._average is not None:
+            taken = "the average" if self._weights is self._average else "the trained weights"
+            kind += f" with averaged weights (taken: {taken})"
         self.found = Found(
-            kind="single file of torch.save",
+            kind=kind,
             lacks=tuple(lacks),
             hyperparameters=any(g.hyperparameters for g in met.manifest.groups),
             progress="global_step" in self._rest,
@@ -117,10 +122,15 @@ class SingleFileSource:
     def meet(self, live: Manifest) -> None:
         """Find out what is a weight, a buffer, an alias, and whose each optimizer state is.
 
+        An evaluation is of the average, where there is one, as with Lightning's own strategies.
+
         Raises:
             CheckpointMismatchError: a weight that is tied here has two values in the file.
             UnsupportedError: a hyperparameter is no plain data.
         """
+        if self._average is not None and not live.groups:
+            self._weights = self._average
+            self._whole = replace(self._whole, weights=self._weights)
         met = meet(self._whole, live)
         for first, other in met.ties:
             if not self._same(self._weights[first], self._weights[other]):
@@ -235,9 +245,3 @@ def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
         )
         raise UnsupportedError(msg)
     return {name: tensor.detach() for name, tensor in weights.items()}
-
-
-def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Give what two tensors have in common that are one."""
-    storage = tensor.untyped_storage()
-    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype  # noqa: SLF001

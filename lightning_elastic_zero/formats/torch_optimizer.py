@@ -136,7 +136,7 @@ class _Meanings:
         """
         ids = [key for group in self._groups for key in group["params"]]
         if all("param_names" in group for group in self._groups):
-            return self._named([list(group["param_names"]) for group in self._groups])
+            return self._named(self._full([list(group["param_names"]) for group in self._groups]))
         if all(isinstance(key, str) for key in ids):
             return self._named([list(group["params"]) for group in self._groups])
         fitting = {table for table in self._positions() if self._fits(table)}
@@ -153,13 +153,35 @@ class _Meanings:
             raise CheckpointMismatchError(msg)
         raise CheckpointMismatchError(self._why())
 
+    def _full(self, names: list[list[str]]) -> list[list[str]]:
+        """Give names that were given to the optimizer as the model has them.
+
+        Where it was built from the ``named_parameters()`` of a submodule they lack that one's name,
+        and where it was built from those of a wrapper they have its name before them.
+        """
+        given = [name for group in names for name in group]
+        if not given or any(name in self._canonical for name in given):
+            return names
+        added = [n.removesuffix(given[0]) for n in self._canonical if n.endswith(f".{given[0]}")]
+        cut = [given[0].removesuffix(n) for n in self._canonical if given[0].endswith(f".{n}")]
+        meant = [
+            *([[prefix + name for name in group] for group in names] for prefix in added),
+            *([[name.removeprefix(prefix) for name in group] for group in names] for prefix in cut),
+        ]
+        fitting = [table for table in meant if self._fits(self._known(table))]
+        return fitting[0] if len(fitting) == 1 else names
+
+    def _known(self, names: Sequence[Sequence[str]]) -> Table:
+        """Give the live names; what is unknown keeps its own."""
+        return tuple(tuple(self._canonical.get(n, n) for n in group) for group in names)
+
     def _named(self, names: Sequence[Sequence[str]]) -> Table:
         """Give the live names; what is unknown keeps its own, and is told of as such.
 
         Raises:
             CheckpointMismatchError: a state has another shape than its parameter.
         """
-        table = tuple(tuple(self._canonical.get(n, n) for n in group) for group in names)
+        table = self._known(names)
         if misfit := next(self._misfits(table), None):
             msg = f"the optimizer's state of {misfit}; {HELP}"
             raise CheckpointMismatchError(msg)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed_folder import DeepSpeedFolder
+from lightning_elastic_zero.formats.deepspeed_folder import DeepSpeedFolder, check_name
 from lightning_elastic_zero.formats.deepspeed_models import ModelFiles
 from lightning_elastic_zero.formats.foreign import ForeignFiles, Held, identity_of
 from lightning_elastic_zero.formats.reader import WEIGHT, Found, ModuleState
@@ -59,7 +59,9 @@ class UniversalSource:
             CheckpointCorruptedError: files are missing.
             CheckpointFormatError: what is there does not fit together.
         """
-        self.files = ForeignFiles(folder.path, allow_pickle=allow_pickle, on_work=on_work)
+        self.files = ForeignFiles(
+            folder.path, allow_pickle=allow_pickle, on_work=on_work, check_name=check_name
+        )
         self._folder = folder
         self._models = ModelFiles(self.files, folder)
         self._shapes = self._models.first.shapes

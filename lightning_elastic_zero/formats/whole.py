@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.ties import repeated
 from lightning_elastic_zero.formats.torch_optimizer import (
     HELP,
     MEMBERS,
@@ -31,6 +32,10 @@ COMPARED_ELEMENTS = 1 << 20
 
 NO_STATE = "optimizer state"
 """What ``Found.lacks`` says of weights alone."""
+
+CURRENT, AVERAGING = "current_model_state", "averaging_state"
+"""Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
+average then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,8 @@ def meet(whole: Whole, live: Manifest) -> Met:
     weight_of: dict[str, str] = {}
     ties = []
     canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
-    for name in whole.weights:
+    unknown = _second_names(whole, live, canonical)
+    for name in (name for name in whole.weights if name not in unknown):
         first = weight_of.setdefault(canonical.get(name, name), name)
         if first != name:
             ties.append((first, name))
@@ -93,6 +99,13 @@ def meet(whole: Whole, live: Manifest) -> Met:
     groups, states = named
     manifest = _manifest(whole, weight_of, buffers, groups)
     return Met(manifest, weight_of, states, tuple(ties), unmatched)
+
+
+def _second_names(whole: Whole, live: Manifest, canonical: Mapping[str, str]) -> set[str]:
+    """Return the names of buffers of modules that have another one, by which the model has them."""
+    known = {*canonical, *live.module_buffers}
+    again = repeated(whole.weights)
+    return {n for n, first in again.items() if first in live.module_buffers and n not in known}
 
 
 def _groups(

@@ -29,8 +29,10 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.drift import Drift
 from lightning_elastic_zero.formats.names import STATES
 from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.formats.stand_ins import loss_scaler_fields
 from lightning_elastic_zero.formats.zero_shard import (
     BASE,
     BF16,
@@ -52,6 +54,11 @@ from lightning_elastic_zero.state import Scalar, comparable, plain, state_key
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Per flat buffer: each parameter's shape, in flat order."""
+
+
+def _scaler(shard: Shard) -> str:
+    """Give the loss scale and what it follows, to compare: ranks agree on overflows."""
+    return repr(sorted(loss_scaler_fields(shard.get("loss_scaler")).items()))
 
 
 class ZeroShards:
@@ -99,6 +106,10 @@ class ZeroShards:
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
         self._layout = layout_of(self.stage, self.buffers, world_size)
         self.groups = self._groups(first)
+        self._stateless = {
+            i for i, b in enumerate(self.buffers) if b.names and not self._state(first, i)
+        }
+        self._drift = Drift(self._hyperparameters(0), where)
 
     def layout(self) -> Layout:
         """Which rank's shard holds which elements."""
@@ -248,7 +259,41 @@ class ZeroShards:
         found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
         return found
 
+    def without_state(self) -> list[str]:
+        """Give the parameters without optimizer state in groups that have some."""
+        lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
+        return [name for index in lacking for name in self.buffers[index].names]
+
+    def steps(self) -> list[int]:
+        """Give how many steps Adam has taken, by the first shard: for each of its flat buffers.
+
+        Other optimizers begin to count elsewhere, or do not count.
+        """
+        states = [self._state(self._shard(0), i) for i, b in enumerate(self.buffers) if b.names]
+        held = [state["step"] for state in states if {"step", "exp_avg"} <= state.keys()]
+        return [int(step) for step in self._load(0, held)]
+
     # -- do the shards belong together -----------------------------------------------------------
+
+    def check_all(self) -> None:
+        """Compare the shards of all ranks with the first one; say what drifted apart.
+
+        Raises:
+            CheckpointFormatError: one is of another run, step, stage or world size, or is cut; or
+                hyperparameters differ, and nothing says that the shards are of one step.
+        """
+        for rank in range(self.world_size):
+            self.check(rank)
+        counted = any(self._counters(0, index) for index in range(len(self.buffers)))
+        # Below ZeRO-3 masters are compared with the weights of one file when they are read.
+        if (told := self._drift.told()) and self.stage == STAGE_WEIGHTS and not counted:
+            msg = (
+                f"{self._where}: {told}; and the optimizer counts no steps, so that nothing tells "
+                "ranks that drifted apart from shards of different saves. Resume from another "
+                "checkpoint"
+            )
+            raise CheckpointFormatError(msg)
+        self._drift.warn()
 
     def check(self, rank: int) -> None:
         """Compare a rank's shard with the first one.
@@ -263,7 +308,7 @@ class ZeroShards:
             ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
             ("number of ranks", ranks_of(shard), ranks_of(first)),
             ("number of flat buffers", len(flats_of(shard)), len(self.buffers)),
-            ("parameter groups", self._repr(rank), self._repr(0)),
+            ("parameter groups", *self._drift.compare(rank, self._hyperparameters(rank))),
         ):
             if mine != theirs:
                 msg = (
@@ -275,7 +320,8 @@ class ZeroShards:
         for index, flat in enumerate(flats_of(shard)):
             self._demand_numel(rank, index, flat.numel(), self._possible(rank, index))
             state = self._state(shard, index) if self.buffers[index].names else {}
-            wanted = {key.name for key in self.groups[self.group_of[index]].state}
+            table = () if index in self._stateless else self.groups[self.group_of[index]].state
+            wanted = {key.name for key in table}
             if set(state) != wanted:
                 msg = (
                     f"{self._where}: rank {rank}'s shard keeps the states {sorted(state)}, rank "
@@ -283,6 +329,13 @@ class ZeroShards:
                 )
                 raise CheckpointFormatError(msg)
             self._check_scalars(rank, index)
+        if (mine := _scaler(shard)) != (theirs := _scaler(first)):
+            msg = (
+                f"{self._where}: rank {rank}'s shard has the loss scaler {mine}, rank 0's "
+                f"{theirs}: they are not of one save. Remove the files of the run that you do "
+                "not want, or resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
 
     def _check_scalars(self, rank: int, index: int) -> None:
         """Compare a rank's step counters with the first one's: a save has all at one step.
@@ -306,9 +359,9 @@ class ZeroShards:
         found: dict[str, Scalar] = self._load(rank, scalars)
         return found
 
-    def _repr(self, rank: int) -> str:
-        found = self._load(rank, hyperparameters_of(self._shard(rank)))
-        return comparable(found, f"{self._where}: a hyperparameter of rank {rank}")
+    def _hyperparameters(self, rank: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._load(rank, hyperparameters_of(self._shard(rank)))
+        return found
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
         """Give the sizes that a rank's flat buffer may have: with and without its padding."""

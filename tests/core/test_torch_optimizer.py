@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,29 @@ def test_names() -> None:
     found = meaning(beside, manifest)
     assert found.states["c"] is beside["state"][1]
     assert found.groups[0].hyperparameters == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "live_names"),
+    [("model.{}", "{}"), ("{}", "model.{}"), ("_forward_module.net.{}", "net.{}")],
+)
+def test_names_of_a_submodule_or_of_a_wrapper(given: str, live_names: str) -> None:
+    """``AdamW(self.model.named_parameters())``: names lack a part, or have one before them."""
+    order = ("c", "a", "d", "b")
+    tree = saved([[0, 1], [2, 3]], dict(enumerate(order)))
+    for group in tree["param_groups"]:
+        group["param_names"] = [given.format(order[key]) for key in group["params"]]
+    manifest = live([["c", "a"], ["d", "b"]])
+    here = {name: live_names.format(name) for name in SHAPES}
+    manifest = replace(
+        manifest,
+        parameters=tuple(replace(p, name=here[p.name]) for p in manifest.parameters),
+        groups=tuple(replace(g, names=tuple(here[n] for n in g.names)) for g in manifest.groups),
+    )
+    names = list(here.values())
+    found = name_states(tree, manifest, names, {n: n for n in names})
+    assert found.states[here["a"]] is tree["state"][1]
+    assert found.groups[1].names == (here["d"], here["b"])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Manifest, str]] = {

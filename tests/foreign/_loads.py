@@ -50,14 +50,14 @@ def assert_restored(
     assert outcome.verdict.tensors >= 27
 
 
-def refused_all(pools: Pools, target: Setup, paths: list[str]) -> list[Refusal]:
+def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:
     """Give how the loads of several checkpoints are refused by one run, which stays what it was."""
-    of_ranks = pools.run(target.world, partial(refusals, target, paths))
+    of_ranks = pools.run(target.world, partial(refusals, target, paths, **options))
     assert all(found == of_ranks[0] for found in of_ranks), of_ranks
     return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
 
 
-def refusals(target: Setup, paths: list[str]) -> list[tuple[str, str]]:
+def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str, str]]:
     """Try to load each; give the errors' names and messages. Collective."""
     with engine_of(target, 7, tilt=3.0) as engine:
         train(engine, target, 100, 101)
@@ -65,7 +65,7 @@ def refusals(target: Setup, paths: list[str]) -> list[tuple[str, str]]:
         found = []
         for path in paths:
             try:
-                Loading(path)(engine)
+                Loading(path, options)(engine)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 found.append((type(error).__name__, str(error)))
             else:

@@ -37,6 +37,8 @@ class Run:
     everything: bool = True
     """Each parameter gets a gradient; False: ``never`` gets none, and so no optimizer state."""
     steps: int = STEPS
+    named: bool = False
+    """The optimizer is given ``named_parameters()``."""
 
     @property
     def truth_path(self) -> str:
@@ -82,7 +84,8 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
                 scalar = whole(value) if isinstance(value, torch.Tensor) else value
                 found[f"scalar/{key}/{named}"] = repr(scalar)
     for index, group in enumerate(optimizer.param_groups):
-        found.update({f"group/{index}/{k}": repr(v) for k, v in group.items() if k != "params"})
+        fields = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found.update({f"group/{index}/{k}": repr(v) for k, v in fields.items()})
     counters = {"global_steps": run.steps, "global_samples": 0, "skipped_steps": 0}
     found.update({f"counter/{key}": repr(value) for key, value in counters.items()})
     buffers = dict(model.named_buffers())
@@ -156,7 +159,11 @@ def fit_lightning(run: Run, *, weights_only: bool = False) -> None:
 def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     """Train without anybody's help on one rank, and say what is held."""
     model = make(run)
-    optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
+    members: list[Any] = group_members(model, run.grouping)
+    if run.named:
+        names = {p: name for name, p in model.named_parameters()}
+        members = [[(names[p], p) for p in group] for group in members]
+    optimizer = make_optimizer(run.optimizer, members, 1.0)
     steps(model, optimizer, run, 0)
     keep(held(model, optimizer, run), run)
     return model, optimizer

@@ -268,6 +268,19 @@ def test_another_run_is_refused(
     assert said in found.message
 
 
+def test_an_average_in_the_place_of_the_weights_is_refused(
+    pools: Pools, sharded: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Lightning's WeightAveraging swaps the two, and chunks hold one of them."""
+    path = tmp_path / "averaged"
+    shutil.copytree(sharded("fsdp", 2).path, path)
+    state = torch.load(path / "meta.pt", weights_only=True)
+    torch.save({**state, "averaging_state": {"n_averaged": torch.tensor(3)}}, path / "meta.pt")
+    found = refused(pools, TARGETS[1], str(path))
+    assert found.error == "CheckpointMismatchError", found.message
+    assert "is the average that WeightAveraging kept" in found.message
+
+
 def _lose(folder: Path) -> None:
     (folder / "__1_0.distcp").unlink()
 

@@ -7,10 +7,13 @@ software, with one thing wrong each.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,11 @@ import torch
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
+    CheckpointNotFoundError,
     ElasticZeroError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats import open_checkpoint
 from tests.foreign._data import unpack
 from tests.foreign._reading import read_whole
 from tests.limits import HANGS_S
@@ -52,6 +57,13 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     tree = torch.load(path, weights_only=False)
     change(tree)
     torch.save(tree, path)
+
+
+def set_rate(rate: float, tree: dict[str, Any]) -> None:
+    """Change the first group's rate in a shard."""
+    inside = tree["optimizer_state_dict"]
+    states = inside.get("optimizer_state_dict") or inside["base_optimizer_state"]
+    states["param_groups"][0]["lr"] = rate
 
 
 class TestMixtures:
@@ -101,7 +113,52 @@ class TestMixtures:
         one.rename(tmp_path / "one")
         other.rename(one)
         (tmp_path / "one").rename(other)
-        with pytest.raises(ElasticZeroError, match=r"do not round|not rank"):
+        with pytest.raises(CheckpointFormatError, match=r"rank_0_.* was saved as .*rank_1_"):
+            read_whole(path)
+
+    @pytest.mark.parametrize("kind", ["optim", "model"])
+    def test_swapped_ranks_of_zero_3(self, kind: str, tmp_path: Path) -> None:
+        """There are no weights to compare with: the name that a file was saved under tells."""
+        path = unpack("zero3-ds0.16", tmp_path).checkpoint
+        one, other = sorted(tag_of(path).glob(f"*{kind}_states.pt"))
+        one.rename(tmp_path / "one")
+        other.rename(one)
+        (tmp_path / "one").rename(other)
+        with pytest.raises(CheckpointFormatError, match=r"rank_\d_.* was saved as .*rank_\d_"):
+            read_whole(path)
+
+    @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
+    def test_a_rank_of_another_loss_scale(self, name: str, tmp_path: Path) -> None:
+        """Ranks agree on overflows, and so on what their loss scalers have seen."""
+        path = unpack(name, tmp_path).checkpoint
+
+        def rescale(tree: dict[str, Any]) -> None:
+            tree["optimizer_state_dict"]["loss_scaler"].cur_scale = 2.0
+
+        edit(tag_of(path) / shard(1), rescale)
+        with pytest.raises(CheckpointFormatError, match=r"rank 1.*loss scaler"):
+            read_whole(path)
+
+    @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.18"])
+    def test_rates_that_drifted_are_told(
+        self, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Ranks may have trained with rates of their own: that ends no run."""
+        path = unpack(name, tmp_path).checkpoint
+        whole = read_whole(path)
+        assert not caplog.messages
+        edit(tag_of(path) / shard(1), partial(set_rate, 0.25))
+        with closing(open_checkpoint(path)) as source:
+            assert source.manifest.groups[0].hyperparameters["lr"] != 0.25
+        assert_same(whole, read_whole(path))
+        (said,) = caplog.messages
+        assert re.search(r"lr of parameter group 0 is 0\.001 on rank 0, 0\.25 on rank 1", said)
+
+    def test_rates_that_differ_where_nothing_tells_the_step(self, tmp_path: Path) -> None:
+        """ZeRO-3 and an optimizer that counts no steps: shards of two saves look the same."""
+        path = unpack("momentum", tmp_path).checkpoint
+        edit(tag_of(path) / shard(1), partial(set_rate, 0.25))
+        with pytest.raises(CheckpointFormatError, match=r"0\.25 on rank 1; and .* no steps"):
             read_whole(path)
 
     def test_a_run_of_another_size(self, tmp_path: Path) -> None:
@@ -283,6 +340,39 @@ class TestOtherRuns:
             edit(tag_of(path) / shard(rank), empty)
         with pytest.raises(UnsupportedError, match="NVMe"):
             read_whole(path)
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"", "is empty: "),
+            (b"i1\n.", r"it begins with b'i1"),
+            (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.i1\n.", r"cannot be read \(\w+"),
+            (b"PK\x03\x04", "torch.save"),
+        ],
+    )
+    def test_a_file_of_something_else(self, content: bytes, said: str, tmp_path: Path) -> None:
+        """An empty file, or a damaged one: what is wrong is said, whatever Python calls it."""
+        (tmp_path / "last.ckpt").write_bytes(content)
+        with pytest.raises(CheckpointFormatError, match=said):
+            read_whole(tmp_path / "last.ckpt")
+
+    def test_a_folder_of_checkpoints(self, tmp_path: Path) -> None:
+        """The checkpoints in it are named, and so are those of a like name."""
+        names = ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
+        (tmp_path / "run").mkdir()
+        for name in names:
+            unpack("lightning2", tmp_path / name).checkpoint.rename(tmp_path / "run" / name)
+        with pytest.raises(
+            CheckpointFormatError, match="It holds checkpoints: " + ", ".join(names)
+        ):
+            read_whole(tmp_path / "run")
+        with pytest.raises(CheckpointNotFoundError, match=r"like name there is .*step=8"):
+            read_whole(tmp_path / "run" / "epoch=1-step=9.ckpt")
+        with pytest.raises(CheckpointNotFoundError, match="nor is there a folder"):
+            read_whole(tmp_path / "runs" / "last.ckpt")
+        (tmp_path / "none").mkdir()
+        with pytest.raises(CheckpointNotFoundError, match="none holds none"):
+            read_whole(tmp_path / "none" / "last.ckpt")
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"PK\x03\x04"])
     def test_something_else(self, content: bytes, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ WRITERS: dict[str, tuple[int, Callable[[Run], None], dict[str, Any]]] = {
     "frozen in two": (1, writers.save_alone, {"grouping": "every two"}),
     "plain SGD": (1, writers.save_alone, {"optimizer": "SGD"}),
     "momentum": (1, writers.save_alone, {"optimizer": "Momentum"}),
+    "named": (1, writers.save_alone, {"optimizer": "Momentum", "named": True}),
     "never": (1, writers.fit_lightning, {"everything": False}),
     "weights": (1, partial(writers.fit_lightning, weights_only=True), {}),
 }
@@ -85,6 +86,7 @@ CASES = [
     ("frozen too", replace(TARGETS[0], grouping="one")),
     ("plain SGD", replace(TARGETS[1], optimizer="SGD")),
     ("momentum", replace(TARGETS[2], optimizer="Momentum")),
+    ("named", replace(TARGETS[1], optimizer="Momentum")),
 ]
 
 
@@ -272,6 +274,7 @@ def test_what_cannot_be_matched_is_refused(
         ("ddp", {"hidden": 64}, "a.weight (saved (65, 33), here (64, 33))"),
         ("ddp", {"optimizer": "Momentum"}, "this run's SGD"),
         ("momentum", {}, "this run's AdamW"),
+        ("plain SGD", {}, "this run's AdamW"),
         ("ddp", {"renamed": True}, "missing from the checkpoint: c.weight"),
         ("fsdp on 3, by name", {"grouping": "swapped"}, "in parameter group 0 here, in 1 when"),
         ("frozen in two", {}, "of them without state"),

@@ -38,7 +38,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "naming": {"errors"},
     "match": {"naming", "manifest", "errors"},
     "progress": {"manifest", "errors"},
-    "formats": {"naming", "state", "manifest", "partition", "layout", "storage", "errors"},
+    "formats": {
+        "wording",
+        "naming",
+        "state",
+        "manifest",
+        "partition",
+        "layout",
+        "storage",
+        "errors",
+    },
     "dumps": {"formats", "manifest", "partition", "layout", "storage", "errors"},
     "engine": {"state", "manifest", "partition", "layout", "requirements", "errors"},
     "checkpoint": {

@@ -40,6 +40,23 @@ def refused(name: str, value: object, *allowed: str) -> None:
     assert all(text in str(raised.value) for text in allowed), raised.value
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("load_optimiser_state", "load_optimizer_state"),
+        ("global_batchsize", "global_batch_size"),
+        ("zero_stage", "stage"),
+        ("qqq", ""),
+    ],
+)
+def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -> None:
+    """Of this strategy's options, and of Lightning's."""
+    said = f"ElasticDeepSpeedStrategy takes no option {name!r}"
+    said += f"; there is {meant!r}" if meant else ""
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        ElasticDeepSpeedStrategy(**{name: False})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", ["bogus", None, "Refuse", "", True, ["refuse"]])
 def test_lost_data(value: object) -> None:
     """A word that is not known is not taken as leave to repeat an epoch."""

@@ -34,6 +34,7 @@ from lightning_elastic_zero.formats.torch_file import PickleRules
 from lightning_elastic_zero.formats.torch_folder import METADATA_NAME
 from lightning_elastic_zero.formats.torch_optimizer import HELP
 from lightning_elastic_zero.formats.whole import (
+    AVERAGING,
     COMPARED_ELEMENTS,
     NO_STATE,
     Met,
@@ -171,6 +172,12 @@ class ShardedReader:
     ) -> tuple[list[dict[str, Any]], str]:
         """Give the optimizer's state dict, or why there is none that can be told apart."""
         found = self._tree.optimizers
+        if AVERAGING in self._trainer and found:
+            why = (
+                "its model is the average that WeightAveraging kept, and its optimizer's state "
+                f"belongs to the weights that were trained, which are not in it; {HELP}"
+            )
+            return [{}], why
         if len(found) > 1:
             listed = ", ".join(map(said, found))
             return [{}], f"it holds the states of {len(found)} optimizers ({listed}); {HELP}"

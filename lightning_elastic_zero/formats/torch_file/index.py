@@ -125,13 +125,18 @@ class TorchIndex:
             self._refuse(f"holds a tensor that does not fit into its record {name}")
         return FileSlice(start, tensor.dtype, span)
 
+    @property
+    def saved_as(self) -> str:
+        """What ``torch.save`` was told to call the file, without its suffix; or ``archive``."""
+        return self._prefix
+
     def _read_directory(self) -> tuple[str, dict[str, zipfile.ZipInfo]]:
         reader = io.BufferedReader(self._stream, CHUNK_BYTES)
         try:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
-            self._refuse(f"is not a file of torch.save: {error}")
+            self._refuse(f"is not a file of torch.save: {str(error) or repr(error)}")
         finally:
             # Else the stream would be closed together with its reader.
             reader.detach()

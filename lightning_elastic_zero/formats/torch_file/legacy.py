@@ -20,6 +20,9 @@ from lightning_elastic_zero.storage import no_progress, no_work, steady_stream
 
 ZIP_MARK = b"PK\x03\x04"
 
+MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What a file of ``torch.save`` in its older format begins with: a number, pickled."""
+
 
 def is_legacy(path: Path) -> bool:
     """Tell whether a file is no zip, so that it cannot be read by ranges.
@@ -36,6 +39,24 @@ def is_legacy(path: Path) -> bool:
         raise CheckpointCorruptedError(msg) from error
 
 
+def _check_beginning(path: Path) -> None:
+    """Refuse what does not begin as such a file does.
+
+    Raises:
+        CheckpointFormatError: It is empty, or something else.
+
+    """
+    with path.open("rb") as file:
+        first = file.read(len(MARK))
+    if first == MARK:
+        return
+    what = f"is no file of torch.save (it begins with {first!r})"
+    if not first:
+        what = "is empty: what wrote it was interrupted, or had no room on the disk"
+    msg = f"{path} {what}. Resume from another checkpoint"
+    raise CheckpointFormatError(msg)
+
+
 class LegacyFile:
     """A file that is held in memory whole (``TorchFile``'s interface).
 
@@ -46,7 +67,11 @@ class LegacyFile:
 
         bytes_read: The file's size.
 
+        saved_as: Nothing: these files do not say what they were called.
+
     """
+
+    saved_as = ""
 
     def __init__(
         self, path: Path, rules: PickleRules, on_work: Callable[[], None] = no_work
@@ -67,6 +92,7 @@ class LegacyFile:
         """
         self.path = path
         self.bytes_read = path.stat().st_size
+        _check_beginning(path)
         try:
             with rules.allowed(), steady_stream(path, on_work) as stream:
                 self.tree: Any = torch.load(
@@ -76,7 +102,12 @@ class LegacyFile:
             raise  # of another rank, in the midst of it
         except Exception as error:
             refuse_class(error, path)
-            msg = f"{path} cannot be read ({error}): it is no file of torch.save, or damaged"
+            # torch's own advice, to trust the file, is none here.
+            why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
+            msg = (
+                f"{path} cannot be read ({why}): it is no file of torch.save, or damaged. Resume "
+                "from another checkpoint"
+            )
             raise CheckpointFormatError(msg) from error
 
     def read_into(

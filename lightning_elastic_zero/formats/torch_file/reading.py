@@ -51,6 +51,8 @@ class TorchFile:
         tree: What was saved. Its tensors have shape and dtype, but no values (they are on the meta
             device): those are fetched by ``read_into``, ``load`` and ``load_tree``.
 
+        saved_as: What ``torch.save`` called it, without suffix: ``archive`` where it was not told.
+
     """
 
     def __init__(self, file: RangeFile, rules: PickleRules = PLAIN_DATA) -> None:
@@ -59,6 +61,7 @@ class TorchFile:
         self._file = file
         self._index = TorchIndex(file, rules)
         self.tree: Any = self._index.tree
+        self.saved_as = self._index.saved_as
 
     @classmethod
     def open(

@@ -1,0 +1,48 @@
+"""Adam's two kinds of weight decay: in the gradient (Adam), or beside it (AdamW)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_elastic_zero.engine.optimizer_state import ADAM_FAMILY
+from lightning_elastic_zero.manifest import Manifest
+
+KEY = "decoupled_weight_decay"
+"""Where newer releases of torch keep which kind it is; DeepSpeed's optimizers have an attribute."""
+
+BY_CLASS = {"AdamW": True, "Adam": False}
+
+NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
+
+
+def changed_decay(source: Manifest, inner: Any) -> str:  # noqa: ANN401 (any optimizer)
+    """Say that weight decay is of another kind than configured, or than it was; else nothing.
+
+    Args:
+        source: the checkpoint, whose hyperparameters are restored.
+        inner: the live optimizer, which one of Adam's kind saved.
+    """
+    name = type(inner).__name__
+    if name not in ADAM_FAMILY:
+        return ""
+    for index, (held, group) in enumerate(zip(source.groups, inner.param_groups, strict=False)):
+        if not held.hyperparameters.get("weight_decay"):
+            continue
+        own = BY_CLASS.get(source.writer.optimizer)
+        was = held.hyperparameters.get(KEY, own)
+        now = group.get(KEY, getattr(inner, "adam_w_mode", BY_CLASS.get(name)))
+        if was is None or now is None or bool(was) == bool(now):
+            continue
+        saved, here = NAMED[bool(was)], NAMED[bool(now)]
+        if KEY in held.hyperparameters and KEY in group:
+            return (
+                f"weight decay of parameter group {index} goes on as it was saved, {saved}; {name} "
+                f"is configured here with one that is {here}. load_hyperparameters=False takes "
+                "what is configured"
+            )
+        return (
+            f"weight decay of parameter group {index} was {saved} when it was saved, and {name} "
+            f"has one that is {here}: steps are other ones from now on. Configure the optimizer "
+            "that was saved to go on as before"
+        )
+    return ""
