@@ -27,6 +27,7 @@ from lightning_elastic_zero.continuation.averages import HandedOut
 from lightning_elastic_zero.continuation.fresh import without_progress
 from lightning_elastic_zero.continuation.leftover import LeftOfFit
 from lightning_elastic_zero.continuation.releases import RESUME_END
+from lightning_elastic_zero.continuation.running import OF_RANKS, RESULTS
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
@@ -302,6 +303,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             strict=module is None or module.strict_loading,
             # An evaluation of another checkpoint than the one that was named is no use to anybody.
             fall_back=self._load_options.fall_back and self._fitting(),
+            of_ranks=(STATE_KEY, RESULTS) if self._fitting() else (),
         )
         self.wait_for_save()
         loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
@@ -329,6 +331,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
             return without_progress(state, module)
         if fitting and module is not None:
+            state.setdefault(STATE_KEY, {})[OF_RANKS] = loaded.of_ranks
             where = loaded.figures.path
             self._continuation.take_up(state, manifest, module.trainer, where, self.world_size)
         if fitting:

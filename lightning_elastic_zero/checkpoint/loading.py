@@ -129,7 +129,7 @@ def _load(
     seconds = time.monotonic() - began
     figures = CheckpointFigures(str(directory), seconds, sum(of_ranks), waited_s=seconds)
     found = _said(source).rstrip(",") if source.found.lacks else ""
-    return Loaded(filled.client_state, source.manifest, figures, found)
+    return Loaded(filled.client_state, source.manifest, figures, found, filled.of_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,7 @@ class _Filled:
     receiving: Receiving
     incoming: Incoming
     client_state: dict[str, Any]
+    of_ranks: Mapping[int, Any]
     bytes_read: int
 
 
@@ -304,7 +305,25 @@ def _read(
     bytes_read = sum(
         source.read(_requests(transfers, receiving), on_bytes) for transfers in plans.by_rank()
     )
-    return _Filled(receiving, incoming, dict(once.client_state), bytes_read)
+    of_ranks = _of_ranks(manifest, options, ranks, once)
+    return _Filled(receiving, incoming, dict(once.client_state), of_ranks, bytes_read)
+
+
+def _of_ranks(
+    manifest: Manifest, options: LoadOptions, ranks: Ranks, once: ModuleState
+) -> dict[int, Any]:
+    """Give the entry that is wanted of the ranks whose part this one takes over, if others saved.
+
+    Of more ranks each has every so many; of fewer, several ranks share what one had.
+    """
+    saved, here = manifest.world_size, ranks.world_size
+    if not options.of_ranks or once.entry_of is None or saved == here:
+        return {}
+    entries = {
+        rank: once.entry_of(rank, options.of_ranks)
+        for rank in (range(ranks.rank, saved, here) or [ranks.rank % saved])
+    }
+    return {rank: entry for rank, entry in entries.items() if entry is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,9 @@ class LoadOptions:
     """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names in the checkpoint, and what they are in the model."""
+    of_ranks: tuple[str, ...] = ()
+    """Path of an entry of the client state that is wanted of other ranks too, where as many as
+    there are now did not save: of those whose part this rank takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class Loaded:
     figures: CheckpointFigures
     found: str = ""
     """Where it does not hold all that a run has: its kind, who wrote it, and what it lacks."""
+    of_ranks: Mapping[int, Any] = field(default_factory=dict)
+    """The entry that was wanted of other ranks, by rank of the save; those that have it."""
     instead_of: str = ""
     """The damaged checkpoint that was asked for, where an older one was taken."""
 

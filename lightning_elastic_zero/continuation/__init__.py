@@ -2,7 +2,9 @@
 
 ``batches`` settles how a global batch is cut; ``loaders`` puts samplers into training loaders that
 take up an epoch anywhere, and ``placing`` lets them begin there; ``moments`` keeps what belongs to
-the last optimizer step; ``reports`` says what changed since the save; ``live`` is all that is
+the last optimizer step; ``running`` keeps what an epoch has summed up (``epoch_values`` Lightning's
+results, ``metric_states`` the module's metrics); ``reports`` says what changed since the save;
+``guessing`` how far another program's run is; ``live`` is all that is
 written to Lightning's live loops, ``answers`` what is answered in ``ModelCheckpoint``'s place;
 ``resume`` is the story that a strategy follows; ``steady`` is that strategy.
 """

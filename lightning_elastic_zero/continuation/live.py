@@ -17,7 +17,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.continuation.windows import steps_of
-from lightning_elastic_zero.progress import Position
+from lightning_elastic_zero.progress import Position, validation_at
 
 
 class LiveLoops:
@@ -102,12 +102,31 @@ class LiveLoops:
             epoch.restarting and fetcher is not None and epoch._should_check_val_fx(fetcher)  # noqa: SLF001
         )
 
-    def restore_metrics(self, state: Mapping[str, Any], position: Position) -> None:
-        """Put back what callbacks and plateau schedulers look at, and make the updates left out."""
+    def count_validation(self, counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Count the validation's batches as the run that was not stopped had counted them here.
+
+        Lightning has looked at its counters by now, to decide whether to validate first.
+
+        Args:
+            counted: the counters as saved.
+            state: what else was saved of that moment.
+        """
+        loop = self._epoch.val_loop
+        began = bool(state.get("validation_began"))
+        was = int(state.get("validation_batches", 0))
+        now = validation_batches(self._trainer)
+        loop.batch_progress.load_state_dict(validation_at(counted, began=began, was=was, now=now))
+        loop.restarting = False
+
+    def restore_metrics(self, state: Mapping[str, Any]) -> None:
+        """Put back what callbacks and plateau schedulers look at."""
         metrics = state.get("metrics", {})
         self._trainer.callback_metrics.update(
             {name: value.to(self._trainer.strategy.root_device) for name, value in metrics.items()}
         )
+
+    def update_plateaus(self, state: Mapping[str, Any], position: Position) -> None:
+        """Make the updates of plateau schedulers that were about to be made."""
         if state.get("plateau_step_pending") and not self._ends_batch():
             self._step_plateaus("step", self._epoch.batch_idx + 1)
         if state.get("plateau_epoch_pending"):
@@ -139,9 +158,11 @@ class LiveLoops:
                 continue
             metric = trainer.callback_metrics.get(config.monitor or "")
             if done % config.frequency == 0 and metric is not None:
+                self._epoch.scheduler_progress.increment_ready()
                 call._call_lightning_module_hook(  # noqa: SLF001
                     trainer, "lr_scheduler_step", config.scheduler, metric
                 )
+                self._epoch.scheduler_progress.increment_completed()
 
     def restart_data(self, position: Position) -> None:
         """Make the iterator anew: its samplers begin elsewhere now, and are of another epoch."""
@@ -178,6 +199,12 @@ def axis_of(trainer: pl.Trainer) -> int:
     current = epoch.batch_progress.state_dict()["current"]
     ending = current["completed"] < current["processed"] or trainer.validating
     return int(epoch._batches_that_stepped) + ending  # noqa: SLF001
+
+
+def validation_batches(trainer: pl.Trainer) -> int:
+    """Give the batches of a validation on this rank; 0 where that is not known."""
+    batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
+    return 0 if float("inf") in batches else int(sum(batches))
 
 
 def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:

@@ -39,6 +39,8 @@ class Pending:
     """What ``state`` gave when it was saved."""
     loader_states: list[Any]
     """Of loaders that keep their own state; applied on the same number of ranks only."""
+    validation: Mapping[str, Any]
+    """Lightning's counters of validation, as saved."""
 
 
 def place_data(

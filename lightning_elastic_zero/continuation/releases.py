@@ -18,7 +18,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torchmetrics import MeanMetric
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import LIGHTNING, missing_names
@@ -37,13 +39,32 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "the training epoch loop": {
         "_batches_that_stepped": "let the loggers' axis go on",
+        "_results": "sum an epoch's values up from where they were",
         "_should_check_val_fx": "know whether a validation is due where a run is taken up",
     },
     "CombinedLoader": {
         "_mode": "know where shorter loaders begin again",
         "_state_dicts": "keep the states of loaders that have their own",
     },
-    "the logger connector": {"_callback_metrics": "save what callbacks look at"},
+    "the logger connector": {
+        "_callback_metrics": "save what callbacks look at",
+        "_first_loop_iter": "keep an epoch's first value from resetting those before",
+        "_logged_metrics": "save what loggers had last",
+        "_progress_bar_metrics": "save what the progress bar had last",
+    },
+    "lightning.pytorch's running results": {
+        "_Metadata": "say again how a value is logged",
+        "_ResultCollection": "sum an epoch's values up from where they were",
+        "_ResultMetric": "sum an epoch's values up from where they were",
+        "_Sync": "reduce values over the ranks as they are logged",
+    },
+    "a metric of torchmetrics": {
+        "_computed": "compute a metric anew once its states are restored",
+        "_defaults": "know which states a metric has",
+        "_forward_cache": "show the last step's value",
+        "_reductions": "share a metric's states out among other ranks",
+        "_update_count": "know which metrics have seen anything",
+    },
     "lightning.pytorch.loops.fetchers": {
         "_DataFetcher": "fetch one batch of a stream ahead",
         "_PrefetchDataFetcher": "know the last batch of data without a length",
@@ -132,6 +153,8 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
         "the training epoch loop": fit.epoch_loop,
         "CombinedLoader": CombinedLoader([]),
         "the logger connector": getattr(trainer, "_logger_connector", None),
+        "lightning.pytorch's running results": result,
+        "a metric of torchmetrics": MeanMetric(),
         "lightning.pytorch.loops.fetchers": fetchers,
         "lightning.pytorch.trainer.call": call,
         "the trainer": trainer,

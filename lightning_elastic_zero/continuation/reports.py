@@ -11,6 +11,29 @@ COUNTS_BATCHES = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""
 
 
+def changes(was: Record, now: Record, *, is_given: bool, of_stranger: str) -> Iterator[str]:
+    """Say all that changed since the save.
+
+    Args:
+        was: the record of the save.
+        now: that of this run.
+        is_given: the global batch is settled by the strategy's option.
+        of_stranger: the checkpoint's path, where another program wrote it.
+    """
+    if text := changed_batch(was, now, is_given=is_given):
+        yield text
+    if not of_stranger and (text := changed_plan(was, now)):
+        yield text
+    yield from changed_settings(was, now)
+    if of_stranger and was.accumulate > 1:
+        yield (
+            f"{of_stranger} was saved by a run that may have divided gradients by its "
+            f"accumulation ({was.accumulate}) twice, as Lightning's DeepSpeedStrategy does; "
+            "here a gradient is the mean over the global batch. Adam's moments take a few "
+            "steps to follow, and gradient_clip_val may need to be larger"
+        )
+
+
 def changed_batch(was: Record, now: Record, *, is_given: bool) -> str | None:
     """Say that the global batch is another one, and what would keep it."""
     if was.global_batch_size is None or now.global_batch_size is None:

@@ -22,12 +22,14 @@ from torch import nn
 from lightning_elastic_zero.continuation import news, reports
 from lightning_elastic_zero.continuation.ahead import look_ahead
 from lightning_elastic_zero.continuation.batches import Batches, GivenSettings
+from lightning_elastic_zero.continuation.guessing import guessed_record
 from lightning_elastic_zero.continuation.lengths import Lengths
 from lightning_elastic_zero.continuation.live import (
     LiveLoops,
     axis_of,
     planned_steps,
     release,
+    validation_batches,
 )
 from lightning_elastic_zero.continuation.loaders import (
     elastic_loader,
@@ -36,14 +38,15 @@ from lightning_elastic_zero.continuation.loaders import (
 )
 from lightning_elastic_zero.continuation.moments import LoaderStates, Moment
 from lightning_elastic_zero.continuation.placing import LostData, Pending, place_data
+from lightning_elastic_zero.continuation.running import RunningValues, Source
 from lightning_elastic_zero.continuation.windows import Windows, open_batches, steps_of
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.progress import (
     LOADER_STATES,
+    VALIDATION,
     ElasticSampler,
     Record,
-    accumulation_of,
     derive_random_state,
     loops_at,
     position_of,
@@ -69,6 +72,7 @@ class Continuation:
         self._loader_states = LoaderStates()
         self.were_in_order: list[bool] | None = None
         """Of each training loader as the user made it: whether it gives samples as they come."""
+        self._running = RunningValues()
         self._validated_at = -1
         self._loaders_made = 0
         self._seeds: list[int | None] = []
@@ -158,11 +162,16 @@ class Continuation:
         moment = self._moment_of(trainer)
         # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
         metrics = trainer._logger_connector._callback_metrics  # noqa: SLF001
+        validated, inside = record.position.is_validated, _is_inside(trainer)
+        ending = record.position.steps == 0 and _is_ending(trainer.fit_loop.epoch_progress)
+        kept = self._running.state(trainer, inside=inside, validated=validated, ending=ending)
         return {
+            **kept,
+            "validation_began": trainer.validating and not validated,
+            "validation_batches": validation_batches(trainer),
             "random": dict(moment.random) if moment else self._set_aside or random_state(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
-            "plateau_epoch_pending": record.position.steps == 0
-            and _is_ending(trainer.fit_loop.epoch_progress),
+            "plateau_epoch_pending": ending,
             "axis": axis_of(trainer),
             "plateau_step_pending": not moment
             and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
@@ -180,9 +189,7 @@ class Continuation:
 
     def _moment_of(self, trainer: pl.Trainer) -> Moment | None:
         """Give what was kept at the last step, inside a window of micro-batches."""
-        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-        inside = current["ready"] != current["processed"] or open_batches(trainer)
-        return self._moment if inside else None
+        return self._moment if _is_inside(trainer) else None
 
     # -- training ----------------------------------------------------------------------------
 
@@ -198,9 +205,14 @@ class Continuation:
         if trainer.accumulate_grad_batches > 1:
             self._moment = Moment.of(module, self._loader_states.now(trainer), device)
 
+    def arriving(self, trainer: pl.Trainer) -> None:
+        """Note what has been summed up, when a batch has come and its hooks are still to run."""
+        self._running.note(trainer)
+
     def fetched(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Note what loaders keep, when a batch was fetched and is about to be trained on."""
         release(self._held)
+        self._running.note(trainer)  # of steps that take their batches themselves
         self._loader_states.fetched(trainer, is_first=batch_idx == 0)
         if look_ahead(trainer):
             self._loader_states.fetched(trainer, is_first=False)
@@ -212,10 +224,12 @@ class Continuation:
         A run that is taken up inside or after a validation may do it again, or not.
         """
         self._set_aside = random_state(device)
+        self._running.validating()
 
     def validated(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Note that the validation that was due here is over."""
         self._validated_at = _batches_done(trainer)
+        self._running.validated()
         if self._set_aside is not None:
             set_random_state(self._set_aside, device)
             self._set_aside = None
@@ -239,12 +253,13 @@ class Continuation:
         record = (
             Record.from_plain(sampler, f"{where}/manifest.json")
             if sampler
-            else _guessed_record(loops, manifest, int(state.get("global_step", 0)))
+            else guessed_record(loops, manifest, int(state.get("global_step", 0)))
         )
         batches = self._batches
         position = record.at_batch_size(batches.global_batch_size if batches else None)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
-        self._pending = Pending(where, record, position, bool(sampler), own, list(states))
+        held = (own, list(states), loops.get(VALIDATION, {}))
+        self._pending = Pending(where, record, position, bool(sampler), *held)
         now = trainer.accumulate_grad_batches
         rewritten = loops_at(loops, position, was=record.accumulate, now=now)
         if states and record.world_size == world_size:
@@ -261,6 +276,7 @@ class Continuation:
         """
         planned = self._batches is not None and self._batches.plan is not None
         self._windows.begin_fit(trainer, is_planned=planned)
+        self._running.begin(trainer)
         pending, self._pending = self._pending, None
         if pending is not None:
             self._go_on(pending, trainer, rank, world_size, device)
@@ -294,7 +310,11 @@ class Continuation:
         live.go_on_at(position, pending.state.get("axis"))
         if position.is_validated:
             self._validated_at = _batches_done(trainer)
-        live.restore_metrics(pending.state, position)
+        live.count_validation(pending.validation, pending.state)
+        live.restore_metrics(pending.state)
+        source = Source.of(pending.state, rank, world_size, pending.record.world_size)
+        self._running.take_up(source, trainer, position)
+        live.update_plateaus(pending.state, position)
         self._held = live.hold_plateaus(pending.state)
         live.restart_data(position)
         live.show_epoch(position)
@@ -324,37 +344,17 @@ class Continuation:
 
     def _report(self, pending: Pending, now: Record, *, has_schedule: bool) -> None:
         """Say what changed since the save."""
-        was = pending.record
         given = self._batches is not None and self._batches.plan is not None
-        if text := reports.changed_batch(was, now, is_given=given):
+        of_stranger = "" if pending.is_ours else pending.where
+        made = now if has_schedule else replace(now, planned_steps=None)
+        for text in reports.changes(pending.record, made, is_given=given, of_stranger=of_stranger):
             rank_zero_warn(text)
-        if pending.is_ours and has_schedule and (text := reports.changed_plan(was, now)):
-            rank_zero_warn(text)
-        for text in reports.changed_settings(was, now):
-            rank_zero_warn(text)
-        if not pending.is_ours and was.accumulate > 1:
-            rank_zero_warn(
-                f"{pending.where} was saved by a run that may have divided gradients by its "
-                f"accumulation ({was.accumulate}) twice, as Lightning's DeepSpeedStrategy does; "
-                "here a gradient is the mean over the global batch. Adam's moments take a few "
-                "steps to follow, and gradient_clip_val may need to be larger"
-            )
 
 
-def _guessed_record(loops: Mapping[str, Any], manifest: Manifest, global_step: int) -> Record:
-    """Make a record from the counters of a checkpoint of another writer's."""
-    progress = manifest.progress
-    # DeepSpeed's own config says it; counters cannot where epochs end within a window.
-    told = progress.gradient_accumulation_steps
-    accumulate = told if told > 1 else accumulation_of(loops)
-    position = position_of(loops, accumulate, batches=float("inf"), validating=True)
-    return Record(
-        position,
-        global_step=global_step,
-        global_batch_size=progress.global_batch_size,
-        accumulate=accumulate,
-        world_size=manifest.world_size,
-    )
+def _is_inside(trainer: pl.Trainer) -> bool:
+    """Tell whether a window of micro-batches is under way."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    return bool(current["ready"] != current["processed"] or open_batches(trainer))
 
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:

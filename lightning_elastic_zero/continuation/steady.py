@@ -345,6 +345,16 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         super().on_train_start()
 
     @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Note what belongs to the batches before, while this one is on its way."""
+        module = self.lightning_module
+        if module is not None and self._fitting() and module.trainer.training:
+            self._continuation.arriving(module.trainer)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (module := self.lightning_module) is not None:
             self._continuation.fetched(module.trainer, batch_idx)

@@ -216,7 +216,23 @@ class ElasticReader:
             if "objects" in own:
                 where = f"rank {rank}'s own objects in {self._directory}"
                 client = join_objects(client, self._build(own["objects"], where))
-        return ModuleState(module, client, loss_scaler, lr_scheduler)
+        return ModuleState(module, client, loss_scaler, lr_scheduler, self._entry_of)
+
+    def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
+        """Give an entry of the client state as a rank had it; None where it had none."""
+        file = self._file(model_file(0, self.manifest.stage))
+        holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
+        for key in reversed(path):
+            holder = {key: holder}
+        if rank and "client_state" in self.manifest.rank_state:
+            file = self._file(optimizer_file(rank, self.manifest.precision))
+            own = [
+                (tuple(at), file.load_tree(value))
+                for at, value in file.tree[OURS]["own"]["client_state"]
+                if tuple(at[: len(path)]) == path[: len(at)]
+            ]
+            join_objects(holder, tuple(own))
+        return _entry(holder, path)
 
     def _own(self, rank: int) -> dict[str, Any]:
         """Give what a rank kept for itself because it differed from rank 0's."""
@@ -303,3 +319,10 @@ class ElasticReader:
         """Close the files."""
         while self._open:
             self._open.popitem()[1].close()
+
+
+def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever was saved)
+    """Give what is at a path of nested dicts; None where nothing is."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree

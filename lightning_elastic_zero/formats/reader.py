@@ -37,6 +37,9 @@ class ModuleState:
     """What the trainer, module, datamodule and callbacks saved."""
     loss_scaler: Mapping[str, Plain]
     lr_scheduler: Mapping[str, Any] | None
+    entry_of: Callable[[int, tuple[str, ...]], Any] | None = None
+    """Gives an entry of the client state, by its path, as a rank of the save had it; None where it
+    had none. Only formats that keep what ranks have of their own have it."""
 
 
 @dataclass(frozen=True, slots=True)

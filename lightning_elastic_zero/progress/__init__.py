@@ -12,9 +12,11 @@ from __future__ import annotations
 from lightning_elastic_zero.progress.batches import BatchPlan, plan_batches
 from lightning_elastic_zero.progress.counters import (
     LOADER_STATES,
+    VALIDATION,
     accumulation_of,
     loops_at,
     position_of,
+    validation_at,
     with_loader_states,
 )
 from lightning_elastic_zero.progress.position import Position, Record
@@ -28,6 +30,7 @@ from lightning_elastic_zero.progress.sampler import ElasticBatchSampler, Elastic
 
 __all__ = [
     "LOADER_STATES",
+    "VALIDATION",
     "BatchPlan",
     "ElasticBatchSampler",
     "ElasticSampler",
@@ -41,5 +44,6 @@ __all__ = [
     "random_state",
     "seed_of",
     "set_random_state",
+    "validation_at",
     "with_loader_states",
 ]

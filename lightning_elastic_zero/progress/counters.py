@@ -94,6 +94,7 @@ def loops_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, now: 
     _set(batch["total"], before + current)
     batch["is_last_batch"] = position.is_over
     _set_validation(loops[VALIDATION], pending=in_epoch and not position.is_validated)
+    _drop_begun_window(loops[STEPS]["optimizer"])
     # Per rank and worker, and of another number of them: never to be applied by position in a list.
     loops["state_dict"] = {k: v for k, v in loops["state_dict"].items() if k != LOADER_STATES}
     return loops
@@ -129,10 +130,36 @@ def _set(counts: dict[str, int], number: int) -> None:
     counts.update(dict.fromkeys(("ready", "started", "processed", "completed"), number))
 
 
+def _drop_begun_window(optimizer: dict[str, Any]) -> None:
+    """Count gradients as cleared for the windows whose step was taken: the others begin anew."""
+    for part in ("total", "current"):
+        cleared, taken = optimizer["zero_grad"][part], optimizer["step"][part]["completed"]
+        cleared.update({name: min(number, taken) for name, number in cleared.items()})
+
+
+def validation_at(progress: Mapping[str, Any], *, began: bool, was: int, now: int) -> Counters:
+    """Write the counters of validation's batches as they are where a run goes on.
+
+    Args:
+        progress: them as saved.
+        began: the validation that is counted last had begun and is made anew.
+        was: batches of a validation on a rank of the run that saved; 0 where it is not known.
+        now: the same, here.
+    """
+    made = copy.deepcopy(dict(progress))
+    if began:
+        for name, number in made["current"].items():
+            made["total"][name] -= number
+    for counts in (made["total"], made["current"]) if was and now and was != now else ():
+        counts.update({name: number * now // was for name, number in counts.items()})
+    return made
+
+
 def _set_validation(progress: dict[str, Any], *, pending: bool) -> None:
     """Show a validation as begun, so that it runs if one is due here; or as not begun.
 
     Nothing of it counts as done: it starts at its first batch, since its metrics were not saved.
+    ``validation_at`` says what is counted once Lightning has decided by this.
     """
     for counts in (progress["current"], progress["total"]):
         _set(counts, 0)

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.progress import Position, Record, loops_at, position_of
+from lightning_elastic_zero.progress import (
+    Position,
+    Record,
+    loops_at,
+    position_of,
+    validation_at,
+)
 
 
 def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
@@ -29,6 +35,8 @@ def loops(
     current = counts(*batch)
     val = counts(*[validated] * 4)
     steps = {"total": {"ready": 1, "completed": 1}, "current": {"ready": 1, "completed": 1}}
+    # A window more has begun than steps were taken.
+    cleared = {part: {"ready": 2, "started": 2, "completed": 2} for part in steps}
     return {
         "state_dict": {"combined_loader": [{"some": "state"}]},
         "epoch_progress": {"total": counts(*epoch), "current": counts(*epoch)},
@@ -42,7 +50,9 @@ def loops(
             "current": dict(val),
             "is_last_batch": validated > 0,
         },
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": steps}},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": steps, "zero_grad": cleared}
+        },
     }
 
 
@@ -166,3 +176,20 @@ def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
     position = record.at_batch_size(size)
     assert position.steps * size <= steps * 12 < (position.steps + 1) * size
     assert position.is_validated == (position.steps * size == steps * 12)
+
+
+def test_a_window_that_begins_anew_is_not_counted() -> None:
+    """Gradients were cleared for it; the run that goes on clears them again."""
+    written = loops_at(loops((1, 1, 0, 0), (3, 3, 3, 2)), Position(0, 1), was=2, now=2)
+    optimizer = written["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    expected = {"ready": 1, "started": 1, "completed": 1}
+    assert optimizer["zero_grad"] == {"total": expected, "current": expected}
+
+
+def test_a_validation_that_is_made_anew_is_not_counted() -> None:
+    """Its batches are taken off; those of other validations are counted in this run's batches."""
+    saved = {"total": counts(9, 9, 9, 8), "current": counts(3, 3, 3, 2), "is_last_batch": False}
+    written = validation_at(saved, began=True, was=6, now=4)
+    assert written["total"] == counts(4, 4, 4, 4)
+    assert validation_at(saved, began=False, was=0, now=4) == saved
+    assert saved["total"] == counts(9, 9, 9, 8)

@@ -6,6 +6,7 @@ together at the end. Nothing in here knows how the library counts.
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import warnings
@@ -88,6 +89,8 @@ class Seen:
     """Random numbers of this process at the end."""
     buffer: list[float]
     """Of the module, which every micro-batch changes."""
+    loops: dict[str, dict[str, Any]]
+    """Every counter of the fit's loops, when each micro-batch begins, and at the end."""
 
 
 class Ids(Dataset[Any]):
@@ -348,6 +351,10 @@ class Watch(Callback):
         self.of = run
         self.events: list[str] = []
         self.axis: list[int] = []
+        self.loops: dict[str, dict[str, Any]] = {}
+
+    def _count(self, trainer: pl.Trainer, moment: str) -> None:
+        self.loops[moment] = counts_of(trainer.fit_loop.state_dict())
 
     def _save(self, trainer: pl.Trainer, moment: str) -> None:
         if moment in self.of.save:
@@ -390,13 +397,28 @@ class Watch(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._count(trainer, "end")
         self._save(trainer, "end")
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        begun = trainer.fit_loop.total_batch_idx
+        self._count(trainer, f"batch {begun}")
         axis = trainer.fit_loop.epoch_loop._batches_that_stepped
         if axis not in self.axis:
             self.axis.append(axis)
+
+
+def counts_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Give the whole state of loops, but for what loaders keep, which is no counter."""
+    flat: dict[str, Any] = {}
+    for key, value in copy.deepcopy(state).items():
+        if isinstance(value, dict):
+            value.pop("combined_loader", None)
+            flat.update({f"{key}.{name}": v for name, v in counts_of(value).items()})
+        else:
+            flat[key] = value
+    return flat
 
 
 def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a table
@@ -493,27 +515,31 @@ def _fit(run: Run) -> Seen:
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
     net, watch = Net(run), Watch(run)
-    options = dict(SMALL_BUCKETS, **run.strategy)
-    if run.global_batch is not None:
-        options["global_batch_size"] = run.global_batch
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(stage=run.stage, **options),
-        max_epochs=run.epochs,
-        max_steps=run.max_steps,
-        callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"num_sanity_val_steps": 0, **run.trainer},
-    )
+    trainer = trainer_of(run, [watch])
     val = DataLoader(Ids(8, 0.0), batch_size=2) if run.validate else None
     trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
     if "after" in run.save:
         trainer.save_checkpoint(Path(run.root) / "after.ckpt")
     return _together(trainer, net, watch)
+
+
+def trainer_of(run: Run, callbacks: list[Callback]) -> pl.Trainer:
+    """Give a trainer."""
+    options = dict(SMALL_BUCKETS, **run.strategy)
+    if run.global_batch is not None:
+        options["global_batch_size"] = run.global_batch
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=ElasticDeepSpeedStrategy(stage=run.stage, **options),
+        max_epochs=run.epochs,
+        max_steps=run.max_steps,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"num_sanity_val_steps": 0, "enable_checkpointing": False, **run.trainer},
+    )
 
 
 def _together(trainer: pl.Trainer, net: Net, watch: Watch) -> Seen:
@@ -537,4 +563,5 @@ def _together(trainer: pl.Trainer, net: Net, watch: Watch) -> Seen:
         messages=[],
         drawn=torch.rand(2).tolist(),
         buffer=net.mean.tolist(),
+        loops=watch.loops,
     )

@@ -127,21 +127,30 @@ class Reference:
         return replace(self.run, save=(), ckpt_path=str(path))
 
 
+class References(dict[str, Reference]):
+    """Every scenario, run once on two ranks when it is asked for, saving at every kind of point."""
+
+    def __init__(self, worlds: Pools, roots: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._worlds, self._roots = worlds, roots
+
+    def __missing__(self, name: str) -> Reference:
+        root = str(self._roots.mktemp("reference"))
+        saving = replace(SCENARIOS[name], save=(*POINTS, *VALIDATIONS), root=root)
+        seen = self._worlds.run(2, partial(fit, saving))
+        self[name] = Reference(saving, seen, SHORTER.get(name, STEPS))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    """Run every scenario once on two ranks, saving at every kind of point."""
-    made = {}
-    for name, run in SCENARIOS.items():
-        root = str(tmp_path_factory.mktemp("reference"))
-        saving = replace(run, save=(*POINTS, *VALIDATIONS), root=root)
-        seen = worlds.run(2, partial(fit, saving))
-        made[name] = Reference(saving, seen, SHORTER.get(name, STEPS))
-    return made
+def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Give the scenarios."""
+    return References(worlds, tmp_path_factory)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_world_goes_on_bit_for_bit(
-    scenario: str, references: dict[str, Reference], worlds: Pools
+    scenario: str, references: References, worlds: Pools
 ) -> None:
     """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
     reference = references[scenario]
@@ -158,6 +167,7 @@ def test_the_same_world_goes_on_bit_for_bit(
             assert len(seen.axis) == whole.global_step - begin, point
             assert seen.global_step == whole.global_step
             _check_events(whole, seen, point)
+            _check_loops(whole, seen, point)
             if begin < whole.global_step:
                 assert seen.epoch == whole.epoch, point
                 assert seen.buffer == whole.buffer, point
@@ -167,7 +177,7 @@ def test_the_same_world_goes_on_bit_for_bit(
 @pytest.mark.parametrize("world", [3, *long(1, 4)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_another_world_takes_the_same_steps(
-    scenario: str, world: int, references: dict[str, Reference], worlds: Pools
+    scenario: str, world: int, references: References, worlds: Pools
 ) -> None:
     """The same sets of samples at the same rates, from every point of a save on two ranks."""
     reference = references[scenario]
@@ -194,6 +204,18 @@ def _check_events(whole: Seen, seen: Seen, point: str) -> None:
     """See that hooks run as in the whole run: those at the save's own moment may run again."""
     tail = whole.events[len(whole.events) - len(seen.events) :]
     assert seen.events == tail, point
+
+
+def _check_loops(whole: Seen, seen: Seen, point: str) -> None:
+    """See that every counter of the loops is that of the whole run, at each micro-batch."""
+    for moment, counts in seen.loops.items():
+        others = whole.loops[moment]
+        unlike = {
+            key: (counts.get(key), others.get(key))
+            for key in counts.keys() | others.keys()
+            if counts.get(key) != others.get(key)
+        }
+        assert not unlike, (point, moment)
 
 
 @pytest.mark.parametrize(
