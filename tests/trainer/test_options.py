@@ -123,7 +123,7 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
     assert other.config["zero_optimization"]["stage"] == 3
     assert (other._publication._background, other._publication._snapshot_bytes) == (True, 7)
     assert other._continuation._lost_data == "restart_epoch"
-    assert other._continuation._given is other._given
+    assert other._continuation._windows._given is other._given
     assert not other._publication._retention._waiting
     assert other._answers._is_written.__self__ is other._publication
     assert other._answers._link.__self__ is other
