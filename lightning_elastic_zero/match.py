@@ -207,7 +207,8 @@ def left_as_they_are(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterato
     trained = [n for n in kept if _owned(want[n])] + _left_out_but_trained(saved, live)
     if trained:
         yield f"not in the checkpoint, and trained from what they are here: {_names(trained)}"
-    frozen = [n for n in kept if not _owned(want[n])]
+    gone = left_out.union(kept).difference(trained)
+    frozen = [n for n in want if n in gone and not _owned(want[n])]
     if frozen:
         yield f"not in the checkpoint, and left as they are here: {_names(frozen)}"
     beyond = [n for n in have if n not in want and n not in left_out] if not wanted.strict else []

@@ -31,6 +31,7 @@ from lightning_elastic_zero.continuation.running import OF_RANKS, RESULTS
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
+    holds_trained_weights,
     put_weights,
     trained_parameters,
     use_accelerator,
@@ -120,7 +121,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         self._resumed = False
         self._handed_out = HandedOut()
         self._told_objects: set[str] = set()  # those that a load refuses
-        self._left = LeftOfFit()
+        self._left = LeftOfFit(holds_trained_weights)
         self.last_load: CheckpointFigures | None = None
         """Path, seconds and bytes of the last load."""
 
@@ -197,12 +198,11 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         if storage_options is not None:
             msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
             raise TypeError(msg)
-        engine = self._left.engine(self.deepspeed_engine, filepath)
+        engine = self._left.engine(self.deepspeed_engine, filepath, self._agree)
         weights_only = "optimizer_states" not in checkpoint or not self._left.is_whole
         if weights_only and (module := self.lightning_module) is not None:
             averages.add_averages(module.trainer, checkpoint)
         client_state, left_out = self._handed_out.come_back(checkpoint)
-        client_state.pop("optimizer_states", None)
         options = SaveOptions(
             weights_only=weights_only,
             exclude_frozen=self.exclude_frozen_parameters,
@@ -210,9 +210,8 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             told=None if self._load_options.allow_pickle else self._told_objects,
             module_weights=self._save_module_weights,
         )
-        options = self._with_progress(options, client_state)
         with self._answers.saving():
-            self._save(engine, filepath, client_state, options)
+            self._save(engine, filepath, client_state, self._with_progress(options, client_state))
 
     def _save(
         self,
@@ -229,15 +228,15 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             with self._publication.at_the_end(filepath, interrupted=self._interrupted()) as ranks:
                 self._publication.save(engine, filepath, ranks, client_state, options)
             return
-        saved = (engine, filepath, self._agree(), client_state, options)
-        if not self._publication.save_behind(*saved):
-            self._publication.finish(self._agree())
-            self._publication.save(*saved)
+        saved, saves = (engine, filepath, self._agree(), client_state, options), self._publication
+        if not saves.save_behind(*saved):
+            saves.finish(self._agree())
+            saves.save(*saved)
 
     def _link(self, path: str, link: str) -> None:
         """Let a link such as ``last.ckpt`` name a checkpoint when it is published; collective."""
-        alone = self._interrupted()
-        end = self._publication.at_the_end(link, interrupted=True) if alone else None
+        saves = self._publication
+        end = saves.at_the_end(link, interrupted=True) if self._interrupted() else None
         with end or nullcontext(self._agree()) as ranks:
             self._publication.link(path, link, ranks)
 
@@ -295,6 +294,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
             ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
         """
         if self.load_full_weights and self.zero_stage_3:
+            self._left.forget()
             given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
             return super().load_checkpoint(os.fspath(checkpoint_path), *given)
         module = self.lightning_module

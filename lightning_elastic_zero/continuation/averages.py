@@ -69,17 +69,21 @@ class HandedOut:
         """Part a checkpoint's dictionary: what the trainer saves of it, and what was taken out.
 
         Returns:
-            The dictionary without the weights that were handed out, which the engine saves; and
+            The dictionary without the weights that were handed out, and without optimizer states,
+            which the engine saves; and
             the names of those that a hook has taken out of ``state_dict``. One that has taken out
-            all of them is not believed: a checkpoint without weights is none.
+            all of them is not believed: a checkpoint without weights is none. Nor is one that has
+            put in other names: it may have renamed them.
         """
         given, self._weights = self._weights, {}
         kept = {
             key: self._own(value, given) if key in {WEIGHTS, CURRENT} else value
             for key, value in checkpoint.items()
+            if key != "optimizer_states"
         }
         back = checkpoint.get(WEIGHTS)
-        gone = given.keys() - back.keys() if isinstance(back, Mapping) and back else frozenset()
+        is_less = isinstance(back, Mapping) and back and back.keys() <= given.keys()
+        gone = given.keys() - back.keys() if isinstance(back, Mapping) and is_less else frozenset()
         if not kept.get(WEIGHTS):
             kept.pop(WEIGHTS, None)
         return kept, frozenset(gone)
@@ -89,11 +93,12 @@ class HandedOut:
         """Return an entry without the weights in it that were handed out as they are."""
         if not isinstance(value, dict):
             return value
-        # Of what ZeRO-3 has cut up, a copy is as empty as what was handed out.
+        # Also under another name. Of what ZeRO-3 has cut up, a copy is as empty as the original.
+        handed_out = {id(weight) for weight in given.values()}
         return {
             name: of
             for name, of in value.items()
-            if name not in given or not (of is given[name] or _is_empty(of))
+            if id(of) not in handed_out and not (_is_empty(of) and name in given)
         }
 
 

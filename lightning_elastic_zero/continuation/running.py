@@ -94,6 +94,16 @@ def _part(sources: list[Saved], shared: Shared) -> Saved | None:
     return {**joined, "value": value, "weight": mine}
 
 
+def shown_by(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what loggers and the progress bar show, as plain data."""
+    connector = trainer._logger_connector  # noqa: SLF001 - the public names would compute
+    log, bar = connector._logged_metrics, connector._progress_bar_metrics  # noqa: SLF001
+    return {
+        "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
+        "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
+    }
+
+
 class RunningValues:
     """Lightning's running results and the module's metrics, now and at the last optimizer step."""
 
@@ -171,16 +181,13 @@ class RunningValues:
                 over = self._of_epoch - logs
                 metrics = {name: held for name, held in metrics.items() if name not in over}
         plain, lacking = self._metrics.to_plain(metrics)
-        connector = trainer._logger_connector  # noqa: SLF001 - the public names would compute
-        shown = connector._logged_metrics, connector._progress_bar_metrics  # noqa: SLF001
         return {
             RESULTS: {
                 "logged": logged,
                 "metrics": plain,
                 "lacking": lacking,
                 "of_epoch": sorted(self._of_epoch),
-                "log": {k: v.detach() for k, v in shown[0].items() if type(v) is torch.Tensor},
-                "bar": {k: float(v) for k, v in shown[1].items() if type(v) in (int, float)},
+                **shown_by(trainer),
             }
         }
 

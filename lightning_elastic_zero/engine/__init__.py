@@ -23,6 +23,7 @@ from lightning_elastic_zero.engine.support import (
     version_of,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
+from lightning_elastic_zero.engine.unchanged import holds_trained_weights
 from lightning_elastic_zero.engine.wrappers import group_parameters
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "changes_before_step",
     "check_config",
     "check_supported",
+    "holds_trained_weights",
     "live_engine",
     "put_weights",
     "recovery_script",

@@ -76,6 +76,27 @@ def save_after(plan: Plan, verb: str) -> dict[str, Any]:
     return found
 
 
+def save_after_a_change(plan: Plan, how: str, path: str) -> dict[str, Any]:
+    """Fit, change the weights or take another module, evaluate, save; then load into a third."""
+    trainer, net, data, _ = plan.make()
+    trainer.fit(net, data)
+    fitted = digests(net)
+    if how == "edited":
+        net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+    else:
+        _, net, data, _ = replace(plan, seed=17).make()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.test(net, data, verbose=False)
+        trainer.save_checkpoint(path)
+    tested = digests(net)
+    del trainer, net, data
+    trainer, net, data, _ = replace(plan, seed=18).make()
+    trainer.test(net, data, ckpt_path=path, verbose=False)
+    said = [str(w.message) for w in warned if "has other weights since" in str(w.message)]
+    return {"fitted": fitted, "tested": tested, "loaded": digests(net), "said": said}
+
+
 def save_without_fit(
     plan: Plan, verb: str, path: str, precision: str | None = None
 ) -> dict[str, Any]:
@@ -162,10 +183,20 @@ class Pruning(Net):
         assert "first.weight" in checkpoint["state_dict"]
 
 
-def pruned(plan: Plan, verb: str = "fit") -> dict[str, Any]:
+class Renaming(Net):
+    """Saves its weights under other names, as modules do that wrap or compile others."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {f"inner.{name}": value for name, value in weights.items()}
+
+
+def pruned(plan: Plan, verb: str = "fit", of: type[Net] = Pruning) -> dict[str, Any]:
     """Fit or validate a module that takes weights out of its checkpoints."""
     trainer, _, data, watch = plan.make()
-    net = Pruning(plan.lr, plan.seed, plan.hidden)
+    net = of(plan.lr, plan.seed, plan.hidden)
     if verb == "fit":
         trainer.fit(net, data, ckpt_path=plan.ckpt_path)
     else:

@@ -54,6 +54,20 @@ def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_pa
         assert found["after"] == found["before"]
 
 
+@pytest.mark.parametrize(("stage", "how"), [(2, "edited"), (2, "another"), (3, "another")])
+def test_a_save_after_the_module_has_changed(
+    stage: int, how: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Written is what was evaluated last, and never the weights of another module."""
+    program = partial(
+        _weights.save_after_a_change, Plan(str(tmp_path), stage), how, str(tmp_path / "a.ckpt")
+    )
+    found = worlds.run(2, program)
+    assert [len(of["said"]) for of in found] == [1, 0]
+    # Buffers of a norm are of rank 0.
+    assert found[0]["fitted"] != found[0]["tested"] == found[0]["loaded"]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """What an evaluation holds is saved as weights, which any run can begin with."""
@@ -122,3 +136,18 @@ def test_weights_that_a_hook_takes_out(
         loaded = found["start"] if verb == "fit" else found["end"]
         same = {name for name, digest in loaded.items() if digest == ends[0]["end"][name]}
         assert loaded.keys() - same == set(_weights.Pruning.took)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_that_a_hook_renames(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Nothing is left out: they are saved under their own names, once."""
+    root = str(tmp_path)
+    program = partial(_weights.pruned, of=_weights.Renaming)
+    ends = worlds.run(2, partial(program, Plan(root, stage)))
+    manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
+    assert not manifest["excluded"]
+    worlds.run(2, partial(fit, Plan(f"{root}/whole", stage)))
+    sizes = [_weights.sizes(f"{root}/{name}last.ckpt") for name in ("", "whole/")]
+    assert sizes[0] <= sizes[1]
+    plan = Plan(f"{root}/on", stage, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
+    assert worlds.run(1, partial(program, plan))[0]["start"] == ends[0]["end"]
