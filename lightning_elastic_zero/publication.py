@@ -281,7 +281,7 @@ def what_was_loaded(loaded: Loaded, world_size: int) -> str:
     saved = f"saved on {manifest.world_size} devices with ZeRO-{manifest.stage}"
     return (
         f"Loaded {figures.path} ({loaded.found or saved}) on "
-        f"{world_size} devices: {figures.bytes / 1e6:.1f} MB in {figures.seconds:.2f} s"
+        f"{world_size} device{'s' * (world_size > 1)}: {figures.bytes / 1e6:.1f} MB in {figures.seconds:.2f} s"
     )
 
 
