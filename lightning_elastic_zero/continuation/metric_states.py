@@ -24,7 +24,7 @@ States = Mapping[str, Mapping[str, Any]]
 _NUMBERS = (bool, int, float)
 
 _OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
-"""Beginnings of attributes in which ZeRO-3's hooks count, on each module whose forward is called."""
+"""Beginnings of attributes in which hooks of ZeRO-3 count, on modules whose forward is called."""
 
 
 @dataclass(frozen=True, slots=True)
