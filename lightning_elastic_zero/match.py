@@ -186,11 +186,12 @@ def _absent(
     unexpected = [n for n, p in have.items() if n not in want and not _may_lack(p, wanted)]
     if missing:
         text = f"missing from the checkpoint: {_names(missing)}"
-        yield text if unexpected else f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
+        yield f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
     if unexpected:
         yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
     shapes_here = {n: want[n].shape for n in missing}
-    if renamed := likely_renaming({n: have[n].shape for n in unexpected}, shapes_here):
+    shapes_there = {n: have[n].shape for n in unexpected}
+    if renamed := likely_renaming(shapes_there, shapes_here, have.keys() & want.keys()):
         yield _perhaps(renamed)
 
 
@@ -265,7 +266,7 @@ def _buffers(saved: Manifest, live: Manifest, wanted: Wanted) -> Iterator[str]:
         yield f"buffers missing from the checkpoint: {_names(missing)}"
     if beyond:
         yield f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
-    if renamed := likely_renaming(beyond, missing):
+    if renamed := likely_renaming(beyond, missing, have & want):
         yield _perhaps(renamed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -84,21 +85,26 @@ def _joined(beginning: str, rest: str | None) -> str:
 
 
 def likely_renaming(
-    unexpected: Mapping[str, Any] | Iterable[str], missing: Mapping[str, Any] | Iterable[str]
+    unexpected: Mapping[str, Any] | Iterable[str],
+    missing: Mapping[str, Any] | Iterable[str],
+    common: Iterable[str] = (),
 ) -> dict[str, str]:
     """Return a ``rename`` that may explain what only one side has; a guess, for a message.
 
     Args:
         unexpected: names that only the checkpoint has, with their shapes if they have any.
         missing: those that only the model has.
+        common: names that both have, which are not to be renamed.
     """
+    kept = set(common)
     left, free = _with_shapes(unexpected), _with_shapes(missing)
     found: dict[str, str] = {}
     for name in list(left)[:_MOST_TRIED]:
         if name not in left or len(found) == MOST_SUGGESTED:
             continue
-        pairs = [_differing(name, other) for other in free if _may_be(name, other, left, free)]
-        tried = dict.fromkeys(pairs[:_MOST_TRIED])
+        others = [other for other in free if _may_be(name, other, left, free)]
+        pairs = [_differing(name, other, kept) for other in others[:_MOST_TRIED]]
+        tried = dict.fromkeys(pairs)
         best = max(tried, key=lambda pair: len(_explained(pair, left, free)), default=None)
         if best is None or found.get(best[0], best[1]) != best[1]:
             continue
@@ -118,13 +124,18 @@ def _may_be(name: str, other: str, left: Mapping[str, Any], free: Mapping[str, A
     return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
 
 
-def _differing(name: str, other: str) -> tuple[str, str]:
-    """Return the beginnings of two names in which they differ."""
+def _differing(name: str, other: str, kept: AbstractSet[str]) -> tuple[str, str]:
+    """Return the shortest beginnings in which two names differ, and which no kept name has."""
     was, now = name.split("."), other.split(".")
-    while was and now and was[-1] == now[-1]:
-        was.pop()
-        now.pop()
-    return ".".join(was), ".".join(now)
+    same = 0
+    while same < min(len(was), len(now)) and was[-1 - same] == now[-1 - same]:
+        same += 1
+    pairs = [
+        (".".join(was[: len(was) - end]), ".".join(now[: len(now) - end]))
+        for end in range(same, -1, -1)
+    ]
+    fitting = (p for p in pairs if not any(_rest(name, p[0]) is not None for name in kept))
+    return next(fitting, pairs[-1])
 
 
 def _explained(

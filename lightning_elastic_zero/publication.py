@@ -279,10 +279,9 @@ def what_was_loaded(loaded: Loaded, world_size: int) -> str:
     """Say in a line what was loaded, on so many devices, and what it took."""
     manifest, figures = loaded.manifest, loaded.figures
     saved = f"saved on {manifest.world_size} devices with ZeRO-{manifest.stage}"
-    return (
-        f"Loaded {figures.path} ({loaded.found or saved}) on "
-        f"{world_size} devices: {figures.bytes / 1e6:.1f} MB in {figures.seconds:.2f} s"
-    )
+    here = f"{world_size} device{'s' if world_size > 1 else ''}"
+    cost = f"{figures.bytes / 1e6:.1f} MB in {figures.seconds:.2f} s"
+    return f"Loaded {figures.path} ({loaded.found or saved}) on {here}: {cost}"
 
 
 def what_was_not_resumed(places: Iterable[object]) -> tuple[str, bool]:

@@ -23,6 +23,9 @@ States = Mapping[str, Mapping[str, Any]]
 
 _NUMBERS = (bool, int, float)
 
+_OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
+"""Beginnings of attributes in which hooks of ZeRO-3 count, on modules whose forward is called."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -121,6 +124,7 @@ def _others(metric: Metric) -> dict[str, Any]:
         key: _copy(value)
         for key, value in vars(metric).items()
         if key not in _of_all_metrics()
+        and not key.startswith(_OF_HOOKS)
         and key not in metric._defaults  # noqa: SLF001
         and (type(value) in _NUMBERS or type(value) is torch.Tensor)
     }

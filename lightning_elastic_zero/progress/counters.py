@@ -117,7 +117,10 @@ def _batches_at(
     An epoch's last window may have fewer than the others: how many of another accumulation there
     would have been is not known, and it counts as a whole one.
     """
-    batch, in_epoch = fit_loop[BATCHES], position.steps > 0 or position.is_over
+    batch, epochs = fit_loop[BATCHES], fit_loop[EPOCHS]["current"]
+    # Before an epoch's first step its window may have begun; before that, these are the last one's.
+    has_begun = epochs["started"] == epochs["ready"] > epochs["processed"]
+    in_epoch = position.steps > 0 or position.is_over or has_begun
     done = int(batch["current"]["processed"]) if in_epoch else 0
     before = int(batch["total"]["processed"]) - done
     if was != now:

@@ -186,6 +186,16 @@ def test_a_window_that_begins_anew_is_not_counted() -> None:
     assert optimizer["zero_grad"] == {"total": expected, "current": expected}
 
 
+def test_an_epochs_first_window_that_begins_anew_is_not_counted() -> None:
+    """Not in the batches of the whole run either, on as many devices as before."""
+    inside = loops((2, 2, 1, 1), (1, 1, 1, 0), before=6)
+    written = loops_at(inside, Position(1, 0), was=3, now=3)["epoch_loop.batch_progress"]
+    assert written["total"] == counts(6, 6, 6, 6)
+    ended = loops((1, 1, 1, 0), (6, 6, 6, 6), before=0)
+    written = loops_at(ended, Position(1, 0), was=3, now=3)["epoch_loop.batch_progress"]
+    assert written["total"] == counts(6, 6, 6, 6)
+
+
 def test_a_validation_that_is_made_anew_is_not_counted() -> None:
     """Its batches are taken off; those of other validations are counted in this run's batches."""
     saved = {"total": counts(9, 9, 9, 8), "current": counts(3, 3, 3, 2), "is_last_batch": False}

@@ -279,7 +279,7 @@ class TestDifferences:
             "AdamW\n"
             "Here: ZeRO-2 on 1 device, bf16, 6 parameters with 24 elements, 2 parameter groups, "
             "SGD\n"
-            "  - missing from the checkpoint: new\n"
+            f"  - missing from the checkpoint: new{NEW}\n"
             "  - in the checkpoint, but not in the model: gone\n"
             "  - of other shapes: shape (saved (4,), here (2, 2))\n"
             f"  - trained when saved, frozen here: then frozen{OWNERS}\n"
@@ -323,7 +323,7 @@ class TestNotStrict:
         saved = model(["a", "old"], frozen=("f",))
         live = reshaped(model(["a", "new"], frozen=("f",)), "f")
         assert differences(saved, live, self.lenient) == [
-            "missing from the checkpoint: new",
+            "missing from the checkpoint: new" + NEW,
             "in the checkpoint, but not in the model: old",
             "of other shapes: f (saved (4,), here (2, 2))",
         ]
@@ -347,7 +347,7 @@ class TestNotStrict:
         saved = model(["model.enc.weight", "model.enc.bias"], module_buffers=("model.bn.mean",))
         live = model(["enc.weight", "enc.bias"], module_buffers=("bn.mean",))
         assert differences(saved, live) == [
-            "missing from the checkpoint: enc.weight, enc.bias",
+            "missing from the checkpoint: enc.weight, enc.bias" + NEW,
             "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias",
             perhaps({"model": ""}),
             "buffers missing from the checkpoint: bn.mean",

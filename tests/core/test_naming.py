@@ -64,6 +64,14 @@ def test_what_is_likely(
     assert likely_renaming(unexpected, missing) == expected
 
 
+def test_what_fits_is_not_renamed() -> None:
+    """Only as much of a name is renamed as no name has that both sides have."""
+    assert likely_renaming(
+        {"enc.w": 1, "enc.b": 2}, {"m.enc.w": 1, "m.enc.b": 2}, ["head.w", "head.b"]
+    ) == {"enc": "m.enc"}
+    assert likely_renaming({"a.w": 1}, {"b.w": 1}, ["a.v"]) == {"a.w": "b.w"}
+
+
 def test_of_many_the_first_are_suggested() -> None:
     """An error shows what to do; it does not do it."""
     found = likely_renaming({f"l{i}.w": 1 for i in range(999)}, {f"k{i}.w": 1 for i in range(999)})
