@@ -35,6 +35,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._counting import counting_loader
 
 WIDTH = 5
 SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -426,6 +427,8 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
     data = Ids(run.length, run.noise)
     made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
     match run.kind:
+        case kind if kind.startswith("counting"):
+            return counting_loader(kind, run.length, run.batch_size)
         case "plain":
             return made(data, shuffle=True)
         case "positional":
