@@ -39,3 +39,37 @@ def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) 
         resumed = worlds.run(world, partial(fits, runs))[0]
         for seen, begin in zip(resumed, POINTS.values(), strict=True):
             assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+
+
+@pytest.mark.parametrize(
+    "kind", ["counting, kept", "counting, kept and ended", "counting, torchdata"]
+)
+def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """The next epoch's first batch is not lost, and the loader does not start over."""
+    if "torchdata" in kind:
+        pytest.importorskip("torchdata")
+    run = replace(RUN, kind=kind, epochs=3, root=str(tmp_path))
+    run = replace(run, strategy={"logging_batch_size_per_gpu": 6})
+    whole = worlds.run(2, partial(fit, run))[0].steps
+    runs = [replace(run, save=(), ckpt_path=str(tmp_path / f"{point}.ckpt")) for point in POINTS]
+    resumed = worlds.run(2, partial(fits, runs))[0]
+    for seen, begin in zip(resumed, POINTS.values(), strict=True):
+        assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+    others = [replace(of, batch_size=4) for of in runs[1:]]
+    others = [replace(of, strategy={"logging_batch_size_per_gpu": 4}) for of in others]
+    for seen in worlds.run(3, partial(fits, others))[0]:
+        assert any("has one state per rank of 2, and there are 3" in m for m in seen.messages)
+
+
+def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_path: Path) -> None:
+    """Its next epoch begins where that of the run that was not stopped does."""
+    pytest.importorskip("torchdata")
+    trainer = {**RUN.trainer, "limit_train_batches": 3}
+    save = ("step 0.2", "validated 3", "epoch 0")
+    run = replace(RUN, kind="counting, torchdata", length=240, epochs=2, trainer=trainer, save=save)
+    run = replace(run, root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0].steps
+    paths = [str(tmp_path / f"{point.replace(' ', '-')}.ckpt") for point in save]
+    runs = [replace(run, save=(), ckpt_path=path) for path in paths]
+    for seen, begin in zip(worlds.run(2, partial(fits, runs))[0], (2, 3, 3), strict=True):
+        assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
