@@ -73,3 +73,17 @@ def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_pat
     runs = [replace(run, save=(), ckpt_path=path) for path in paths]
     for seen, begin in zip(worlds.run(2, partial(fits, runs))[0], (2, 3, 3), strict=True):
         assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Its gradients do not flow into the next epoch: the resumed run takes the same steps."""
+    run = Run(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
+    whole = worlds.run(2, partial(fit, run))[0]
+    path = str(tmp_path / "epoch-0.ckpt")
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    assert seen.buffer == whole.buffer
+    assert seen.losses[3] == whole.losses[3]  # by the weights of step 2, the epoch's first
+    said = [m for m in whole.messages if "ended within a window of micro-batches" in m]
+    assert len(said) == 1
+    assert "with its last 1, and their gradients are dropped" in said[0]
