@@ -31,6 +31,7 @@ from lightning_elastic_zero.continuation.running import OF_RANKS, RESULTS
 from lightning_elastic_zero.engine import (
     check_config,
     check_supported,
+    drop_window,
     holds_trained_weights,
     put_weights,
     trained_parameters,
@@ -147,10 +148,10 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
         super().setup(trainer)
         check_supported(self.deepspeed_engine)
         if self._fitting():
-            self._left.begin(self.deepspeed_engine)
-            self._thawing.begin(
-                self.deepspeed_engine.module, trained_parameters(self.deepspeed_engine)
-            )
+            engine = self.deepspeed_engine
+            self._left.begin(engine)
+            self._thawing.begin(engine.module, trained_parameters(engine))
+            self._open_window.begin(engine, drop_window)
         averages.check_averaging(trainer, cut_up=self.zero_stage_3)
         self._resumed = False
         self._agree()
@@ -235,8 +236,7 @@ class ElasticDeepSpeedStrategy(SteadyDeepSpeedStrategy):
 
     def _link(self, path: str, link: str) -> None:
         """Let a link such as ``last.ckpt`` name a checkpoint when it is published; collective."""
-        saves = self._publication
-        end = saves.at_the_end(link, interrupted=True) if self._interrupted() else None
+        end = self._publication.at_the_end(link, interrupted=True) if self._interrupted() else None
         with end or nullcontext(self._agree()) as ranks:
             self._publication.link(path, link, ranks)
 

@@ -177,13 +177,25 @@ class LiveLoops:
             ):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(position.epoch)
-        if (fetcher := fit._data_fetcher) is not None:  # noqa: SLF001
+        if (fetcher := fit._data_fetcher) is None:  # noqa: SLF001
+            return
+        if position.is_over:
+            # Lightning ends such an epoch by asking for one more batch, which is not to be drawn;
+            # and the iteration after that is the next epoch's, also of data that count them.
+            fetcher.reset()
+            fetcher.iterator, fetcher.done = iter(()), True
+        elif self._begins_epoch():
+            fetcher.reset()
+        else:
             iter(fetcher)
-            if position.is_over:
-                # Lightning ends such an epoch by asking for one more batch, which is not to be
-                # drawn; of data without a length it has been fetched ahead.
-                fetcher.done = True
-                getattr(fetcher, "batches", []).clear()
+
+    def _begins_epoch(self) -> bool:
+        """Tell whether Lightning makes the iterator itself, as at each epoch's start but the first.
+
+        Releases without ``is_resuming`` do so after a resume as well.
+        """
+        is_resuming = getattr(self._fit, "is_resuming", False)
+        return self._trainer.current_epoch > 0 and not is_resuming and not self._epoch.restarting
 
 
 def release(held: list[tuple[Any, int]]) -> None:

@@ -11,6 +11,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.continuation import reports
+from lightning_elastic_zero.continuation.epoch_ends import (
+    is_cut,
+    load_at_end,
+    warn_of_lost_epoch,
+)
 from lightning_elastic_zero.continuation.loaders import (
     KeepsState,
     elastic_of,
@@ -69,20 +74,29 @@ def place_data(
     if lost and lost_data == "refuse":
         raise CheckpointMismatchError(_refusal(pending, lost))
     if not lost:
-        _place_all(pending, combined, position)
+        _place_all(pending, combined, position, world_size)
         return position
     rank_zero_warn(
         f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
         f"taken before: {lost}"
     )
     beginning = Position(position.epoch, 0)
-    _place_all(pending, combined, beginning)
+    _place_all(pending, combined, beginning, world_size)
     return beginning
 
 
-def _place_all(pending: Pending, combined: CombinedLoader, position: Position) -> None:
+def placed_states(pending: Pending, position: Position, world_size: int) -> list[Any]:
+    """Return the states of loaders that keep their own, which they are given at a position."""
+    starts_over = position.steps != pending.position.steps
+    is_of_others = pending.record.world_size != world_size
+    return [] if starts_over or is_of_others else pending.loader_states
+
+
+def _place_all(
+    pending: Pending, combined: CombinedLoader, position: Position, world_size: int
+) -> None:
     """Let every loader begin at a position."""
-    states = iter(pending.loader_states if position.steps else ())
+    states = iter(placed_states(pending, position, world_size))
     for index, loader in enumerate(combined.flattened):
         # Lightning keeps the states of those that have one, in order.
         state = next(states, None) if isinstance(loader, KeepsState) else None
@@ -96,10 +110,27 @@ def _place_all(pending: Pending, combined: CombinedLoader, position: Position) -
         elif resumer is not None:
             samples = (pending.record.samples or 0) if position.steps else 0
             resumer.resume_at(position.epoch, samples)
-        elif state is not None and not position.is_over:
+        elif isinstance(loader, KeepsState) and (position.is_over or not position.steps):
+            _place_at_end(loader, state, pending, position, (world_size, is_cut(combined, index)))
+        elif isinstance(loader, KeepsState) and state is not None:
             # Again where Lightning has done it: the iterator that it made then took the state, and
             # the next one, which comes in its place, would begin at the beginning.
             loader.load_state_dict(state)
+
+
+def _place_at_end(
+    loader: KeepsState,
+    state: Any,  # noqa: ANN401 (a loader's own)
+    pending: Pending,
+    position: Position,
+    of_run: tuple[int, bool],
+) -> None:
+    """Let a loader with a state of its own begin the epoch after the one that ended."""
+    world_size, cut = of_run
+    if state is not None:
+        load_at_end(loader, state, is_cut=cut)
+    elif position == pending.position and (position.epoch or position.is_over):
+        warn_of_lost_epoch(loader, pending.record.world_size, world_size)
 
 
 def _take_seed(elastic: ElasticSampler, pending: Pending, index: int) -> None:

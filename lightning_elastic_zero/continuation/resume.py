@@ -37,7 +37,12 @@ from lightning_elastic_zero.continuation.loaders import (
     with_own_generator,
 )
 from lightning_elastic_zero.continuation.moments import LoaderStates, Moment
-from lightning_elastic_zero.continuation.placing import LostData, Pending, place_data
+from lightning_elastic_zero.continuation.placing import (
+    LostData,
+    Pending,
+    place_data,
+    placed_states,
+)
 from lightning_elastic_zero.continuation.running import RunningValues, Source
 from lightning_elastic_zero.continuation.windows import Windows, open_batches, steps_of
 from lightning_elastic_zero.errors import UnsupportedError
@@ -46,6 +51,7 @@ from lightning_elastic_zero.progress import (
     LOADER_STATES,
     VALIDATION,
     ElasticSampler,
+    Position,
     Record,
     derive_random_state,
     loops_at,
@@ -207,6 +213,7 @@ class Continuation:
 
     def arriving(self, trainer: pl.Trainer) -> None:
         """Note what has been summed up, when a batch has come and its hooks are still to run."""
+        self._windows.arriving(trainer)
         self._running.note(trainer)
 
     def fetched(self, trainer: pl.Trainer, batch_idx: int) -> None:
@@ -278,11 +285,12 @@ class Continuation:
         self._windows.begin_fit(trainer, is_planned=planned)
         self._running.begin(trainer)
         pending, self._pending = self._pending, None
+        given: list[Any] = []
         if pending is not None:
-            self._go_on(pending, trainer, rank, world_size, device)
+            position = self._go_on(pending, trainer, rank, world_size, device)
+            given = placed_states(pending, position, world_size)
         self._say_of_data(trainer, world_size)
-        inside = pending is not None and pending.position.steps > 0
-        self._loader_states.begin(trainer, pending.loader_states if pending and inside else [])
+        self._loader_states.begin(trainer, given)
         if trainer.accumulate_grad_batches > 1:
             states = self._loader_states.now(trainer)
             self._moment = Moment.of(trainer.lightning_module, states, device)
@@ -294,7 +302,7 @@ class Continuation:
         rank: int,
         world_size: int,
         device: torch.device,
-    ) -> None:
+    ) -> Position:
         now = self.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._report(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
         live = LiveLoops(trainer)
@@ -302,8 +310,10 @@ class Continuation:
             seed if type(seed := loader.get("seed")) is int else None
             for loader in pending.record.loaders
         ]
-        position = place_data(pending, _combined(trainer), world_size, self._lost_data)
-        position = live.within_limit(position)
+        of_this = (_combined(trainer), world_size, self._lost_data)
+        placed = place_data(pending, *of_this)
+        if (position := live.within_limit(placed)) != placed:
+            place_data(replace(pending, position=position), *of_this)
         if position != pending.position or now.accumulate != pending.record.accumulate:
             live.fill_up(position)
         self._windows.resume_at(trainer, is_last=position.is_over)
@@ -320,7 +330,7 @@ class Continuation:
         live.show_epoch(position)
         live.skip_repeated_saves()
         if "random" not in pending.state:
-            return
+            return position
         if pending.record.world_size == world_size:
             set_random_state(pending.state["random"], device)
         else:
@@ -330,6 +340,7 @@ class Continuation:
                 f"{world_size} starts a stream of its own (seed {_seed()}, step "
                 f"{trainer.global_step}, rank)"
             )
+        return position
 
     def _say_of_data(self, trainer: pl.Trainer, world_size: int) -> None:
         """Say what becomes of the training data that the user may not expect."""

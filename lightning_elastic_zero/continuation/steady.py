@@ -22,6 +22,7 @@ from lightning_elastic_zero.continuation.batches import (
 )
 from lightning_elastic_zero.continuation.known_warnings import KnownWarnings
 from lightning_elastic_zero.continuation.news import are_in_order
+from lightning_elastic_zero.continuation.open_window import OpenWindow
 from lightning_elastic_zero.continuation.placing import LostData, check_orders
 from lightning_elastic_zero.continuation.releases import check_release, own_options
 from lightning_elastic_zero.continuation.resume import Continuation
@@ -112,6 +113,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         self._told_batch_size: int | None = None
         self._scale_check = ScaleCheck()
         self._thawing = Thawing()
+        self._open_window = OpenWindow()
         self._are_orders_checked = False  # those of the epoch
         self._ranks: Ranks | None = None
         self._known_warnings = KnownWarnings()
@@ -330,6 +332,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
         steps = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
         self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._open_window.trained(trainer.current_epoch, steps=steps)
         if steps:
             self._continuation.stepped(module, trainer, self.root_device)
         return result
@@ -358,6 +361,7 @@ class SteadyDeepSpeedStrategy(DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (module := self.lightning_module) is not None:
             self._continuation.fetched(module.trainer, batch_idx)
+            self._open_window.look(module.trainer.current_epoch)
             self._thawing.look(module, module.trainer.current_epoch)
             if batch_idx == 0 or not self._are_orders_checked:
                 # Not before: hooks of the epoch's start may change what a sampler draws. In each

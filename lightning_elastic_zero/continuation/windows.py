@@ -7,6 +7,7 @@ micro-batches when schedulers and validation are due, and would pass over such a
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,6 +78,10 @@ class Windows:
         self._put_back(trainer)
         self._settle(trainer, is_last=is_last, steps=trainer.global_step)
 
+    def arriving(self, trainer: pl.Trainer) -> None:
+        """Put back what was settled for the batch before: one that is None has no start."""
+        self._put_back(trainer)
+
     def _put_back(self, trainer: pl.Trainer) -> None:
         """Put back what the batch before had another number for."""
         while self._frequencies:
@@ -138,5 +143,5 @@ class Windows:
 
 
 def _count_that(count: int, *, divides: bool) -> int:
-    """Return a number that divides a count, or one that does not."""
-    return count if divides else count + 1
+    """Return a number that divides a count, or one that divides none that can be reached."""
+    return count if divides else sys.maxsize

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.gradients import drop_window
 from lightning_elastic_zero.engine.inference import InferenceEngine
 from lightning_elastic_zero.engine.stepping import before_each_step, changes_before_step
 from lightning_elastic_zero.engine.support import (
@@ -33,6 +34,7 @@ __all__ = [
     "changes_before_step",
     "check_config",
     "check_supported",
+    "drop_window",
     "holds_trained_weights",
     "live_engine",
     "put_weights",

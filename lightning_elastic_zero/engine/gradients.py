@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from lightning_elastic_zero.engine.releases import zero_grad
+from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.engine.wrappers import live_buffers
 
 
@@ -33,6 +34,13 @@ def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped 
     for name, start in (("_unmanaged_backward_count", 0), ("losses", None)):
         if hasattr(engine, name):
             setattr(engine, name, start)
+
+
+def drop_window(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Drop the gradients of a window that no step ended, and count it as one that did."""
+    drop_gradients(engine, optimizer_wrapper(engine) or "")
+    accumulate = engine.gradient_accumulation_steps()
+    engine.micro_steps -= engine.micro_steps % accumulate
 
 
 def _drop_zero_1_2(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)

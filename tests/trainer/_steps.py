@@ -35,6 +35,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._counting import counting_loader
 
 WIDTH = 5
 SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -273,6 +274,10 @@ class Net(pl.LightningModule):
         return torch.as_tensor((self.last(hidden).squeeze(1) - target).square())
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.of.kind == "skips" and batch_idx == 7 else None
+
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         several = isinstance(batch, dict) or not isinstance(batch[0], torch.Tensor)
         of_loaders = batch.values() if isinstance(batch, dict) else batch
@@ -426,7 +431,9 @@ def loaders_of(run: Run) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a tab
     data = Ids(run.length, run.noise)
     made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
     match run.kind:
-        case "plain":
+        case kind if kind.startswith("counting"):
+            return counting_loader(kind, run.length, run.batch_size)
+        case "plain" | "skips":
             return made(data, shuffle=True)
         case "positional":
             return DataLoader(data, run.batch_size, True, **run.loader)
