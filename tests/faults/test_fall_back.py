@@ -87,10 +87,11 @@ def test_a_link_to_what_is_gone(pools: Pools, folder: Path) -> None:
 
 
 def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) -> None:
-    """Without a sound one none is named; what a misspelt path means is not guessed."""
+    """Without a sound one none is taken; a misspelt path is told what is there, and takes none."""
     for rank in loaded(pools, folder / "lsat.ckpt", fall_back=True):
         assert rank.said.startswith("CheckpointNotFoundError")
-        assert "a.ckpt" not in rank.said
+        assert "sound" not in rank.said
+        assert "last.ckpt" in rank.said
     for name in "abc":
         _damage.flip_bit(folder / f"{name}.ckpt")
     for rank in loaded(pools, folder / "last.ckpt", fall_back=True):
