@@ -34,8 +34,8 @@ TESTS = (
 
 OLDER_DEEPSPEED = "not alignment and not (fp32 and bf16) and not another_run"
 """``parameter_alignment`` came with 0.19.7. Older releases keep buffers in bf16 where the weights
-are, so that they are rounded when a run changes its precision, which the oracle does not expect. And in
-0.16 a second engine on one module (a second fit) calls the first one's hooks, and fails."""
+are, so that they are rounded when a run changes its precision, which the oracle does not expect.
+In 0.16 a second engine on one module (a second fit) calls the first one's hooks, and fails."""
 
 CHILD_TIMEOUT_S = 3600.0
 
