@@ -168,11 +168,9 @@ class Draft:
                 if options.sampler:
                     progress = replace(manifest.progress, sampler=options.sampler)
                     manifest = replace(manifest, progress=progress)
-                # An engine without an optimizer: weights, and which are trained is not known.
                 if not manifest.groups:
-                    manifest = replace(
-                        manifest, stage=manifest.stage or 1
-                    )  # the files are ZeRO-1's
+                    # An engine without an optimizer has no stage: the files are ZeRO-1's.
+                    manifest = replace(manifest, stage=manifest.stage or 1)
                 if options.weights_only or not manifest.groups:
                     groups = tuple(replace(group, state=()) for group in manifest.groups)
                     manifest = replace(manifest, weights_only=True, groups=groups)

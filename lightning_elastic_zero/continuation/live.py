@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_elastic_zero.continuation.ahead import look_ahead
 from lightning_elastic_zero.continuation.windows import steps_of
 from lightning_elastic_zero.progress import Position, validation_at
 
@@ -177,7 +178,11 @@ class LiveLoops:
             ):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(position.epoch)
-        if (fetcher := fit._data_fetcher) is None:  # noqa: SLF001
+        self._make_iterator(position)
+
+    def _make_iterator(self, position: Position) -> None:
+        """Make the iterator that is used from here on, and none that nobody would use."""
+        if (fetcher := self._fit._data_fetcher) is None:  # noqa: SLF001
             return
         if position.is_over:
             # Lightning ends such an epoch by asking for one more batch, which is not to be drawn;
@@ -188,6 +193,8 @@ class LiveLoops:
             fetcher.reset()
         else:
             iter(fetcher)
+            if position.steps:
+                look_ahead(self._trainer)  # as the run that was not stopped did a batch before
 
     def _begins_epoch(self) -> bool:
         """Tell whether Lightning makes the iterator itself, as at each epoch's start but the first.

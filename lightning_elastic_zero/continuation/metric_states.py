@@ -29,7 +29,7 @@ _OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """How ranks share what other ranks had: see ``sharing``."""
+    """How ranks share what other ranks had, where another number of them saved."""
 
     part: int
     """Which part of it is this rank's; the first one takes what cannot be divided."""

@@ -98,7 +98,8 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "a WeightAveraging": {"_average_model": "save and evaluate the average"},
     "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
 }
-"""By owner, each with what this library needs it for; all since 2.5 or before."""
+"""By owner, each with what this library needs it for; all since 2.5 or before, but for
+``WeightAveraging``, which came with 2.6.0."""
 
 NOT_CHECKED = {
     "_iterator": "torch's DataLoader: a copy is to have none; there it is written only",

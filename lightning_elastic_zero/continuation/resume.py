@@ -327,8 +327,6 @@ class Continuation:
         live.update_plateaus(pending.state, position)
         self._held = live.hold_plateaus(pending.state)
         live.restart_data(position)
-        if position.steps and not position.is_over:
-            look_ahead(trainer)  # as the run that was not stopped did a batch before
         live.show_epoch(position)
         live.skip_repeated_saves()
         if "random" not in pending.state:

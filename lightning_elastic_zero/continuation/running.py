@@ -129,12 +129,12 @@ class RunningValues:
 
     def note(self, trainer: pl.Trainer) -> None:
         """Keep what there is before the first micro-batch of a window, and before its hooks."""
-        current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-        total = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["total"]["processed"]
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        done, total = progress.current.processed, progress.total.processed
         if self._metrics is None or self._noted_at == total:
             return
-        if current["processed"] % trainer.accumulate_grad_batches == 0:
-            if current["processed"] == 0:
+        if done % trainer.accumulate_grad_batches == 0:
+            if done == 0:
                 self._metrics.look()
                 self._of_epoch = {n for n, h in self._metrics.now().items() if not h["updates"]}
             results = EpochResults.of(trainer)

@@ -83,6 +83,7 @@ FRESH = (
     "pass load_optimizer_state=False and load_hyperparameters=False to start with a fresh "
     "optimizer, as configured here, on the saved weights"
 )
+"""What helps where another optimizer saved."""
 
 
 def check_same_optimizer(saved: str, live: str) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.module import weight_piece
+from lightning_elastic_zero.engine.restore import COMPARE_ELEMENTS
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.engine.wrappers import live_buffers
-
-COMPARE_ELEMENTS = 1 << 20
-"""Elements that are compared at once: bounds the memory of a comparison."""
 
 
 def holds_trained_weights(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
@@ -33,16 +32,8 @@ def _pieces(optimizer: Any, wrapper: str) -> Iterator[tuple[torch.Tensor, torch.
     """Yield this rank's pieces of the module's weights, each beside its masters."""
     for buffer in live_buffers(optimizer, wrapper):
         for index, start, stop, offset in buffer.places:
-            weights = _piece(buffer.parameters[index], start, stop)
+            first, piece = weight_piece(buffer.parameters[index])
+            weights = piece[start - first : stop - first]
             for at in range(0, stop - start, COMPARE_ELEMENTS):
                 part = weights[at : at + COMPARE_ELEMENTS]
                 yield part, buffer.master.data[offset + at : offset + at + part.numel()]
-
-
-def _piece(parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
-    """Return elements of a parameter as the module has it: whole, or ZeRO-3's part here."""
-    whole = getattr(parameter, "ds_numel", parameter.numel())
-    if parameter.numel() == whole:
-        return parameter.data.reshape(-1)[start:stop]
-    piece: torch.Tensor = parameter.ds_tensor.data[: stop - start]  # type: ignore[attr-defined]
-    return piece

@@ -12,13 +12,11 @@ from lightning_elastic_zero.formats.reader import (
     ModuleState,
     ReadRequest,
 )
+from lightning_elastic_zero.formats.single_file import WEIGHTS
 from lightning_elastic_zero.layout import Fragment, Layout
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.naming import Renaming
 from lightning_elastic_zero.state import Scalar
-
-_WEIGHTS = "state_dict"
-"""Lightning's entry for weights that a callback or a module has put beside the engine's."""
 
 
 class RenamedCheckpoint:
@@ -100,8 +98,8 @@ class RenamedCheckpoint:
         """Give what is held once; of the trainer's state, weights that lie in it are renamed."""
         state = self._source.module_state(rank, world_size)
         client = dict(state.client_state)
-        if isinstance(weights := client.get(_WEIGHTS), dict):
-            client[_WEIGHTS] = self._renamed(weights)
+        if isinstance(weights := client.get(WEIGHTS), dict):
+            client[WEIGHTS] = self._renamed(weights)
         return replace(state, buffers=self._renamed(state.buffers), client_state=client)
 
     def _renamed(self, of: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 STALL_TIMEOUT_S = 50.0
 """The default of ``stall_timeout_s``: with it, a stall is reported within 60 s."""
 
-
 ABSENT_TIMEOUT_S = 600.0
 """The default of ``absent_timeout_s``."""
 
@@ -51,8 +50,7 @@ class RankTimes:
             ValueError: It is no positive number.
         """
         what = "how many seconds a rank may work without progress"
-        stalled_s = _positive("stall_timeout_s", stall_timeout_s, what)
-        return replace(self, beat_s=min(self.beat_s, stalled_s / 4), stalled_s=stalled_s)
+        return self._with(stalled_s=_positive("stall_timeout_s", stall_timeout_s, what))
 
     def with_absent_timeout(self, absent_timeout_s: float) -> RankTimes:
         """Return these times with another ``absent_s``, which a user has chosen.
@@ -61,8 +59,11 @@ class RankTimes:
             ValueError: It is no positive number.
         """
         what = "how many seconds ranks wait for one that does not come"
-        absent_s = _positive("absent_timeout_s", absent_timeout_s, what)
-        return replace(self, beat_s=min(self.beat_s, absent_s / 4), absent_s=absent_s)
+        return self._with(absent_s=_positive("absent_timeout_s", absent_timeout_s, what))
+
+    def _with(self, **chosen: float) -> RankTimes:
+        """Return these times with others, and signs of life often enough for them."""
+        return replace(self, beat_s=min(self.beat_s, *(s / 4 for s in chosen.values())), **chosen)
 
     def __post_init__(self) -> None:
         """Refuse times that would take a living rank for a dead one."""

@@ -79,17 +79,22 @@ def test_a_live_run_is_named_once_on_both_sides(
     assert not list(tmp_path.iterdir())
 
 
+def goes_unheard(note: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """See that a note of a dead run is removed by the next one, without a word."""
+    ours = Tenancy([note.parent])
+    ours.look()
+    assert note not in notes(note.parent)
+    ours.end()
+    assert not list(note.parent.iterdir())
+    assert not caplog.records
+
+
 def test_a_run_that_was_killed_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its note goes with the run that comes after it."""
     with another_run(tmp_path):
         (note,) = notes(tmp_path)
     assert note.exists()
-    ours = Tenancy([tmp_path])
-    ours.look()
-    assert note not in notes(tmp_path)
-    ours.end()
-    assert not list(tmp_path.iterdir())
-    assert not caplog.records
+    goes_unheard(note, caplog)
 
 
 def test_a_process_has_one_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,12 +137,7 @@ def test_another_machines_run_that_fell_silent_is_dead(
     note = left(tmp_path, replace(Owner.this_process("a"), machine="node7 boot pid:[1]"))
     long_ago = note.stat().st_mtime - SILENT_S - 60
     os.utime(note, (long_ago, long_ago))
-    ours = Tenancy([tmp_path])
-    ours.look()
-    assert note not in notes(tmp_path)
-    ours.end()
-    assert not list(tmp_path.iterdir())
-    assert not caplog.records
+    goes_unheard(note, caplog)
 
 
 def test_what_only_has_such_a_name_stays(tmp_path: Path) -> None:

@@ -52,6 +52,14 @@ def shard(rank: int) -> str:
     return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
+def swap(one: Path, other: Path) -> None:
+    """Let two files have each other's names."""
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
 def edit(path: Path, change: Callable[[Any], None]) -> None:
     """Change what a file holds."""
     tree = torch.load(path, weights_only=False)
@@ -109,10 +117,7 @@ class TestMixtures:
     def test_swapped_ranks(self, tmp_path: Path) -> None:
         """Shards under each other's names hold other elements than the model file."""
         path = unpack("universal-beside", tmp_path).checkpoint
-        one, other = (tag_of(path) / shard(rank) for rank in (0, 1))
-        one.rename(tmp_path / "one")
-        other.rename(one)
-        (tmp_path / "one").rename(other)
+        swap(*(tag_of(path) / shard(rank) for rank in (0, 1)))
         with pytest.raises(CheckpointFormatError, match=r"rank_0_.* was saved as .*rank_1_"):
             read_whole(path)
 
@@ -120,10 +125,7 @@ class TestMixtures:
     def test_swapped_ranks_of_zero_3(self, kind: str, tmp_path: Path) -> None:
         """There are no weights to compare with: the name that a file was saved under tells."""
         path = unpack("zero3-ds0.16", tmp_path).checkpoint
-        one, other = sorted(tag_of(path).glob(f"*{kind}_states.pt"))
-        one.rename(tmp_path / "one")
-        other.rename(one)
-        (tmp_path / "one").rename(other)
+        swap(*sorted(tag_of(path).glob(f"*{kind}_states.pt")))
         with pytest.raises(CheckpointFormatError, match=r"rank_\d_.* was saved as .*rank_\d_"):
             read_whole(path)
 
