@@ -21,7 +21,7 @@ import sys
 import time
 
 from demo_phases import OUTPUT, STEPS_PER_EPOCH, DemoError, Phase, run_phase
-from demo_report import Comparison, draw, table, verdict
+from demo_report import Comparison, draw, summarize, table
 
 EPOCHS = 4
 KILLS = (30, 66)  # steps of the checkpoints that are gone on from: in epochs 2 and 3, of 24 steps
@@ -61,7 +61,7 @@ UNINTERRUPTED = (Phase("uninterrupted", processes=4, start_step=0, stop_step=END
 # In this order both ways to go on begin with the checkpoint as the kill left it: a run deletes its
 # checkpoints but for the newest two.
 PHASES = (ON_4, *WEIGHTS_ONLY, *ELASTIC[1:], *UNINTERRUPTED)
-CLOSER = 1000  # times; see check()
+MIN_RATIO = 1000  # times; see check()
 
 
 def check(comparison: Comparison) -> None:
@@ -88,7 +88,7 @@ def check(comparison: Comparison) -> None:
     if other := sorted(steps - comparison.same_samples("elastic")):
         raise DemoError(f"the elastic run took other samples at steps {other}")
     largest = max(comparison.difference("elastic").values())
-    allowed = max(comparison.difference("weights-only").values()) / CLOSER
+    allowed = max(comparison.difference("weights-only").values()) / MIN_RATIO
     if not allowed > 0:
         raise DemoError("a run with the weights alone made no difference: nothing was compared")
     if not largest <= allowed:  # so that NaN fails
@@ -108,7 +108,7 @@ def main() -> int:
         comparison = Comparison.of(UNINTERRUPTED, ELASTIC, (ON_4, *WEIGHTS_ONLY))
         # Shown also where the check fails: then it is what one wants to see.
         shown = (*ELASTIC, *WEIGHTS_ONLY, *UNINTERRUPTED)
-        print(f"\n{table(shown, comparison)}\n\n{verdict(comparison)}\n")
+        print(f"\n{table(shown, comparison)}\n\n{summarize(comparison)}\n")
         draw(ELASTIC, comparison, OUTPUT / "loss.png")
         print(f"Picture: {OUTPUT / 'loss.png'}\nCurves:  tensorboard --logdir {OUTPUT}")
         check(comparison)

@@ -62,7 +62,7 @@ def _joined(phases: Sequence[Phase]) -> Run:
     return dict(sorted(run.items()))
 
 
-def verdict(comparison: Comparison) -> str:
+def summarize(comparison: Comparison) -> str:
     """Say how far the runs are from the uninterrupted one."""
     losses = comparison.losses("uninterrupted")
     step, largest = _largest(comparison, "elastic")

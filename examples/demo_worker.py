@@ -31,7 +31,7 @@ BLOCK_SIZE = 64
 BATCH_SIZE = 12  # what fits on a device, say: 2 processes take 2 such micro-batches per step
 
 
-class Diary(Callback):
+class EventLogger(Callback):
     """Writes down what happens when it happens, for those who watch from outside.
 
     Args:
@@ -113,7 +113,7 @@ def digest(samples: Tensor) -> str:
     return hashlib.blake2b(ordered.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-class PlacedLogger(TensorBoardLogger):
+class OffsetLogger(TensorBoardLogger):
     """A TensorBoard logger whose steps begin at ``first_step``."""
 
     first_step = 0
@@ -160,7 +160,7 @@ def main() -> None:
         first_step = arguments.start_step
     # purge_step: TensorBoard forgets the steps that were lost when the run was stopped.
     purge_step = arguments.start_step or None
-    logger = PlacedLogger(
+    logger = OffsetLogger(
         arguments.run_dir, name=None, version="", default_hp_metric=False, purge_step=purge_step
     )
     logger.first_step = first_step
@@ -173,7 +173,7 @@ def main() -> None:
         max_epochs=arguments.epochs,
         gradient_clip_val=1.0,
         callbacks=[
-            Diary(arguments.diary, strategy, first_step),
+            EventLogger(arguments.diary, strategy, first_step),
             ModelCheckpoint(
                 dirpath=arguments.checkpoints,
                 filename="{step}",

@@ -20,12 +20,12 @@ from lightning_elastic_zero.errors import (
     SaveError,
     UnsupportedError,
 )
-from lightning_elastic_zero.registration import register
+from lightning_elastic_zero.strategy_registry import register
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
-    from lightning_elastic_zero.dumps import describe_dumps
-    from lightning_elastic_zero.strategy import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.formats.dumps import describe_dumps
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     __version__: str
 
@@ -45,9 +45,9 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_HOME_OF_NAME = {
-    "ElasticDeepSpeedStrategy": "lightning_elastic_zero.strategy",
-    "describe_dumps": "lightning_elastic_zero.dumps",
+_MODULE_OF_NAME = {
+    "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
+    "describe_dumps": "lightning_elastic_zero.formats.dumps",
     "load_checkpoint": "lightning_elastic_zero.api",
     "save_checkpoint": "lightning_elastic_zero.api",
 }
@@ -59,8 +59,8 @@ if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a mi
         """Import what is asked for the first time it is asked for, and keep it."""
         if name == "__version__":
             value = _installed_version()
-        elif name in _HOME_OF_NAME:
-            value = getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
+        elif name in _MODULE_OF_NAME:
+            value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
         else:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
@@ -83,7 +83,7 @@ def _installed_version() -> str:
 
 
 def _make_strategy(**arguments: object) -> object:
-    strategy = importlib.import_module("lightning_elastic_zero.strategy")
+    strategy = importlib.import_module("lightning_elastic_zero.trainer.strategy")
     return strategy.ElasticDeepSpeedStrategy(**arguments)
 
 

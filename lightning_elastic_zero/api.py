@@ -9,25 +9,25 @@ from typing import Any
 
 from lightning_elastic_zero import checkpoint
 from lightning_elastic_zero.checkpoint import (
-    CheckpointFigures,
-    Loaded,
+    CheckpointStats,
     LoadOptions,
+    LoadResult,
     SaveOptions,
 )
-from lightning_elastic_zero.engine import live_engine, recovery_script
-from lightning_elastic_zero.options import client_state_of, flag, renaming
-from lightning_elastic_zero.ranks import (
+from lightning_elastic_zero.coordination import (
     ABSENT_TIMEOUT_S,
     STALL_TIMEOUT_S,
     Ranks,
-    RankTimes,
-    current_ranks,
+    Timeouts,
+    connect_ranks,
 )
+from lightning_elastic_zero.engine import live_engine, recovery_script
+from lightning_elastic_zero.option_checks import check_client_state, check_flag, check_rename
 
 __all__ = [
-    "CheckpointFigures",
+    "CheckpointStats",
     "LoadOptions",
-    "Loaded",
+    "LoadResult",
     "SaveOptions",
     "load_checkpoint",
     "load_options",
@@ -47,7 +47,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
     save_module_weights: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
-) -> CheckpointFigures:
+) -> CheckpointStats:
     """Save a DeepSpeed engine into a checkpoint that resumes on any number of devices.
 
     Call it on every rank, between optimizer steps. An existing checkpoint at ``path`` stays until
@@ -81,11 +81,11 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         RanksError: a rank failed, died, or did not call this.
     """
     options = SaveOptions(
-        weights_only=flag("weights_only", weights_only),
-        exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
-        module_weights=flag("save_module_weights", save_module_weights),
+        weights_only=check_flag("weights_only", weights_only),
+        exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
+        module_weights=check_flag("save_module_weights", save_module_weights),
     )
-    client = client_state_of(client_state)
+    client = check_client_state(client_state)
     times = _times(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", engine, path, times)) as ranks:
         return save_with(engine, path, ranks, client, options)
@@ -100,10 +100,10 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
     allow_pickle: bool = False,
-    fall_back: bool = False,
+    fallback: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
-) -> Loaded:
+) -> LoadResult:
     """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
 
     Call it on every rank. Nothing of the engine is changed before all that can be wrong has been
@@ -121,7 +121,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         rename: layers that had other names: beginnings of names in the checkpoint, and what they
             are in the model: ``{"encoder": "backbone.encoder"}``.
         allow_pickle: build Python objects of any class from the client state; it can run code.
-        fall_back: where the checkpoint is damaged, take the newest older one in its folder that is
+        fallback: where the checkpoint is damaged, take the newest older one in its folder that is
             sound, with a warning. Otherwise the error names it.
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             load fails on all ranks; see ``save_checkpoint``.
@@ -146,26 +146,26 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         strict=strict,
         rename=rename,
         allow_pickle=allow_pickle,
-        fall_back=fall_back,
+        fallback=fallback,
     )
     times = _times(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("load", engine, path, times)) as ranks:
         return load_with(engine, path, ranks, options)
 
 
-def _times(stall_timeout_s: float, absent_timeout_s: float) -> RankTimes:
-    return RankTimes().with_stall_timeout(stall_timeout_s).with_absent_timeout(absent_timeout_s)
+def _times(stall_timeout_s: float, absent_timeout_s: float) -> Timeouts:
+    return Timeouts().with_stall_timeout(stall_timeout_s).with_absent_timeout(absent_timeout_s)
 
 
 def _ranks_to(
     verb: str,
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
-    times: RankTimes,
+    times: Timeouts,
 ) -> Ranks:
     """Return the ranks for one call, which others may never make."""
     call = f"{verb} {os.fspath(path)} {_at_step(engine)}"
-    return current_ranks(times, name="elastic-zero api", call=call)
+    return connect_ranks(times, name="elastic-zero api", call=call)
 
 
 def _at_step(engine: Any) -> str:  # noqa: ANN401 (DeepSpeed is untyped)
@@ -180,7 +180,7 @@ def load_options(
     strict: bool = True,
     rename: Mapping[str, str] | None,
     allow_pickle: bool,
-    fall_back: bool,
+    fallback: bool,
 ) -> LoadOptions:
     """Return the options of a load, by the names that users know them by; see ``load_checkpoint``.
 
@@ -188,12 +188,12 @@ def load_options(
         ValueError: one has a value that it cannot have.
     """
     return LoadOptions(
-        optimizer_state=flag("load_optimizer_state", load_optimizer_state),
-        hyperparameters=flag("load_hyperparameters", load_hyperparameters),
-        strict=flag("strict", strict),
-        allow_pickle=flag("allow_pickle", allow_pickle),
-        fall_back=flag("fall_back", fall_back),
-        renamed=renaming(rename),
+        optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
+        hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
+        strict=check_flag("strict", strict),
+        allow_pickle=check_flag("allow_pickle", allow_pickle),
+        fallback=check_flag("fallback", fallback),
+        renamed=check_rename(rename),
     )
 
 
@@ -203,9 +203,9 @@ def save_with(
     ranks: Ranks,
     client_state: Mapping[str, Any],
     options: SaveOptions,
-) -> CheckpointFigures:
+) -> CheckpointStats:
     """Save with ranks that are there already; see ``save_checkpoint``."""
-    live = ranks.together(
+    live = ranks.run_all(
         f"save: look at the engine {_at_step(engine)}", lambda: live_engine(engine)
     )
     script = recovery_script()
@@ -217,9 +217,9 @@ def load_with(
     path: str | os.PathLike[str],
     ranks: Ranks,
     options: LoadOptions,
-) -> Loaded:
+) -> LoadResult:
     """Restore with ranks that are there already; see ``load_checkpoint``."""
-    live = ranks.together(
+    live = ranks.run_all(
         f"load: look at the engine {_at_step(engine)}", lambda: live_engine(engine)
     )
     return checkpoint.load(path, live, ranks, options=options)

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.json_records import dump_with_digest, has_valid_digest
 from lightning_elastic_zero.layout import Layout
 from lightning_elastic_zero.partition import (
     FlatBuffer,
     PerParameterPartition,
-    layout_of,
-    unpartitioned,
+    frozen_partition,
+    zero_layout,
 )
-from lightning_elastic_zero.seal import is_intact, sealed
 
 FORMAT = "lightning_elastic_zero"
 FORMAT_VERSION = 1
@@ -175,12 +175,12 @@ class Manifest:
 
     def layout(self) -> Layout:
         """Say which rank's files hold which elements of masters and optimizer state."""
-        return layout_of(self.stage, self.buffers, self.world_size)
+        return zero_layout(self.stage, self.buffers, self.world_size)
 
     def frozen_layout(self) -> PerParameterPartition:
         """Say which rank's files hold which elements of the frozen parameters."""
         ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
-        return unpartitioned(((p.name, p.numel) for p in self.frozen), ranks)
+        return frozen_partition(((p.name, p.numel) for p in self.frozen), ranks)
 
     def to_json(self) -> str:
         """Give the text of ``manifest.json``: sorted, sealed, the same for the same content."""
@@ -188,7 +188,7 @@ class Manifest:
         for group in content["groups"]:
             group["hyperparameters"] = _tag_tuples(group["hyperparameters"])
         content["progress"]["sampler"] = _tag_tuples(content["progress"]["sampler"])
-        return sealed(content)
+        return dump_with_digest(content)
 
 
 def manifest_from_json(text: str, where: str) -> Manifest:
@@ -221,7 +221,7 @@ def manifest_from_json(text: str, where: str) -> Manifest:
             "install a newer lightning_elastic_zero"
         )
         raise CheckpointFormatError(msg)
-    if not is_intact(text, content):
+    if not has_valid_digest(text, content):
         msg = (
             f"{where} is not what was written: its digest is that of another text. It was damaged "
             "or edited; resume from another checkpoint"

@@ -185,13 +185,13 @@ class PerParameterPartition:
             low = high
 
 
-def layout_of(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
+def zero_layout(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
     """Give the layout of a ZeRO stage's flat buffers over the ranks."""
     rule = PerParameterPartition if stage == 3 else ContiguousPartition  # noqa: PLR2004
     return rule(buffers, world_size)
 
 
-def unpartitioned(shapes: Iterable[tuple[str, int]], world_size: int) -> PerParameterPartition:
+def frozen_partition(shapes: Iterable[tuple[str, int]], world_size: int) -> PerParameterPartition:
     """Give the layout of weights that the optimizer does not own: frozen ones.
 
     ZeRO-3 cuts them as it cuts all parameters; ZeRO-1/2 keeps them whole, so ``world_size`` is 1.

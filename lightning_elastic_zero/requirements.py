@@ -31,7 +31,7 @@ class Requirement:
     def __str__(self) -> str:
         return f"{self.package}{self.wanted}"
 
-    def refuses(self, found: str) -> str | None:
+    def incompatibility(self, found: str) -> str | None:
         """Return why the installed release cannot be used; None where it can.
 
         Args:
@@ -47,7 +47,7 @@ class Requirement:
         because = f" ({reason})" if reason else ""
         return f"{self.title} {found} is installed{because}: install {self}"
 
-    def lacks(self, found: str, owner: str, missing: Iterable[str]) -> str | None:
+    def missing_names_message(self, found: str, owner: str, missing: Iterable[str]) -> str | None:
         """Return which names the installed release has no more; None where none is missing.
 
         Args:

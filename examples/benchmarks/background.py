@@ -47,7 +47,7 @@ TIMEOUT_S = 1500
 TRAIN_S = 0.5
 """How long steps are timed without a save, in each round."""
 
-LEAST = {
+BASELINES = {
     "until": "raw write and fsync",
     "raw": "raw write and fsync",
     "step": "step, nothing written",
@@ -58,7 +58,7 @@ LEAST = {
 Figures = dict[str, list[float]]
 
 
-def together(work: Callable[[], object]) -> float:
+def time_slowest_rank(work: Callable[[], object]) -> float:
     """Give the seconds until the slowest rank has done its work."""
     distributed.barrier()
     began = time.perf_counter()
@@ -68,21 +68,23 @@ def together(work: Callable[[], object]) -> float:
     return float(seconds)
 
 
-class Subject:
+class BenchmarkEngine:
     """One rank's engine, and all the ways to save it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        from lightning_elastic_zero.coordination import connect_ranks  # noqa: PLC0415
         from lightning_elastic_zero.engine import live_engine  # noqa: PLC0415 - slow to import
-        from lightning_elastic_zero.publication import Publication  # noqa: PLC0415
-        from lightning_elastic_zero.ranks import current_ranks  # noqa: PLC0415
+        from lightning_elastic_zero.manager import CheckpointManager  # noqa: PLC0415
 
         self.engine = make_engine(options.stage, options.width)
         self.batch = torch.randn(options.batch, options.width)
         self.folder = folder
         self.step()
-        self.ranks = current_ranks()
-        self.publication = Publication(background=True, snapshot_bytes=options.snapshot_bytes)
-        self.publication.start(self.engine, distributed.get_rank())
+        self.ranks = connect_ranks()
+        self.manager = CheckpointManager(
+            background=True, max_snapshot_bytes=options.max_snapshot_bytes
+        )
+        self.manager.start(self.engine, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
         state = live_engine(self.engine).rank_state(exclude_frozen=False, keep_module_weights=False)
         self.tensors = [t for f in state.flats for t in (f.master, *f.elementwise.values())]
@@ -123,15 +125,15 @@ class Subject:
 
     def save_blocking(self) -> None:
         """Save while training waits."""
-        self.publication.save(*self._what())
+        self.manager.save(*self._what())
 
-    def save_behind(self) -> None:
+    def save_async(self) -> None:
         """Save in the background."""
-        self.publication.save_behind(*self._what())
+        self.manager.save_async(*self._what())
 
-    def finish(self) -> None:
+    def wait_until_finished(self) -> None:
         """Wait for the save in the background."""
-        self.publication.finish(self.ranks)
+        self.manager.wait_until_finished(self.ranks)
 
     def save_dcp(self) -> None:
         """Save as torch.distributed.checkpoint does in the background."""
@@ -147,39 +149,41 @@ class Subject:
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[Figures, int]:
     """Time all of it, in turn, on this rank."""
-    subject = Subject(options, folder)
+    subject = BenchmarkEngine(options, folder)
     figures: Figures = {}
     for _ in range(options.rounds + 1):
         for name, seconds in one_round(subject).items():
             figures.setdefault(name, []).append(seconds)
-    written = subject.publication.last_save
-    subject.publication.stop(interrupted=False)
+    written = subject.manager.last_save
+    subject.manager.stop(interrupted=False)
     subject.ranks.close()
     first = {"ours behind, stall, first time": figures["ours behind, stall"][:1]}
     size_bytes = written.bytes if written is not None else 0
     return {**first, **{name: seconds[1:] for name, seconds in figures.items()}}, size_bytes
 
 
-def one_round(subject: Subject) -> dict[str, float]:
+def one_round(subject: BenchmarkEngine) -> dict[str, float]:
     """Take every way once."""
-    found = {"copy in memory": together(subject.copy)}
-    found["raw write and fsync"] = together(subject.write_raw)
-    found["stock DeepSpeed, stall"] = together(subject.save_stock)
-    found["ours blocking, stall"] = together(subject.save_blocking)
-    found["ours behind, stall"] = together(subject.save_behind)
-    found["ours behind, until published"] = found["ours behind, stall"] + together(subject.finish)
-    found["dcp async_save, stall"] = together(subject.save_dcp)
-    found["dcp async_save, until done"] = found["dcp async_save, stall"] + together(
+    found = {"copy in memory": time_slowest_rank(subject.copy)}
+    found["raw write and fsync"] = time_slowest_rank(subject.write_raw)
+    found["stock DeepSpeed, stall"] = time_slowest_rank(subject.save_stock)
+    found["ours blocking, stall"] = time_slowest_rank(subject.save_blocking)
+    found["ours behind, stall"] = time_slowest_rank(subject.save_async)
+    found["ours behind, until published"] = found["ours behind, stall"] + time_slowest_rank(
+        subject.wait_until_finished
+    )
+    found["dcp async_save, stall"] = time_slowest_rank(subject.save_dcp)
+    found["dcp async_save, until done"] = found["dcp async_save, stall"] + time_slowest_rank(
         subject.finish_dcp
     )
     until = time.perf_counter() + TRAIN_S
     found["step, nothing written"] = mean_step(subject, lambda: time.perf_counter() > until)
     began = time.perf_counter()
-    subject.save_behind()
+    subject.save_async()
     found["step, ours writing"] = mean_step(subject, lambda: not writing(subject))
-    subject.finish()
+    subject.wait_until_finished()
     found["ours, until published in training"] = time.perf_counter() - began
-    figures = subject.publication.last_save
+    figures = subject.manager.last_save
     found["ours in training, stall in all"] = figures.waited_s if figures is not None else 0.0
     subject.save_dcp()
     found["step, dcp writing"] = mean_step(subject, lambda: bool(subject.pending.done()))
@@ -187,13 +191,13 @@ def one_round(subject: Subject) -> dict[str, float]:
     return found
 
 
-def writing(subject: Subject) -> bool:
+def writing(subject: BenchmarkEngine) -> bool:
     """Tell whether a background save is in flight."""
-    writer = subject.publication._writer  # noqa: SLF001 - nobody else asks
+    writer = subject.manager._writer  # noqa: SLF001 - nobody else asks
     return writer is not None and writer.busy
 
 
-def mean_step(subject: Subject, over: Callable[[], bool]) -> float:
+def mean_step(subject: BenchmarkEngine, over: Callable[[], bool]) -> float:
     """Give the mean time of steps, until a rank says that it is over."""
     distributed.barrier()
     began, steps = time.perf_counter(), 0
@@ -267,7 +271,7 @@ def report(options: argparse.Namespace, figures: Figures, state_bytes: int, writ
     for name, seconds in figures.items():
         middle = statistics.median(seconds)
         speed = "" if "step" in name else f"{state_bytes / middle / 1e9:.2f}"
-        base = figures[next(least for word, least in LEAST.items() if word in name)]
+        base = figures[next(least for word, least in BASELINES.items() if word in name)]
         ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=False))
         print(f"{name:36}{middle:9.4f}{speed:>7}{ratio:17.2f}")
 

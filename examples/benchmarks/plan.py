@@ -27,7 +27,7 @@ from lightning_elastic_zero.manifest import (
     StateKey,
     manifest_from_json,
 )
-from lightning_elastic_zero.partition import FlatBuffer, layout_of, partition_numel, sub_groups
+from lightning_elastic_zero.partition import FlatBuffer, partition_numel, sub_groups, zero_layout
 
 SAVED_ON = 1024
 RESUMED_ON = 768
@@ -131,7 +131,7 @@ def plan_reads(text: str, stage: int, ranks: int, rank: int) -> tuple[TransferPl
     """Do what a rank does before its first read."""
     manifest = manifest_from_json(text, "manifest.json")
     buffers = flat_buffers(manifest.parameters, stage, ranks)
-    wanted = layout_of(stage, buffers, ranks).on_rank(rank)
+    wanted = zero_layout(stage, buffers, ranks).on_rank(rank)
     plan = TransferPlan(wanted, manifest.layout())
     files = {entry.name: entry for entry in manifest.files}  # as the reader has them
     return plan, {files[file_of(rank)].name for rank in plan.ranks}

@@ -7,24 +7,24 @@ of them, before anything is published and before anything live is changed.
 
 from __future__ import annotations
 
-from lightning_elastic_zero.checkpoint.background import PATIENCE_S, BackgroundWriter
+from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.loading import load
 from lightning_elastic_zero.checkpoint.saving import save
-from lightning_elastic_zero.checkpoint.words import (
-    CheckpointFigures,
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
     LiveState,
-    Loaded,
     LoadOptions,
+    LoadResult,
     SaveOptions,
 )
 
 __all__ = [
-    "PATIENCE_S",
-    "BackgroundWriter",
-    "CheckpointFigures",
+    "DRAIN_TIMEOUT_S",
+    "AsyncCheckpointer",
+    "CheckpointStats",
     "LiveState",
     "LoadOptions",
-    "Loaded",
+    "LoadResult",
     "SaveOptions",
     "load",
     "save",

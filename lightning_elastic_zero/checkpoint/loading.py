@@ -15,53 +15,53 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.older import DAMAGED, find_older
-from lightning_elastic_zero.checkpoint.words import (
-    CheckpointFigures,
+from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
     LiveState,
-    Loaded,
     LoadOptions,
+    LoadResult,
     report_bytes,
 )
+from lightning_elastic_zero.compatibility import (
+    BufferPair,
+    RestoreScope,
+    check_compatible,
+    describe,
+    describe_unrestored,
+    rounded_buffers,
+)
+from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
 from lightning_elastic_zero.formats import (
     WEIGHT,
     CheckpointReader,
-    ModuleState,
     ReadRequest,
-    RenamedCheckpoint,
+    RenamedReader,
+    SharedState,
     open_checkpoint,
 )
+from lightning_elastic_zero.key_mapping import KeyMapping
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
 from lightning_elastic_zero.manifest import Manifest, Progress
-from lightning_elastic_zero.match import (
-    BufferPair,
-    Wanted,
-    check_fits,
-    describe,
-    left_as_they_are,
-    rounded_buffers,
-)
-from lightning_elastic_zero.naming import Renaming
-from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.state import (
-    Incoming,
-    OptimizerWanted,
-    Receiving,
-    Scalar,
-    comparable,
-    dtype_name,
-    loses_values,
-    shares_elements,
-)
 from lightning_elastic_zero.storage import check_local_path, repair_target
+from lightning_elastic_zero.tensor_state import (
+    OptimizerScope,
+    RestoreTargets,
+    RestoreValues,
+    Scalar,
+    canonical_repr,
+    dtype_name,
+    has_internal_overlap,
+    is_lossy_cast,
+)
 
 log = logging.getLogger(__name__)
 
 
 def load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
-) -> Loaded:
+) -> LoadResult:
     """Restore a checkpoint into a live engine, whole or not at all. Collective.
 
     Where it is damaged, the error names an older one that is sound; it is taken if the options
@@ -76,21 +76,21 @@ def load(
     """
     try:
         return _load(path, live, ranks, options=options)
-    except DAMAGED as error:
-        older = find_older(path, ranks)
+    except DAMAGE_ERRORS as error:
+        older = find_fallback(path, ranks)
         if older is None:
             raise
-        if not options.fall_back:
+        if not options.fallback:
             msg = (
                 f"{error}\nThe newest older checkpoint beside it that is sound, every byte of it "
                 f"verified, is {older.path} (step {older.step}). Load that one, or allow it by "
-                "fall_back=True."
+                "fallback=True."
             )
             raise type(error)(msg) from error
         if ranks.rank == 0:
             log.warning(
                 "%s was asked for, and is not sound: %s\nInstead, %s (step %d) is loaded, as "
-                "fall_back=True allows: what was trained since then is trained anew.",
+                "fallback=True allows: what was trained since then is trained anew.",
                 path,
                 error,
                 older.path,
@@ -101,56 +101,56 @@ def load(
 
 def _load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
-) -> Loaded:
+) -> LoadResult:
     """Restore one checkpoint, or leave the engine as it was."""
     began = time.monotonic()
-    first = ranks.from_first(
+    first = ranks.broadcast(
         "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
     )
     directory = Path(first["path"])
-    source = ranks.together(
+    source = ranks.run_all(
         f"load {directory}: open", lambda: _open(path, first, options, ranks.progress)
     )
     try:
-        once = ranks.together(
+        once = ranks.run_all(
             f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks)
         )
         try:
-            filled = ranks.together(
+            filled = ranks.run_all(
                 f"load {directory}: read", lambda: _read(source, live, options, ranks, once)
             )
         except BaseException:
-            live.abandon()
+            live.rollback()
             raise
-        live.commit(filled.receiving, filled.incoming)
+        live.commit(filled.restore_targets, filled.restore_values)
     finally:
         source.close()
     of_ranks = ranks.gather(f"load {directory}: done", lambda: filled.bytes_read) or []
     seconds = time.monotonic() - began
-    figures = CheckpointFigures(str(directory), seconds, sum(of_ranks), waited_s=seconds)
-    found = _said(source).rstrip(",") if source.found.lacks else ""
-    return Loaded(filled.client_state, source.manifest, figures, found, filled.of_ranks)
+    stats = CheckpointStats(str(directory), seconds, sum(of_ranks), waited_s=seconds)
+    found = _source_summary(source).rstrip(",") if source.found.lacks else ""
+    return LoadResult(filled.client_state, source.manifest, stats, found, filled.of_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
     """What one rank has read, ready to be committed."""
 
-    receiving: Receiving
-    incoming: Incoming
+    restore_targets: RestoreTargets
+    restore_values: RestoreValues
     client_state: dict[str, Any]
     of_ranks: Mapping[int, Any]
     bytes_read: int
 
 
 def _find(
-    path: str | os.PathLike[str], options: LoadOptions, on_work: Callable[[], None]
+    path: str | os.PathLike[str], options: LoadOptions, on_progress: Callable[[], None]
 ) -> dict[str, str]:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     found = check_local_path(path)
     repair_target(found)
     directory = Path(os.path.realpath(found)) if found.exists() else found
-    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_work=on_work)
+    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
     with closing(opened) as source:
         source.check_all()
         return {"path": str(directory), "save_id": source.manifest.save_id}
@@ -160,14 +160,14 @@ def _open(
     path: str | os.PathLike[str],
     first: Mapping[str, str],
     options: LoadOptions,
-    on_work: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
     directory = Path(first["path"])
     mine = os.path.realpath(check_local_path(path))
     if mine != first["path"]:
         log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
-    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_work=on_work)
+    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
     if source.manifest.save_id != first["save_id"]:
         msg = (
             f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
@@ -176,42 +176,44 @@ def _open(
         raise CheckpointFormatError(msg)
     if not options.renamed:
         return source
-    return RenamedCheckpoint(source, Renaming(options.renamed), str(directory))
+    return RenamedReader(source, KeyMapping(options.renamed), str(directory))
 
 
 def _check(
     source: CheckpointReader, live: LiveState, options: LoadOptions, where: str, ranks: Ranks
-) -> ModuleState:
+) -> SharedState:
     """Find all that can be wrong before anything is changed; give what is held once."""
     here = live.describe()
-    source.meet(here)
+    source.bind(here)
     training = bool(here.groups)
     # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result must
     # not depend on the number of devices. Training goes on with each rank's own.
     once = source.module_state(ranks.rank if training else 0, ranks.world_size)
     buffers = list(_pairs(once.buffers, live.module_buffers()))
-    wanted = Wanted(
+    wanted = RestoreScope(
         optimizer_state=training and options.optimizer_state,
         hyperparameters=training and _with_hyperparameters(source, options),
         strict=options.strict,
     )
-    check_fits(source.manifest, here, wanted, where, buffers)
+    check_compatible(source.manifest, here, wanted, where, buffers)
     _check_optimizer(source, live, wanted, where)
     if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
         live.check_scheduler(once.lr_scheduler)
     if ranks.rank == 0:
-        log.info("loading %s: %s into %s", where, _said(source), describe(here))
+        log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
         if source.found.mixed:
             log.warning("%s may not be of one save: %s", where, source.found.mixed)
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
-        for text in left_as_they_are(source.manifest, here, wanted):
+        for text in describe_unrestored(source.manifest, here, wanted):
             log.warning("%s: %s", where, text)
     source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
     return once
 
 
-def _check_optimizer(source: CheckpointReader, live: LiveState, wanted: Wanted, where: str) -> None:
+def _check_optimizer(
+    source: CheckpointReader, live: LiveState, wanted: RestoreScope, where: str
+) -> None:
     """Refuse what is not this run's optimizer's, or not of one step with the rest.
 
     Raises:
@@ -225,7 +227,7 @@ def _check_optimizer(source: CheckpointReader, live: LiveState, wanted: Wanted, 
         msg = f"{where} is not of one save: {source.found.mixed}"
         raise CheckpointFormatError(msg)
     if wanted.optimizer_state or wanted.hyperparameters:
-        of_optimizer = OptimizerWanted(
+        of_optimizer = OptimizerScope(
             state=wanted.optimizer_state,
             hyperparameters=wanted.hyperparameters,
             stepped=not source.found.progress or _has_stepped(source.manifest.progress),
@@ -245,8 +247,8 @@ def _pairs(
             shape=tuple(wanted.shape),
             saved_dtype=dtype_name(held.dtype),
             dtype=dtype_name(wanted.dtype),
-            loses=loses_values(held, wanted.dtype),
-            writable=not shares_elements(wanted),
+            loses=is_lossy_cast(held, wanted.dtype),
+            writable=not has_internal_overlap(wanted),
         )
 
 
@@ -265,7 +267,7 @@ def _with_hyperparameters(source: CheckpointReader, options: LoadOptions) -> boo
     return options.hyperparameters and held
 
 
-def _said(source: CheckpointReader) -> str:
+def _source_summary(source: CheckpointReader) -> str:
     """Say in one line what was found, and what it does not hold."""
     manifest, found = source.manifest, source.found
     writer = manifest.writer
@@ -276,18 +278,18 @@ def _said(source: CheckpointReader) -> str:
 
 
 def _read(
-    source: CheckpointReader, live: LiveState, options: LoadOptions, ranks: Ranks, once: ModuleState
+    source: CheckpointReader, live: LiveState, options: LoadOptions, ranks: Ranks, once: SharedState
 ) -> _Filled:
     """Fill this rank's buffers from the checkpoint."""
     manifest = source.manifest
     here = live.describe()
     with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
-    receiving = live.receive(manifest, with_optimizer=with_optimizer)
-    plans = _planned(source, receiving)
+    restore_targets = live.allocate_targets(manifest, with_optimizer=with_optimizer)
+    plans = _plan(source, restore_targets)
     source.check(plans.masters.ranks, plans.frozen.ranks)
     restores_run = _restores_run(source, here)
     layout = source.layout()
-    incoming = Incoming(
+    restore_values = RestoreValues(
         scalars=tuple(
             _scalars_of(source, layout, buffer.names) if with_optimizer else {}
             for buffer in here.buffers
@@ -303,24 +305,25 @@ def _read(
     )
     on_bytes = report_bytes("reading", ranks)
     bytes_read = sum(
-        source.read(_requests(transfers, receiving), on_bytes) for transfers in plans.by_rank()
+        source.read(_requests(transfers, restore_targets), on_bytes)
+        for transfers in plans.by_rank()
     )
     of_ranks = _of_ranks(manifest, options, ranks, once)
-    return _Filled(receiving, incoming, dict(once.client_state), of_ranks, bytes_read)
+    return _Filled(restore_targets, restore_values, dict(once.client_state), of_ranks, bytes_read)
 
 
 def _of_ranks(
-    manifest: Manifest, options: LoadOptions, ranks: Ranks, once: ModuleState
+    manifest: Manifest, options: LoadOptions, ranks: Ranks, once: SharedState
 ) -> dict[int, Any]:
     """Give the entry that is wanted of the ranks whose part this one takes over, if others saved.
 
     Of more ranks each has every so many; of fewer, several ranks share what one had.
     """
     saved, here = manifest.world_size, ranks.world_size
-    if not options.of_ranks or once.entry_of is None or saved == here:
+    if not options.of_ranks or once.read_client_entry is None or saved == here:
         return {}
     entries = {
-        rank: once.entry_of(rank, options.of_ranks)
+        rank: once.read_client_entry(rank, options.of_ranks)
         for rank in (range(ranks.rank, saved, here) or [ranks.rank % saved])
     }
     return {rank: entry for rank, entry in entries.items() if entry is not None}
@@ -340,27 +343,27 @@ class _Plans:
         return (transfers for _, transfers in in_order)
 
 
-def _planned(source: CheckpointReader, receiving: Receiving) -> _Plans:
+def _plan(source: CheckpointReader, restore_targets: RestoreTargets) -> _Plans:
     """Plan every run to be read: weights from masters or frozen weights, then states."""
     owned = {p.name for p in source.manifest.optimized}
-    mine = [f for f in receiving.fragments if f.name in owned]
-    frozen = [f for f in receiving.fragments if f.name not in owned]
+    mine = [f for f in restore_targets.fragments if f.name in owned]
+    frozen = [f for f in restore_targets.fragments if f.name not in owned]
     return _Plans(TransferPlan(mine, source.layout()), TransferPlan(frozen, source.frozen_layout()))
 
 
-def _requests(transfers: Sequence[Transfer], receiving: Receiving) -> list[ReadRequest]:
+def _requests(transfers: Sequence[Transfer], restore_targets: RestoreTargets) -> list[ReadRequest]:
     """Return what is to be read by runs: weights, then states."""
-    requests = [ReadRequest(WEIGHT, t, receiving.weights[t.target_buffer]) for t in transfers]
+    requests = [ReadRequest(WEIGHT, t, restore_targets.weights[t.target_buffer]) for t in transfers]
     return requests + [
         ReadRequest(key, transfer, target)
         for transfer in transfers
-        for key, target in _states_of(transfer, receiving).items()
+        for key, target in _states_of(transfer, restore_targets).items()
     ]
 
 
-def _states_of(transfer: Transfer, receiving: Receiving) -> Mapping[str, Any]:
+def _states_of(transfer: Transfer, restore_targets: RestoreTargets) -> Mapping[str, Any]:
     """Give the state targets that share a transfer's place; frozen weights have none."""
-    states = receiving.states
+    states = restore_targets.states
     return states[transfer.target_buffer] if transfer.target_buffer < len(states) else {}
 
 
@@ -378,7 +381,7 @@ def _scalars_of(
         held.setdefault(at.buffer, at)
     scalars = [source.scalars(at) for at in held.values()]
     for other in scalars[1:]:
-        if comparable(dict(other)) != comparable(dict(scalars[0])):
+        if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
             msg = (
                 f"parameters that share a flat buffer here were saved with the states "
                 f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"

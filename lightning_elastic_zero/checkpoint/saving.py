@@ -14,53 +14,57 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.checkpoint.agreement import (
+from lightning_elastic_zero.checkpoint.rank_consistency import (
     SCHEDULERS,
-    check_alike,
-    described,
-    drifted,
+    check_consistent,
+    comparison_tables,
+    drifted_hyperparameters,
     warn_of_drift,
 )
-from lightning_elastic_zero.checkpoint.choosing import tell_of_objects, without, written
-from lightning_elastic_zero.checkpoint.comparing import (
+from lightning_elastic_zero.checkpoint.rank_tables import (
     DIGESTS,
+    RankZeroTables,
     Tables,
-    TablesOfFirst,
-    digests_of,
-    leave_tables,
+    table_digests,
+    write_tables,
 )
-from lightning_elastic_zero.checkpoint.words import (
-    CheckpointFigures,
-    Course,
+from lightning_elastic_zero.checkpoint.save_selection import (
+    manifest_to_save,
+    warn_of_objects,
+    written,
+)
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
     LiveState,
+    SaveCallbacks,
     SaveOptions,
     report_bytes,
 )
+from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.formats.client_state import (
-    differing,
+from lightning_elastic_zero.formats.deepspeed.constants import LATEST, RECOVERY_SCRIPT, TAG
+from lightning_elastic_zero.formats.elastic.client_state import (
     dotted,
     fingerprints,
     pickled,
+    rank_differences,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic_write import ClientPart, Told, write_rank
-from lightning_elastic_zero.formats.names import LATEST, RECOVERY_SCRIPT, TAG
-from lightning_elastic_zero.formats.readable import check_readable
+from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
+from lightning_elastic_zero.formats.elastic.writer import ClientPart, WriteCallbacks, write_rank
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
-from lightning_elastic_zero.ranks import Ranks
-from lightning_elastic_zero.state import RankState
 from lightning_elastic_zero.storage import (
     StagedDirectory,
+    await_visible,
     check_local_path,
-    leave_token,
     remove_leftovers,
     remove_tables,
-    remove_token,
-    see_token,
+    remove_visibility_token,
     staging_path,
     write_durably,
+    write_visibility_token,
 )
+from lightning_elastic_zero.tensor_state import RankState
 
 
 def save(
@@ -71,7 +75,7 @@ def save(
     *,
     options: SaveOptions,
     recovery_script: Path | None = None,
-) -> CheckpointFigures:
+) -> CheckpointStats:
     """Write a checkpoint and publish it; the one it replaces stays until then. Collective.
 
     Raises:
@@ -80,72 +84,75 @@ def save(
         RanksError: a rank failed, died, or did not call this.
     """
     return write(
-        path, Draft.make(live, client_state, options), ranks, recovery_script=recovery_script
+        path,
+        ShardContents.make(live, client_state, options),
+        ranks,
+        recovery_script=recovery_script,
     )
 
 
 def write(
     path: str | os.PathLike[str],
-    draft: Callable[[], Draft],
+    contents: Callable[[], ShardContents],
     ranks: Ranks,
     *,
     recovery_script: Path | None = None,
-    course: Course = Course(),  # noqa: B008 - it is frozen
-) -> CheckpointFigures:
+    callbacks: SaveCallbacks = SaveCallbacks(),  # noqa: B008 - it is frozen
+) -> CheckpointStats:
     """Write what was drafted and publish it; see ``save``. Collective.
 
     Args:
         path: the checkpoint's directory.
-        draft: gives what this rank writes; what it raises fails the save on all ranks.
+        contents: gives what this rank writes; what it raises fails the save on all ranks.
         ranks: to agree with, in the thread that runs this.
         recovery_script: DeepSpeed's, to be laid beside the files.
-        course: who is asked and told while it goes on.
+        callbacks: who is asked and told while it goes on.
     """
     began = time.monotonic()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
-    tables: Callable[[], Tables] = cache(lambda: draft().tables())
+    tables: Callable[[], Tables] = cache(lambda: contents().tables())
 
     def stage() -> dict[str, Any]:
         sent = {"path": str(check_local_path(path)), "save_id": uuid.uuid4().hex}
-        _stage(draft(), tables(), sent, ranks, staged, begun=course.begun)
-        return {**sent, DIGESTS: digests_of(tables())}
+        _stage(contents(), tables(), sent, ranks, staged, target_checked=callbacks.target_checked)
+        return {**sent, DIGESTS: table_digests(tables())}
 
     def write_files() -> dict[str, Any]:
         _check_path(first["path"], path)
         staging = staging_path(target, first["save_id"])
-        see_token(staging, first["save_id"])
-        theirs = TablesOfFirst(first[DIGESTS], tables(), staging)
-        draft().check_like(theirs, ranks.rank)
-        saved = replace(draft(), manifest=replace(draft().manifest, save_id=first["save_id"]))
-        files = _write_files(saved, staging, theirs, ranks.rank, _told(course, ranks))
-        return {"files": files, "drifted": drifted(theirs, draft().manifest)}
+        await_visible(staging, first["save_id"])
+        theirs = RankZeroTables(first[DIGESTS], tables(), staging)
+        contents().check_consistent_with(theirs, ranks.rank)
+        saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
+        files = _write_files(saved, staging, theirs, ranks.rank, _told(callbacks, ranks))
+        return {"files": files, "drifted": drifted_hyperparameters(theirs, contents().manifest)}
 
     def publish() -> list[float]:
-        warn_of_drift(draft().manifest, [of_rank["drifted"] for of_rank in written or []])
+        warn_of_drift(contents().manifest, [of_rank["drifted"] for of_rank in written or []])
         entries = [entry for of_rank in written or [] for entry in of_rank["files"]]
         remove_tables(staged[0].path, first[DIGESTS])
-        _complete(draft(), staged[0], first["save_id"], entries, recovery_script)
+        _complete(contents(), staged[0], first["save_id"], entries, recovery_script)
         staged[0].publish(
-            on_step=lambda step: course.commit() if step == "synced" else None,
-            on_work=ranks.progress,
+            on_step=lambda step: callbacks.commit() if step == "synced" else None,
+            on_progress=ranks.progress,
         )
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
-        first = ranks.from_first("save: make a directory", stage)
+        first = ranks.broadcast("save: make a directory", stage)
         target = Path(first["path"])
-        with staged[0].kept_alive() if staged else nullcontext():
+        with staged[0].touch_regularly() if staged else nullcontext():
             written = ranks.gather(f"save {target}: write", write_files)
-            seconds, size_bytes = ranks.from_first(f"save {target}: publish", publish)
+            seconds, size_bytes = ranks.broadcast(f"save {target}: publish", publish)
     except BaseException:
         for directory in staged:
             directory.abandon()
         raise
-    return CheckpointFigures(str(target), seconds, int(size_bytes), waited_s=seconds)
+    return CheckpointStats(str(target), seconds, int(size_bytes), waited_s=seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ShardContents:
     """What one rank is about to write."""
 
     manifest: Manifest
@@ -158,11 +165,11 @@ class Draft:
     @classmethod
     def make(
         cls, live: LiveState, client_state: Mapping[str, Any], options: SaveOptions
-    ) -> Callable[[], Draft]:
+    ) -> Callable[[], ShardContents]:
         """Give a function that makes the draft once: what it raises must reach all ranks."""
-        made: list[Draft] = []
+        made: list[ShardContents] = []
 
-        def draft() -> Draft:
+        def contents() -> ShardContents:
             if not made:
                 manifest = live.describe()
                 if options.sampler:
@@ -174,7 +181,7 @@ class Draft:
                 if options.weights_only or not manifest.groups:
                     groups = tuple(replace(group, state=()) for group in manifest.groups)
                     manifest = replace(manifest, weights_only=True, groups=groups)
-                manifest = without(manifest, options)
+                manifest = manifest_to_save(manifest, options)
                 state = live.rank_state(
                     exclude_frozen=options.exclude_frozen,
                     keep_module_weights=options.module_weights,
@@ -189,12 +196,12 @@ class Draft:
                 made.append(cls(manifest, state, split.plain, split.objects, options.told))
             return made[0]
 
-        return draft
+        return contents
 
     def tables(self) -> Tables:
         """Return what ranks compare with each other."""
         return {
-            **described(self.manifest, self.state),
+            **comparison_tables(self.manifest, self.state),
             "buffers": fingerprints(dict(self.state.module_buffers)),
             "client": fingerprints(self.client),
             "objects": self.object_digests(),
@@ -207,9 +214,9 @@ class Draft:
             for path, value in self.objects
         }
 
-    def check_like(self, first: TablesOfFirst, rank: int) -> None:
+    def check_consistent_with(self, first: RankZeroTables, rank: int) -> None:
         """Refuse ranks that would write different checkpoints."""
-        check_alike(first, self.manifest, self.state)
+        check_consistent(first, self.manifest, self.state)
         fragments = [f for flat in self.state.flats for f in flat.fragments]
         if list(self.manifest.layout().on_rank(rank)) != fragments:
             msg = (
@@ -219,15 +226,15 @@ class Draft:
             raise UnsupportedError(msg)
 
 
-def _told(course: Course, ranks: Ranks) -> Told:
+def _told(callbacks: SaveCallbacks, ranks: Ranks) -> WriteCallbacks:
     """Return who is told how far the writing has come."""
     report = report_bytes("writing", ranks)
 
     def on_bytes(count: int) -> None:
-        course.go_on()
+        callbacks.check_cancelled()
         report(count)
 
-    return Told(on_bytes, course.on_read)
+    return WriteCallbacks(on_bytes, callbacks.on_read)
 
 
 def _check_path(first: str, path: str | os.PathLike[str]) -> None:
@@ -243,7 +250,7 @@ def _check_path(first: str, path: str | os.PathLike[str]) -> None:
 
 def _check_state(state: RankState) -> None:
     """Refuse what in an engine's state no load could read."""
-    check_readable(
+    check_loads_weights_only(
         {
             "the scheduler's state": state.lr_scheduler,
             "the loss scaler's state": dict(state.loss_scaler),
@@ -267,51 +274,57 @@ def _as_save_error(target: Path) -> Iterator[None]:
 
 
 def _stage(
-    draft: Draft,
+    contents: ShardContents,
     tables: Tables,
     sent: Mapping[str, str],
     ranks: Ranks,
     staged: list[StagedDirectory],
     *,
-    begun: bool,
+    target_checked: bool,
 ) -> None:
     """Rank 0: make the hidden directory beside the target, and note that it is there."""
     target, save_id = Path(sent["path"]), sent["save_id"]
-    tell_of_objects(target, draft.objects, draft.told)
+    warn_of_objects(target, contents.objects, contents.told)
     with _as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)
-        staged.append(StagedDirectory.create(target, save_id, below=name_below(draft), begun=begun))
+        staged.append(
+            StagedDirectory.create(
+                target, save_id, below=suggested_name(contents), target_checked=target_checked
+            )
+        )
         (staged[0].path / TAG).mkdir()
-        leave_tables(staged[0].path, tables)
-        leave_token(staged[0].path, save_id)
+        write_tables(staged[0].path, tables)
+        write_visibility_token(staged[0].path, save_id)
 
 
-def name_below(draft: Draft) -> str:
+def suggested_name(contents: ShardContents) -> str:
     """Return the name that an error suggests for a checkpoint in a folder of other things."""
-    return f"step-{draft.manifest.progress.global_steps}"
+    return f"step-{contents.manifest.progress.global_steps}"
 
 
 def _write_files(
-    draft: Draft,
+    contents: ShardContents,
     staging: Path,
-    first: TablesOfFirst,
+    first: RankZeroTables,
     rank: int,
-    told: Told,
+    told: WriteCallbacks,
 ) -> list[dict[str, Any]]:
     """Write this rank's files; give their records as plain data."""
-    manifest, state = draft.manifest, draft.state
-    client = ClientPart(draft.client, draft.objects)
+    manifest, state = contents.manifest, contents.state
+    client = ClientPart(contents.client, contents.objects)
     if rank:
         mine, theirs = first.own["buffers"], first["buffers"]
         own = {n: t for n, t in state.module_buffers.items() if mine[n] != theirs[n]}
         state = replace(state, module_buffers=own)
         client = ClientPart(
             {},
-            own=() if first.alike("client") else differing(draft.client, first["client"]),
-            own_objects=() if first.own["objects"] == first["objects"] else draft.objects,
+            own=()
+            if first.is_same("client")
+            else rank_differences(contents.client, first["client"]),
+            own_objects=() if first.own["objects"] == first["objects"] else contents.objects,
         )
-        if drifted(first, manifest):
+        if drifted_hyperparameters(first, manifest):
             client = _without_schedulers(client)
     records = write_rank(staging, manifest, rank, state, client, told)
     entries = [asdict(record) for record in records]
@@ -332,7 +345,7 @@ def _without_schedulers(own: ClientPart) -> ClientPart:
 
 
 def _complete(
-    draft: Draft,
+    contents: ShardContents,
     staged: StagedDirectory,
     save_id: str,
     entries: list[dict[str, Any]],
@@ -344,11 +357,11 @@ def _complete(
         with _as_save_error(staged.target):
             shutil.copyfile(recovery_script, staged.path / RECOVERY_SCRIPT)
     manifest = replace(
-        draft.manifest,
+        contents.manifest,
         save_id=save_id,
         files=tuple(FileEntry(e["name"], e["size_bytes"], e["sums_digest"]) for e in entries),
         rank_state=tuple(sorted({kept for e in entries for kept in e["kept"]})),
-        client_objects=tuple(dotted(path) for path, _ in draft.objects),
+        client_objects=tuple(dotted(path) for path, _ in contents.objects),
     )
-    remove_token(staged.path, save_id)
+    remove_visibility_token(staged.path, save_id)
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())

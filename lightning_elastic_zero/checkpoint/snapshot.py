@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.devices import (
+from lightning_elastic_zero.checkpoint.device_streams import (
     Event,
-    done,
     is_on_device,
     on_stream,
+    record_event,
     side_stream,
 )
-from lightning_elastic_zero.checkpoint.host_memory import HostMemory, placed_bytes
-from lightning_elastic_zero.checkpoint.live_tensors import LiveTensors
-from lightning_elastic_zero.checkpoint.saving import Draft
-from lightning_elastic_zero.formats.client_state import Objects, check_pickle, host_pickle
-from lightning_elastic_zero.state import FlatState, RankState
-from lightning_elastic_zero.storage import no_work
+from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer, aligned_bytes
+from lightning_elastic_zero.checkpoint.saving import ShardContents
+from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
+from lightning_elastic_zero.formats.elastic.client_state import Objects, check_pickle, host_pickle
+from lightning_elastic_zero.storage import ignore_progress
+from lightning_elastic_zero.tensor_state import FlatState, RankState
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to be made: to, from."""
@@ -41,8 +41,8 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Snapshot:
     """A draft whose tensors are copies, as soon as ``wait_for_copies`` has returned."""
 
-    draft: Draft
-    live: LiveTensors
+    contents: ShardContents
+    live: UncopiedTensors
     """Those of its tensors that are no copies."""
     _on_host: Future[None]
     _on_device: tuple[Event, ...]
@@ -53,13 +53,13 @@ class Snapshot:
             event.synchronize()
         self._on_host.result()
 
-    def wait(self, in_vain: Callable[[], bool]) -> None:
+    def wait(self, cancelled: Callable[[], bool]) -> None:
         """Wait until nothing live is read any more, or is read in vain; not for the writer."""
         self.wait_for_copies()
-        self.live.wait(in_vain)
+        self.live.wait(cancelled)
 
 
-class Camera:
+class Snapshotter:
     """Takes snapshots, one at a time: a new one overwrites the last one's memory.
 
     Host tensors are copied by a thread, for the sake of states that are offloaded to the host
@@ -76,7 +76,7 @@ class Camera:
                 None: one times what is written.
         """
         self._most_bytes = math.inf if memory_bytes is None else memory_bytes
-        self._memory = HostMemory()
+        self._memory = HostBuffer()
         self._thread = ThreadPoolExecutor(1, "elastic-zero snapshot")
         self._last: Snapshot | None = None
 
@@ -86,40 +86,46 @@ class Camera:
         return self._memory.size_bytes
 
     def take(
-        self, draft: Draft, *, with_weights: bool, on_work: Callable[[], None] = no_work
+        self,
+        contents: ShardContents,
+        *,
+        with_weights: bool,
+        on_progress: Callable[[], None] = ignore_progress,
     ) -> Snapshot:
         """Copy a draft.
 
         Args:
-            draft: what is to be written, by reference.
+            contents: what is to be written, by reference.
             with_weights: whether this rank writes frozen and low-precision weights.
-            on_work: called now and then.
+            on_progress: called now and then.
 
         Raises:
             SaveError: the trainer's state holds something that cannot be pickled, or there is no
                 memory for the copy.
         """
         self._forget_last()
-        state = _needed(draft, with_weights=with_weights)
-        at_once = _large_at_once(state)
-        live, later = _split(_behind(state), self._most_bytes - sum(map(placed_bytes, at_once)))
-        given = self._memory.like([*at_once, *later], on_work)
+        state = _needed(contents, with_weights=with_weights)
+        at_once = _copied_now(state)
+        live, later = _split(
+            _copied_later(state), self._most_bytes - sum(map(aligned_bytes, at_once))
+        )
+        given = self._memory.allocate_like([*at_once, *later], on_progress)
         now = list(zip(given[: len(at_once)], at_once, strict=True))
         behind = list(zip(given[len(at_once) :], later, strict=True))
         copies = {id(source): to for to, source in now + behind}
-        copied = _placed(state, {**copies, **{id(tensor): tensor for tensor in live}})
+        copied = _with_copies(state, {**copies, **{id(tensor): tensor for tensor in live}})
         for pair in now:
             _copy([pair])
-            on_work()
-        draft = replace(
-            draft,
+            on_progress()
+        contents = replace(
+            contents,
             state=copied,
-            client=isolated(draft.client),
-            objects=_apart(draft.objects),
+            client=copy_plain_data(contents.client),
+            objects=_copy_objects(contents.objects),
         )
         events = _copy_on_side_streams([pair for pair in behind if is_on_device(pair[1])])
-        on_host = self._thread.submit(_copy, [p for p in behind if not is_on_device(p[1])])
-        self._last = Snapshot(draft, LiveTensors(live), on_host, events)
+        to_host = self._thread.submit(_copy, [p for p in behind if not is_on_device(p[1])])
+        self._last = Snapshot(contents, UncopiedTensors(live), to_host, events)
         return self._last
 
     def close(self) -> None:
@@ -135,10 +141,10 @@ class Camera:
             last.wait_for_copies()
 
 
-def _needed(draft: Draft, *, with_weights: bool) -> RankState:
+def _needed(contents: ShardContents, *, with_weights: bool) -> RankState:
     """Give what of a rank's state is written."""
-    state = replace(draft.state, flats=tuple(map(_held, draft.state.flats)))
-    if draft.manifest.weights_only:
+    state = replace(contents.state, flats=tuple(map(_held, contents.state.flats)))
+    if contents.manifest.weights_only:
         state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
     return state if with_weights else replace(state, frozen={}, module_weights={})
 
@@ -152,11 +158,11 @@ def _held(flat: FlatState) -> FlatState:
     return replace(flat, master=flat.master.detach(), elementwise=elementwise)
 
 
-def _large_at_once(state: RankState) -> list[torch.Tensor]:
+def _copied_now(state: RankState) -> list[torch.Tensor]:
     return [*state.frozen.values(), *state.module_weights.values()]
 
 
-def _behind(state: RankState) -> list[torch.Tensor]:
+def _copied_later(state: RankState) -> list[torch.Tensor]:
     """Give masters and optimizer states, in the order in which they are written."""
     masters = [flat.master for flat in state.flats]
     return masters + [t for flat in state.flats for t in flat.elementwise.values()]
@@ -167,13 +173,13 @@ def _split(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Give the first tensors, for which there is no room, and the last ones."""
     first = len(tensors)
-    while first and placed_bytes(tensors[first - 1]) <= room_bytes:
+    while first and aligned_bytes(tensors[first - 1]) <= room_bytes:
         first -= 1
-        room_bytes -= placed_bytes(tensors[first])
+        room_bytes -= aligned_bytes(tensors[first])
     return tensors[:first], tensors[first:]
 
 
-def _placed(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:
+def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:
     """Give the state with each large tensor's copy in its place, and small ones copied now."""
     return RankState(
         flats=tuple(
@@ -218,40 +224,40 @@ def _copy_on_side_stream(device: torch.device, pairs: _Pairs) -> Event:
                 to.copy_(source, non_blocking=True)
                 # It may be given back before it has been read (DeepSpeed's offload_states).
                 source.record_stream(stream)
-        return done(device)
+        return record_event(device)
 
 
-def isolated(value: Any) -> Any:  # noqa: ANN401 (any plain value)
+def copy_plain_data(value: Any) -> Any:  # noqa: ANN401 (any plain value)
     """Copy plain data, tensors where they are, so that nobody else can change it."""
-    return _isolated(value, {})
+    return _copy_plain_data(value, {})
 
 
-def _isolated(value: Any, made: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401 (any plain value)
+def _copy_plain_data(value: Any, made: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401 (any plain value)
     if isinstance(value, torch.Tensor):
         if id(value) not in made:
-            made[id(value)] = _isolated_tensor(value, made)
+            made[id(value)] = _copy_tensor(value, made)
         return made[id(value)]
     if type(value) in (list, tuple, set):
-        return type(value)(_isolated(item, made) for item in value)
+        return type(value)(_copy_plain_data(item, made) for item in value)
     if isinstance(value, (dict, OrderedDict)):
-        alike = type(value)((k, _isolated(v, made)) for k, v in value.items())
+        alike = type(value)((k, _copy_plain_data(v, made)) for k, v in value.items())
         if fields := getattr(value, "__dict__", None):
-            vars(alike).update(_isolated(fields, made))
+            vars(alike).update(_copy_plain_data(fields, made))
         return alike
     return value
 
 
-def _isolated_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
+def _copy_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
     tensor = value.detach().clone()
     if type(value) is torch.nn.Parameter:
         tensor = torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
     else:
         tensor.requires_grad_(value.requires_grad)
-    vars(tensor).update(_isolated(vars(value), made))
+    vars(tensor).update(_copy_plain_data(vars(value), made))
     return tensor
 
 
-def _apart(objects: Objects) -> Objects:
+def _copy_objects(objects: Objects) -> Objects:
     """Copy objects as a load would give them; what they share, the copies share."""
     try:
         copies: Iterable[Any] = pickle.loads(host_pickle(objects))  # noqa: S301 - just pickled

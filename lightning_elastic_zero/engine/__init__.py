@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.gradients import drop_window
+from lightning_elastic_zero.engine.flat_buffers import group_parameters
+from lightning_elastic_zero.engine.gradients import drop_accumulation_window
 from lightning_elastic_zero.engine.inference import InferenceEngine
-from lightning_elastic_zero.engine.stepping import before_each_step, changes_before_step
+from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_supported,
@@ -24,34 +25,33 @@ from lightning_elastic_zero.engine.support import (
     version_of,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
-from lightning_elastic_zero.engine.unchanged import holds_trained_weights
-from lightning_elastic_zero.engine.wrappers import group_parameters
+from lightning_elastic_zero.engine.weights_check import weights_match_masters
 
 __all__ = [
     "InferenceEngine",
     "TrainingEngine",
-    "before_each_step",
-    "changes_before_step",
+    "add_step_pre_hook",
     "check_config",
     "check_supported",
-    "drop_window",
-    "holds_trained_weights",
+    "copy_full_weights",
+    "drop_accumulation_window",
     "live_engine",
-    "put_weights",
     "recovery_script",
     "trained_parameters",
+    "updates_state_before_step",
     "use_accelerator",
     "version_of",
+    "weights_match_masters",
 ]
 
 
-def put_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:  # noqa: ANN401
+def copy_full_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:  # noqa: ANN401
     """Put whole weights and buffers into an engine without an optimizer; collective.
 
     Returns:
         The names of the parameters that were taken.
     """
-    return InferenceEngine(engine).put(weights) if weights else []
+    return InferenceEngine(engine).copy_full_weights(weights) if weights else []
 
 
 def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401 (untyped library)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lightning_elastic_zero.engine.flat_buffers import live_flat_buffers
 from lightning_elastic_zero.engine.releases import zero_grad
 from lightning_elastic_zero.engine.support import optimizer_wrapper
-from lightning_elastic_zero.engine.wrappers import live_buffers
 
 
 def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped library)
@@ -27,7 +27,7 @@ def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped 
     elif wrapper == "DeepSpeedZeroOptimizer_Stage3":
         _drop_zero_3(optimizer)
     # With offload, gradients lie beside the masters, in memory that is kept.
-    for buffer in live_buffers(optimizer, wrapper):
+    for buffer in live_flat_buffers(optimizer, wrapper):
         if buffer.master.grad is not None:
             buffer.master.grad.zero_()
     # What the engine itself counts and adds up until the next step, where its release does.
@@ -36,7 +36,7 @@ def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped 
             setattr(engine, name, start)
 
 
-def drop_window(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+def drop_accumulation_window(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     """Drop the gradients of a window that no step ended, and count it as one that did."""
     drop_gradients(engine, optimizer_wrapper(engine) or "")
     accumulate = engine.gradient_accumulation_steps()

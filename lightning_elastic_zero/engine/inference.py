@@ -8,20 +8,25 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.module import (
-    drop_second_copies,
+    drop_secondary_tensors,
+    engine_precision,
     full_shape,
     module_weights,
     parameter_names,
     parameter_table,
     persistent_buffers,
-    precision_of,
     weight_piece,
     write_buffers,
 )
 from lightning_elastic_zero.engine.support import version_of
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
-from lightning_elastic_zero.state import Incoming, OptimizerWanted, RankState, Receiving
+from lightning_elastic_zero.tensor_state import (
+    OptimizerScope,
+    RankState,
+    RestoreTargets,
+    RestoreValues,
+)
 
 
 class InferenceEngine:
@@ -53,7 +58,7 @@ class InferenceEngine:
             save_id="",
             stage=STAGE_WEIGHTS if self._partitioned else 0,
             world_size=self.world_size,
-            precision=precision_of(engine),
+            precision=engine_precision(engine),
             master_dtype="",
             parameters=parameter_table(engine.module, {}),
             groups=(),
@@ -84,7 +89,7 @@ class InferenceEngine:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
-    def check_optimizer(self, source: Manifest, wanted: OptimizerWanted) -> None:
+    def check_optimizer(self, source: Manifest, wanted: OptimizerScope) -> None:
         """Accept: no optimizer state is wanted."""
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
@@ -95,7 +100,7 @@ class InferenceEngine:
         if self._partitioned:
             self._engine.optimizer.partition_all_parameters()
 
-    def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
+    def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         """Give buffers, beside the live weights, for this rank's pieces of all weights."""
         del with_optimizer
         self.partition()
@@ -108,21 +113,21 @@ class InferenceEngine:
                 stop = start + piece.numel()
                 fragments.append(Fragment(name, start, stop, self.rank, len(weights), 0))
                 weights.append(torch.empty_like(piece, device="cpu"))
-        return Receiving(tuple(fragments), tuple(weights), states=())
+        return RestoreTargets(tuple(fragments), tuple(weights), states=())
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """Undo nothing: what was received lies beside the live weights."""
 
     @torch.no_grad()
-    def commit(self, received: Receiving, incoming: Incoming) -> None:
+    def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
         """Take what was received: collective under ZeRO-3."""
-        for fragment in received.fragments:
+        for fragment in filled.fragments:
             _, piece = weight_piece(self._parameters[fragment.name])
-            piece.copy_(received.weights[fragment.buffer])
-        self._changed(incoming.module_buffers)
+            piece.copy_(filled.weights[fragment.buffer])
+        self._after_weights_changed(restore_values.module_buffers)
 
     @torch.no_grad()
-    def put(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """Take whole weights and buffers, by name: collective under ZeRO-3.
 
         Args:
@@ -139,7 +144,7 @@ class InferenceEngine:
                 piece.copy_(weights[name].reshape(-1)[start : start + piece.numel()])
                 taken.append(name)
         buffers = persistent_buffers(self._engine.module)
-        self._changed(
+        self._after_weights_changed(
             {
                 n: weights[n]
                 for n, b in buffers.items()
@@ -148,10 +153,10 @@ class InferenceEngine:
         )
         return taken
 
-    def _changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take buffers, and let forward see what the weights are now: collective under ZeRO-3."""
         write_buffers(self._engine.module, buffers)
-        drop_second_copies(self._engine.module)
+        drop_secondary_tensors(self._engine.module)
         persistent = getattr(self._engine.optimizer, "persistent_parameters", None)
         if persistent:
             persistent[0].all_gather(persistent)

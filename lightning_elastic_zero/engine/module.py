@@ -10,7 +10,7 @@ from torch import distributed
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Parameter, Plain
-from lightning_elastic_zero.state import dtype_name, in_type_of
+from lightning_elastic_zero.tensor_state import cast_like, dtype_name
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -85,7 +85,7 @@ def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -
             buffer.copy_(values[name])
 
 
-def drop_second_copies(module: torch.nn.Module) -> None:
+def drop_secondary_tensors(module: torch.nn.Module) -> None:
     """Drop hpZ's second copy of each weight, which forward would gather in the place of a new one.
 
     DeepSpeed makes it anew when it next partitions the weight. Its own way to drop them
@@ -108,7 +108,7 @@ def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def precision_of(engine: Any) -> str:  # noqa: ANN401 (untyped library)
+def engine_precision(engine: Any) -> str:  # noqa: ANN401 (untyped library)
     """Give ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     if engine.bfloat16_enabled():
         return "bf16"
@@ -125,4 +125,4 @@ def unplain(value: Plain, like: object) -> object:
         return torch.tensor(
             value["tensor"], dtype=getattr(torch, str(value["dtype"])), device=device
         )
-    return in_type_of(value, like)
+    return cast_like(value, like)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-KEY = "momentum_buffer"
+MOMENTUM_KEY = "momentum_buffer"
 
 
-def adopt_momentum(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
+def restore_muon_momentum(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
     """Let DeepSpeed go on with the momentum that the wrapped optimizer's state has now.
 
     With ``save_muon_momentum_buffer_in_memory`` it reads buffers of its own, to which that state is
@@ -17,12 +17,12 @@ def adopt_momentum(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
         return
     own = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
     for sub_group, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        restored = optimizer.optimizer.state.get(flat, {}).get(KEY)
+        restored = optimizer.optimizer.state.get(flat, {}).get(MOMENTUM_KEY)
         if sub_group in own:
             buffer = own[sub_group]
             # A fresh optimizer begins without momentum.
             buffer.zero_() if restored is None else buffer.copy_(restored)
-            optimizer.optimizer.state[flat][KEY] = buffer
+            optimizer.optimizer.state[flat][MOMENTUM_KEY] = buffer
         elif restored is not None:
             momentum = restored.to(optimizer.communication_data_type)
-            optimizer.optimizer.state[flat][KEY] = momentum
+            optimizer.optimizer.state[flat][MOMENTUM_KEY] = momentum

@@ -9,7 +9,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.manifest import Group, Plain, StateKey
-from lightning_elastic_zero.state import Scalar, state_key, without_numpy
+from lightning_elastic_zero.tensor_state import Scalar, numpy_to_python, state_key
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
 """One algorithm with one state: a run may change between them, as it does with CPU offload."""
@@ -47,7 +47,7 @@ def split_state(
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
     for key, held in state.items():
-        value = without_numpy(held)
+        value = numpy_to_python(held)
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
             elementwise[key] = value
         elif _is_scalar(value):

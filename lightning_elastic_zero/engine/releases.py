@@ -97,7 +97,7 @@ def check_names(engine: Any, wrapper: str | None, found: str) -> Iterator[str]: 
     if partitioned is not None:
         checked.append(("a partitioned parameter", partitioned, PARAMETER_NAMES))
     for owner, live, names in checked:
-        if sentence := DEEPSPEED.lacks(found, owner, missing_names(live, names)):
+        if sentence := DEEPSPEED.missing_names_message(found, owner, missing_names(live, names)):
             yield sentence
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_group
-from lightning_elastic_zero.engine.wrappers import LiveBuffer
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.state import Incoming, Receiving, Scalar, in_type_of
+from lightning_elastic_zero.tensor_state import RestoreTargets, RestoreValues, Scalar, cast_like
 
 COMPARE_ELEMENTS = 1 << 20
 """Elements compared at a time: bounds the memory of comparing masters with weights."""
@@ -23,18 +23,18 @@ COMPARE_ELEMENTS = 1 << 20
 class Target:
     """Where one flat buffer's masters are received."""
 
-    buffer: LiveBuffer
+    buffer: LiveFlatBuffer
     tensor: torch.Tensor
     """The live masters, or a tensor of their shape on the host."""
     in_place: bool
 
-    def keep_live(self) -> None:
+    def copy_live_masters(self) -> None:
         """Begin with the live masters, where the checkpoint does not hold all of them."""
         if not self.in_place:
             self.tensor.copy_(self.buffer.master.data)
 
 
-def target_of(buffer: LiveBuffer) -> Target:
+def master_target(buffer: LiveFlatBuffer) -> Target:
     """Choose where a flat buffer's masters are received.
 
     In place, where the low-precision weights can rebuild what is overwritten: that is so in a
@@ -46,7 +46,7 @@ def target_of(buffer: LiveBuffer) -> Target:
     return Target(buffer, torch.empty_like(master, device="cpu"), in_place=False)
 
 
-def _masters_are_weights(buffer: LiveBuffer) -> bool:
+def _masters_are_weights(buffer: LiveFlatBuffer) -> bool:
     """Tell whether a flat buffer's masters are exactly its low-precision weights, widened."""
     for _, start, stop, offset in buffer.places:
         for at in range(offset, offset + stop - start, COMPARE_ELEMENTS):
@@ -64,7 +64,7 @@ def rebuild_masters(targets: Sequence[Target]) -> None:
             target.buffer.master.data.copy_(target.buffer.low.data)
 
 
-def state_targets(inner: Any, buffer: LiveBuffer, source: Manifest) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def state_targets(inner: Any, buffer: LiveFlatBuffer, source: Manifest) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
 
     On the host, where a live state will take the values in its own memory: the device never holds
@@ -96,19 +96,19 @@ def _state_dtype(saved: str, source: Manifest, master: torch.Tensor) -> torch.dt
     return dtype
 
 
-def commit_masters(targets: Sequence[Target], received: Receiving, *, keep_fp32: bool) -> None:
+def commit_masters(targets: Sequence[Target], filled: RestoreTargets, *, keep_fp32: bool) -> None:
     """Take the masters; padding, which is uninitialised memory in a live engine, is zeroed.
 
     Args:
         targets: where they were received.
-        received: the filled tensors.
+        filled: the filled tensors.
         keep_fp32: False is DeepSpeed's ``load_from_fp32_weights: false``: masters without what
             rounding to the low-precision weights takes away.
     """
     for index, target in enumerate(targets):
         master = target.buffer.master.data
         if not target.in_place:
-            master.copy_(received.weights[index])
+            master.copy_(filled.weights[index])
         if not keep_fp32:
             _round(master, target.buffer.low.dtype)
         reached = 0
@@ -127,7 +127,7 @@ def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
 
 def commit_state(
     inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
-    buffer: LiveBuffer,
+    buffer: LiveFlatBuffer,
     elementwise: Mapping[str, torch.Tensor],
     scalars: Mapping[str, Scalar],
 ) -> None:
@@ -138,7 +138,7 @@ def commit_state(
     """
     master = buffer.master
     if not elementwise and not scalars:
-        _forget_state(inner, master)
+        _reset_state(inner, master)
         return
     group, live = inner.param_groups[buffer.group], type(inner).__name__
     kept = inner.state.get(master, {})
@@ -155,7 +155,7 @@ def _take(live: object, value: torch.Tensor, master: torch.Tensor) -> torch.Tens
     return value.to(master.device)
 
 
-def _forget_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
+def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
     """Drop a flat buffer's states, so that the optimizer starts fresh on it.
 
     Optimizers that make their state when they are constructed (torch's Adagrad) cannot make it
@@ -169,12 +169,12 @@ def _forget_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
         inner.state.pop(flat, None)
 
 
-def commit_groups(inner: Any, incoming: Incoming) -> None:  # noqa: ANN401
+def commit_groups(inner: Any, restore_values: RestoreValues) -> None:  # noqa: ANN401
     """Restore each parameter group's hyperparameters, in place, where they are to be restored."""
-    if incoming.hyperparameters is None:
+    if restore_values.hyperparameters is None:
         return
-    same_class = incoming.optimizer == type(inner).__name__
-    for group, saved in zip(inner.param_groups, incoming.hyperparameters, strict=True):
+    same_class = restore_values.optimizer == type(inner).__name__
+    for group, saved in zip(inner.param_groups, restore_values.hyperparameters, strict=True):
         update_group(group, saved, same_class=same_class, restore=unplain)
 
 
@@ -203,9 +203,9 @@ def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: AN
         raise CheckpointMismatchError(msg)
 
 
-def commit_counters(engine: Any, incoming: Incoming) -> None:  # noqa: ANN401 (untyped library)
+def commit_counters(engine: Any, restore_values: RestoreValues) -> None:  # noqa: ANN401 (untyped library)
     """Restore what DeepSpeed counts, its loss scaler, and the scheduler that it steps itself."""
-    progress = incoming.progress
+    progress = restore_values.progress
     engine.global_steps = progress.global_steps
     engine.global_samples = progress.global_samples
     engine.skipped_steps = progress.skipped_steps
@@ -213,9 +213,11 @@ def commit_counters(engine: Any, incoming: Incoming) -> None:  # noqa: ANN401 (u
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if scaler is not None and incoming.loss_scaler.get("class") == type(scaler).__name__:
-        for key in vars(scaler).keys() & incoming.loss_scaler.keys():
-            setattr(scaler, key, incoming.loss_scaler[key])
-    if incoming.lr_scheduler is not None and engine.lr_scheduler is not None:
+    if scaler is not None and restore_values.loss_scaler.get("class") == type(scaler).__name__:
+        for key in vars(scaler).keys() & restore_values.loss_scaler.keys():
+            setattr(scaler, key, restore_values.loss_scaler[key])
+    if restore_values.lr_scheduler is not None and engine.lr_scheduler is not None:
         scheduler = engine.lr_scheduler
-        scheduler.load_state_dict(in_type_of(dict(incoming.lr_scheduler), scheduler.state_dict()))
+        scheduler.load_state_dict(
+            cast_like(dict(restore_values.lr_scheduler), scheduler.state_dict())
+        )

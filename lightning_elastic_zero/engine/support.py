@@ -72,7 +72,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: with every reason that was found.
     """
-    if reason := DEEPSPEED.refuses(version_of(DEEPSPEED.package)):
+    if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
     zero = config.get("zero_optimization")
     if zero is None or not zero.get("stage"):
@@ -183,7 +183,7 @@ def _refuse(reasons: list[str]) -> None:
 def _release(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield what is wrong with the installed release of DeepSpeed."""
     found = version_of(DEEPSPEED.package)
-    if reason := DEEPSPEED.refuses(found):
+    if reason := DEEPSPEED.incompatibility(found):
         yield reason
     yield from check_names(engine, optimizer_wrapper(engine), found)
 

@@ -9,19 +9,29 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.flat_buffers import (
+    LiveFlatBuffer,
+    group_parameters,
+    live_flat_buffers,
+    refresh_low_precision,
+)
 from lightning_elastic_zero.engine.gradients import drop_gradients
+from lightning_elastic_zero.engine.infer_optimizer import (
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
+)
 from lightning_elastic_zero.engine.module import (
-    drop_second_copies,
+    drop_secondary_tensors,
+    engine_precision,
     full_shape,
     module_weights,
     parameter_names,
     parameter_table,
     persistent_buffers,
-    precision_of,
     weight_piece,
     write_buffers,
 )
-from lightning_elastic_zero.engine.muon import adopt_momentum
+from lightning_elastic_zero.engine.muon import restore_muon_momentum
 from lightning_elastic_zero.engine.optimizer_state import (
     check_groups_alike,
     check_same_optimizer,
@@ -35,22 +45,12 @@ from lightning_elastic_zero.engine.restore import (
     commit_groups,
     commit_masters,
     commit_state,
+    master_target,
     rebuild_masters,
     state_targets,
-    target_of,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper, version_of
-from lightning_elastic_zero.engine.unnamed_optimizer import (
-    check_unnamed_hyperparameters,
-    check_unnamed_state,
-)
-from lightning_elastic_zero.engine.weight_decay import changed_decay
-from lightning_elastic_zero.engine.wrappers import (
-    LiveBuffer,
-    group_parameters,
-    live_buffers,
-    refresh_low_precision,
-)
+from lightning_elastic_zero.engine.weight_decay import weight_decay_change
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import (
@@ -63,15 +63,15 @@ from lightning_elastic_zero.manifest import (
     Writer,
 )
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.state import (
+from lightning_elastic_zero.tensor_state import (
     FlatState,
-    Incoming,
-    OptimizerWanted,
+    OptimizerScope,
     RankState,
-    Receiving,
+    RestoreTargets,
+    RestoreValues,
     dtype_name,
+    numpy_to_python,
     plain,
-    without_numpy,
 )
 
 log = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class TrainingEngine:
     # -- what it holds ---------------------------------------------------------------------
 
     @cached_property
-    def _buffers(self) -> list[LiveBuffer]:
-        return live_buffers(self._optimizer, self._wrapper)
+    def _buffers(self) -> list[LiveFlatBuffer]:
+        return live_flat_buffers(self._optimizer, self._wrapper)
 
     @property
     def _inner(self) -> Any:  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
@@ -115,7 +115,7 @@ class TrainingEngine:
         """Number of data-parallel ranks."""
         return int(self._engine.seq_dp_world_size)
 
-    def _flat_names(self, buffer: LiveBuffer) -> tuple[str, ...]:
+    def _flat_names(self, buffer: LiveFlatBuffer) -> tuple[str, ...]:
         return tuple(self._names[p] for p in buffer.parameters)
 
     def describe(self) -> Manifest:
@@ -130,7 +130,7 @@ class TrainingEngine:
             save_id="",
             stage=self._stage,
             world_size=self.world_size,
-            precision=precision_of(engine),
+            precision=engine_precision(engine),
             master_dtype=dtype_name(self._buffers[0].master.dtype),
             parameters=parameter_table(engine.module, groups_of),
             groups=self._groups(),
@@ -155,7 +155,7 @@ class TrainingEngine:
             ),
         )
 
-    def _flat_buffer(self, buffer: LiveBuffer) -> FlatBuffer:
+    def _flat_buffer(self, buffer: LiveFlatBuffer) -> FlatBuffer:
         """Say how a flat buffer is laid out over all ranks."""
         zero_3 = self._stage == STAGE_WEIGHTS
         numels = tuple(_numel(full_shape(p)) for p in buffer.parameters)
@@ -189,7 +189,7 @@ class TrainingEngine:
         check_groups_alike(groups, keys)
         return groups
 
-    def _split(self, buffer: LiveBuffer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _split(self, buffer: LiveFlatBuffer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         state = self._inner.state.get(buffer.master, {})
         return split_state(state, buffer.master, type(self._inner).__name__)
 
@@ -208,10 +208,10 @@ class TrainingEngine:
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
             loss_scaler=self._loss_scaler(),
-            lr_scheduler=without_numpy(scheduler.state_dict()) if scheduler is not None else None,
+            lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
         )
 
-    def _flat_state(self, index: int, buffer: LiveBuffer) -> FlatState:
+    def _flat_state(self, index: int, buffer: LiveFlatBuffer) -> FlatState:
         elementwise, scalars = self._split(buffer)
         return FlatState(
             fragments=buffer.fragments(self._flat_names(buffer), self.rank, index),
@@ -232,7 +232,7 @@ class TrainingEngine:
         scaler = getattr(self._optimizer, "loss_scaler", None)
         if scaler is None:
             return {}
-        held = without_numpy(vars(scaler))
+        held = numpy_to_python(vars(scaler))
         fields = {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
         return {"class": type(scaler).__name__, **fields}
 
@@ -252,7 +252,7 @@ class TrainingEngine:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
-    def check_optimizer(self, source: Manifest, wanted: OptimizerWanted) -> None:
+    def check_optimizer(self, source: Manifest, wanted: OptimizerScope) -> None:
         """Refuse state and hyperparameters of another optimizer.
 
         Raises:
@@ -264,7 +264,7 @@ class TrainingEngine:
             check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
             if wanted.state:
                 check_unnamed_state(source.groups, self._inner, stepped=wanted.stepped)
-        changed = changed_decay(source, self._inner) if wanted.hyperparameters else ""
+        changed = weight_decay_change(source, self._inner) if wanted.hyperparameters else ""
         if changed and self.rank == 0:
             log.warning("%s.", changed.capitalize())
 
@@ -276,7 +276,7 @@ class TrainingEngine:
         """
         check_scheduler(self._engine.lr_scheduler, saved)
 
-    def receive(self, source: Manifest, *, with_optimizer: bool) -> Receiving:
+    def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         """Give buffers to fill with what this rank wants of a checkpoint.
 
         Nothing live is lost before ``commit``: optimizer states and frozen weights are received
@@ -284,7 +284,7 @@ class TrainingEngine:
         rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
         """
         self.partition()
-        self._targets = [target_of(buffer) for buffer in self._buffers]
+        self._targets = [master_target(buffer) for buffer in self._buffers]
         held = {p.name for p in source.parameters} - set(source.excluded)
         fragments = [
             fragment
@@ -294,7 +294,7 @@ class TrainingEngine:
         ]
         for target in self._targets:
             if not held.issuperset(self._flat_names(target.buffer)):
-                target.keep_live()
+                target.copy_live_masters()
         weights = [target.tensor for target in self._targets]
         for name, parameter in self._frozen().items():
             start, piece = weight_piece(parameter)
@@ -302,7 +302,7 @@ class TrainingEngine:
                 stop = start + piece.numel()
                 fragments.append(Fragment(name, start, stop, self.rank, len(weights), 0))
                 weights.append(torch.empty_like(piece, device="cpu"))
-        return Receiving(
+        return RestoreTargets(
             fragments=tuple(fragments),
             weights=tuple(weights),
             states=tuple(
@@ -311,39 +311,39 @@ class TrainingEngine:
             ),
         )
 
-    def abandon(self) -> None:
-        """Undo ``receive`` after a failure: masters that were received in place are rebuilt.
+    def rollback(self) -> None:
+        """Undo ``allocate_targets`` after a failure, and rebuild masters received in place.
 
         No collective: a rank may be lost. ZeRO-3 gathers what it needs at the next forward.
         """
         rebuild_masters(self._targets)
 
     @torch.no_grad()
-    def commit(self, received: Receiving, incoming: Incoming) -> None:
+    def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
         """Take what was received: collective, after all ranks have agreed that all is well."""
         keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
-        commit_masters(self._targets, received, keep_fp32=keep_fp32)
+        commit_masters(self._targets, filled, keep_fp32=keep_fp32)
         for index, target in enumerate(self._targets):
-            states, scalars = received.states[index], incoming.scalars[index]
+            states, scalars = filled.states[index], restore_values.scalars[index]
             commit_state(self._inner, target.buffer, states, scalars)
         if self._stage == STAGE_WEIGHTS:
-            adopt_momentum(self._optimizer)
-        commit_groups(self._inner, incoming)
-        has_state = any(received.states) or any(incoming.scalars)
+            restore_muon_momentum(self._optimizer)
+        commit_groups(self._inner, restore_values)
+        has_state = any(filled.states) or any(restore_values.scalars)
         refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)
-        self._commit_frozen(received)
-        write_buffers(self._engine.module, incoming.module_buffers)
-        commit_counters(self._engine, incoming)
+        self._commit_frozen(filled)
+        write_buffers(self._engine.module, restore_values.module_buffers)
+        commit_counters(self._engine, restore_values)
         drop_gradients(self._engine, self._wrapper)
-        drop_second_copies(self._engine.module)
+        drop_secondary_tensors(self._engine.module)
         self.gather_persistent()
 
-    def _commit_frozen(self, received: Receiving) -> None:
+    def _commit_frozen(self, filled: RestoreTargets) -> None:
         frozen = self._frozen()
-        for fragment in received.fragments:
+        for fragment in filled.fragments:
             if fragment.buffer >= len(self._targets):
                 _, piece = weight_piece(frozen[fragment.name])
-                piece.copy_(received.weights[fragment.buffer])
+                piece.copy_(filled.weights[fragment.buffer])
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_elastic_zero.engine.optimizer_state import ADAM_FAMILY
 from lightning_elastic_zero.manifest import Manifest
 
-KEY = "decoupled_weight_decay"
+DECOUPLED_KEY = "decoupled_weight_decay"
 """Where newer releases of torch keep which kind it is; DeepSpeed's optimizers have an attribute."""
 
 BY_CLASS = {"AdamW": True, "Adam": False}
@@ -15,7 +15,7 @@ BY_CLASS = {"AdamW": True, "Adam": False}
 NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
 
 
-def changed_decay(source: Manifest, inner: Any) -> str:  # noqa: ANN401 (any optimizer)
+def weight_decay_change(source: Manifest, inner: Any) -> str:  # noqa: ANN401 (any optimizer)
     """Say that weight decay is of another kind than configured, or than it was; else nothing.
 
     Args:
@@ -29,12 +29,12 @@ def changed_decay(source: Manifest, inner: Any) -> str:  # noqa: ANN401 (any opt
         if not held.hyperparameters.get("weight_decay"):
             continue
         own = BY_CLASS.get(source.writer.optimizer)
-        was = held.hyperparameters.get(KEY, own)
-        now = group.get(KEY, getattr(inner, "adam_w_mode", BY_CLASS.get(name)))
+        was = held.hyperparameters.get(DECOUPLED_KEY, own)
+        now = group.get(DECOUPLED_KEY, getattr(inner, "adam_w_mode", BY_CLASS.get(name)))
         if was is None or now is None or bool(was) == bool(now):
             continue
         saved, here = NAMED[bool(was)], NAMED[bool(now)]
-        if KEY in held.hyperparameters and KEY in group:
+        if DECOUPLED_KEY in held.hyperparameters and DECOUPLED_KEY in group:
             return (
                 f"weight decay of parameter group {index} goes on as it was saved, {saved}; {name} "
                 f"is configured here with one that is {here}. load_hyperparameters=False takes "

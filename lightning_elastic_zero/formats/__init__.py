@@ -7,48 +7,55 @@ from pathlib import Path
 from typing import TypedDict
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
-from lightning_elastic_zero.formats.deepspeed_folder import is_deepspeed, read_folder, tag_folder
-from lightning_elastic_zero.formats.dumps import DumpsSource
-from lightning_elastic_zero.formats.dumps_table import TABLE_NAME
-from lightning_elastic_zero.formats.elastic_read import ElasticReader
-from lightning_elastic_zero.formats.foreign import ForeignReader, understanding
-from lightning_elastic_zero.formats.names import LATEST, TAG
-from lightning_elastic_zero.formats.nearby import those_in, those_like
+from lightning_elastic_zero.formats.dcp_detection import is_dcp
+from lightning_elastic_zero.formats.deepspeed.constants import LATEST, TAG
+from lightning_elastic_zero.formats.deepspeed.tag_folder import (
+    find_tag_folder,
+    is_deepspeed,
+    read_tag_folder,
+)
+from lightning_elastic_zero.formats.deepspeed.universal_source import UniversalSource, is_universal
+from lightning_elastic_zero.formats.deepspeed.zero_source import ZeroSource
+from lightning_elastic_zero.formats.dumps.source import DumpsSource
+from lightning_elastic_zero.formats.dumps.table import TABLE_NAME
+from lightning_elastic_zero.formats.elastic.reader import ElasticReader
+from lightning_elastic_zero.formats.full_state.source import SingleFileSource
+from lightning_elastic_zero.formats.path_suggestions import (
+    describe_checkpoints_in,
+    describe_similar_paths,
+)
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
-    Found,
-    ModuleState,
     ReadRequest,
+    SharedState,
+    SourceInfo,
 )
-from lightning_elastic_zero.formats.renamed import RenamedCheckpoint
-from lightning_elastic_zero.formats.rigid import RigidSource
-from lightning_elastic_zero.formats.single_file import SingleFileSource
-from lightning_elastic_zero.formats.torch_folder import is_sharded
-from lightning_elastic_zero.formats.universal import UniversalSource, is_universal
+from lightning_elastic_zero.formats.renamed_reader import RenamedReader
+from lightning_elastic_zero.formats.source import SourceReader, as_format_error
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
-from lightning_elastic_zero.storage import no_work, read_file
+from lightning_elastic_zero.storage import ignore_progress, read_file
 
 __all__ = [
     "WEIGHT",
     "CheckpointReader",
-    "Found",
-    "ModuleState",
     "ReadRequest",
-    "RenamedCheckpoint",
+    "RenamedReader",
+    "SharedState",
+    "SourceInfo",
     "open_checkpoint",
 ]
 
 
 def open_checkpoint(
-    path: Path, *, allow_pickle: bool = False, on_work: Callable[[], None] = no_work
+    path: Path, *, allow_pickle: bool = False, on_progress: Callable[[], None] = ignore_progress
 ) -> CheckpointReader:
     """Open the checkpoint at a path, whatever kind it is: recognised by what is in it.
 
     Args:
         path: a checkpoint's directory, or file.
         allow_pickle: read objects of any class from it; that can run code.
-        on_work: called after every read, now and later: thousands of files take minutes.
+        on_progress: called after every read, now and later: thousands of files take minutes.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
@@ -58,17 +65,17 @@ def open_checkpoint(
     """
     if not path.exists():
         dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
-        msg = f"there is no checkpoint at {path}{dangling or those_like(path)}"
+        msg = f"there is no checkpoint at {path}{dangling or describe_similar_paths(path)}"
         raise CheckpointNotFoundError(msg)
-    options: _Options = {"allow_pickle": allow_pickle, "on_work": on_work}
+    options: _Options = {"allow_pickle": allow_pickle, "on_progress": on_progress}
     own = _own(path, options)
-    on_work()
+    on_progress()
     return own or _foreign(path, options)
 
 
 class _Options(TypedDict):
     allow_pickle: bool
-    on_work: Callable[[], None]
+    on_progress: Callable[[], None]
 
 
 def _own(path: Path, options: _Options) -> ElasticReader | None:
@@ -118,31 +125,31 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
-            with understanding(path):
-                return ForeignReader(DumpsSource(path, **options))
-        if folder := tag_folder(path):
-            kind = UniversalSource if is_universal(folder) else RigidSource
-            with understanding(folder):
-                return ForeignReader(kind(read_folder(folder), **options))
-        if is_sharded(path):
-            with understanding(path):
+            with as_format_error(path):
+                return SourceReader(DumpsSource(path, **options))
+        if folder := find_tag_folder(path):
+            kind = UniversalSource if is_universal(folder) else ZeroSource
+            with as_format_error(folder):
+                return SourceReader(kind(read_tag_folder(folder), **options))
+        if is_dcp(path):
+            with as_format_error(path):
                 return _sharded(path, options)
     else:
-        with understanding(path):
-            return ForeignReader(SingleFileSource(path, **options))
+        with as_format_error(path):
+            return SourceReader(SingleFileSource(path, **options))
     why = (
         "it is no checkpoint, or one that was never finished. A folder with dumps of "
         "optimizer.state_dict() becomes one by describe_dumps"
     )
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: "
-        f"{those_in(path) or why}"
+        f"{describe_checkpoints_in(path) or why}"
     )
     raise CheckpointFormatError(msg)
 
 
 def _sharded(path: Path, options: _Options) -> CheckpointReader:
     """Open a directory of ``torch.distributed.checkpoint``, which takes a second to import."""
-    from lightning_elastic_zero.formats.sharded import ShardedReader  # noqa: PLC0415 (see above)
+    from lightning_elastic_zero.formats.dcp import DcpReader  # noqa: PLC0415 (see above)
 
-    return ShardedReader(path, **options)
+    return DcpReader(path, **options)

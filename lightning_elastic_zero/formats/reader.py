@@ -10,7 +10,7 @@ import torch
 
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Plain
-from lightning_elastic_zero.state import Scalar
+from lightning_elastic_zero.tensor_state import Scalar
 
 WEIGHT = ""
 """The key of the weights themselves in a ``ReadRequest``: masters, or frozen weights."""
@@ -28,7 +28,7 @@ class ReadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleState:
+class SharedState:
     """What a checkpoint holds once, for all ranks, and what it kept for this one."""
 
     buffers: Mapping[str, torch.Tensor]
@@ -37,13 +37,13 @@ class ModuleState:
     """What the trainer, module, datamodule and callbacks saved."""
     loss_scaler: Mapping[str, Plain]
     lr_scheduler: Mapping[str, Any] | None
-    entry_of: Callable[[int, tuple[str, ...]], Any] | None = None
+    read_client_entry: Callable[[int, tuple[str, ...]], Any] | None = None
     """Gives an entry of the client state, by its path, as a rank of the save had it; None where it
     had none. Only formats that keep what ranks have of their own have it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceInfo:
     """What a checkpoint turned out to be: for the log, and for what a load can ask of it."""
 
     kind: str
@@ -66,13 +66,13 @@ class CheckpointReader(Protocol):
     """An open checkpoint of some format, read by one rank.
 
     Used in this order: the manifest and the layouts are there at once, from small files;
-    ``check_all`` on one rank; ``meet`` and ``verify`` on all; ``check`` touches the files that this
+    ``check_all`` on one rank; ``bind`` and ``verify`` on all; ``check`` touches the files that this
     rank will read, without reading data; ``read`` is called for the runs of one source rank after
     the other; ``close`` at the end.
     """
 
     @property
-    def found(self) -> Found:
+    def found(self) -> SourceInfo:
         """What kind of checkpoint it is, and what it does not hold."""
         ...
 
@@ -89,7 +89,7 @@ class CheckpointReader(Protocol):
         """
         ...
 
-    def meet(self, live: Manifest) -> None:
+    def bind(self, live: Manifest) -> None:
         """Learn what the checkpoint is to be loaded into; some formats tell positions, not names.
 
         Raises:
@@ -137,7 +137,7 @@ class CheckpointReader(Protocol):
         """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
         ...
 
-    def module_state(self, rank: int, world_size: int) -> ModuleState:
+    def module_state(self, rank: int, world_size: int) -> SharedState:
         """Give what is held once, and what was kept for this rank where ranks match."""
         ...
 

@@ -11,74 +11,88 @@ back or removes what a kill left; ``tenants`` sees that another run saves into t
 
 from __future__ import annotations
 
+from lightning_elastic_zero.storage.atomic import exchange_names
 from lightning_elastic_zero.storage.checksums import (
     CHUNK_BYTES,
     SUMS_SUFFIX,
     ChecksummedWriter,
     FileRecord,
-    no_progress,
+    ignore_bytes,
     write_durably,
 )
+from lightning_elastic_zero.storage.concurrent_runs import RUN_MARKER_PREFIX, ConcurrentRunMonitor
 from lightning_elastic_zero.storage.copying import copy_checkpoint
-from lightning_elastic_zero.storage.deleting import DOOMED, delete, discard, no_work
-from lightning_elastic_zero.storage.exchange import exchange_names
+from lightning_elastic_zero.storage.deleting import (
+    DELETING_PREFIX,
+    delete_checkpoint,
+    ignore_progress,
+    remove_hidden,
+)
+from lightning_elastic_zero.storage.existing_target import (
+    ExistingTarget,
+    check_replaceable,
+    inspect_target,
+)
 from lightning_elastic_zero.storage.leftovers import (
-    LINKING,
+    LINK_PREFIX,
     remove_leftovers,
     repair,
     repair_target,
 )
-from lightning_elastic_zero.storage.occupants import Occupant, check_replaceable, occupant_of
-from lightning_elastic_zero.storage.places import (
+from lightning_elastic_zero.storage.paths import (
+    await_table,
+    await_visible,
     check_local_path,
-    leave_table,
-    leave_token,
     remove_tables,
-    remove_token,
-    see_table,
-    see_token,
+    remove_visibility_token,
     sync_directory,
+    write_table,
+    write_visibility_token,
 )
-from lightning_elastic_zero.storage.ranges import READ_BYTES, RangeFile, read_file, steady_stream
+from lightning_elastic_zero.storage.range_file import (
+    READ_BYTES,
+    RangeFile,
+    bounded_stream,
+    read_file,
+)
 from lightning_elastic_zero.storage.staging import StagedDirectory, staging_path
-from lightning_elastic_zero.storage.tenants import RUN, Tenancy
-from lightning_elastic_zero.storage.verified import VerifiedFile
+from lightning_elastic_zero.storage.verified_file import VerifiedFile
 
 __all__ = [
     "CHUNK_BYTES",
-    "DOOMED",
-    "LINKING",
+    "DELETING_PREFIX",
+    "LINK_PREFIX",
     "READ_BYTES",
-    "RUN",
+    "RUN_MARKER_PREFIX",
     "SUMS_SUFFIX",
     "ChecksummedWriter",
+    "ConcurrentRunMonitor",
+    "ExistingTarget",
     "FileRecord",
-    "Occupant",
     "RangeFile",
     "StagedDirectory",
-    "Tenancy",
     "VerifiedFile",
+    "await_table",
+    "await_visible",
+    "bounded_stream",
     "check_local_path",
     "check_replaceable",
     "copy_checkpoint",
-    "delete",
-    "discard",
+    "delete_checkpoint",
     "exchange_names",
-    "leave_table",
-    "leave_token",
-    "no_progress",
-    "no_work",
-    "occupant_of",
+    "ignore_bytes",
+    "ignore_progress",
+    "inspect_target",
     "read_file",
+    "remove_hidden",
     "remove_leftovers",
     "remove_tables",
-    "remove_token",
+    "remove_visibility_token",
     "repair",
     "repair_target",
-    "see_table",
-    "see_token",
     "staging_path",
-    "steady_stream",
     "sync_directory",
     "write_durably",
+    "write_table",
+    "write_visibility_token",
 ]

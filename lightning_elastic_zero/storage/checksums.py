@@ -38,7 +38,7 @@ _WRITE_BYTES = 1 << 20
 _DIGEST_LENGTH = 32
 
 
-def no_progress(size_bytes: int) -> None:
+def ignore_bytes(size_bytes: int) -> None:
     """Take notice of nothing: the default of every ``on_bytes``."""
 
 
@@ -87,7 +87,7 @@ class ChecksummedWriter:
     """
 
     def __init__(
-        self, directory: Path, name: str, on_bytes: Callable[[int], None] = no_progress
+        self, directory: Path, name: str, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> None:
         """Create the file; a folder that its name has is created too.
 

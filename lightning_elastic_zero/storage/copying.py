@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_elastic_zero.storage.contents import contents_of
-from lightning_elastic_zero.storage.places import sync_directory
+from lightning_elastic_zero.storage.file_ownership import classify_files
+from lightning_elastic_zero.storage.paths import sync_directory
 from lightning_elastic_zero.storage.writeback import Writeback
 
 _BLOCK_BYTES = 1 << 20
@@ -28,7 +28,7 @@ def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) ->
         OSError: The copy is not whole.
 
     """
-    contents = contents_of(source)
+    contents = classify_files(source)
     if contents.problem:
         raise OSError(errno.EINVAL, contents.problem, str(source))
     target.mkdir()

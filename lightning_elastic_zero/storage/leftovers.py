@@ -10,13 +10,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lightning_elastic_zero.storage.contents import is_checkpoint
-from lightning_elastic_zero.storage.deleting import discard, no_work, remove_doomed
-from lightning_elastic_zero.storage.owner import Owner, file_system_now_s, new_id
-from lightning_elastic_zero.storage.places import sync_directory
-from lightning_elastic_zero.storage.staging import OWNER, PREVIOUS, SAVE_ID, STAGING, owner_path
+from lightning_elastic_zero.storage.deleting import (
+    ignore_progress,
+    remove_hidden,
+    remove_interrupted_deletions,
+)
+from lightning_elastic_zero.storage.file_ownership import is_checkpoint
+from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.process_identity import (
+    ProcessIdentity,
+    filesystem_time_s,
+    new_id,
+)
+from lightning_elastic_zero.storage.staging import (
+    OWNER_PREFIX,
+    PREVIOUS_PREFIX,
+    SAVE_ID,
+    STAGING_PREFIX,
+    owner_path,
+)
 
-LINKING = ".zero-link-"
+LINK_PREFIX = ".zero-link-"
 """Prefix of a link that is being made; it is gone in an instant, unless a kill came in between."""
 
 LEFTOVER_AGE_S = 7 * 24 * 3600.0
@@ -26,20 +40,20 @@ SETTLE_S = 2.0
 """How long a target may be missing while another machine publishes it: far longer than it takes."""
 
 
-def remove_leftovers(parent: Path, on_work: Callable[[], None] = no_work) -> list[Path]:
+def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_progress) -> list[Path]:
     """Remove what killed saves left in a directory, and return the paths that were removed.
 
-    That is what belongs to a process that has ended (``Owner.is_dead``), or is older than
+    That is what belongs to a process that has ended (``ProcessIdentity.is_dead``), or is older than
     ``LEFTOVER_AGE_S``, and what was being deleted, by whomever: it is no checkpoint any more.
     Targets that were lost between two renames are restored first. What cannot be removed is left,
     and so is what holds anything that no save wrote. A link in the making goes by its age: whoever
     makes that link again removes it before.
     """
     repair(parent)
-    removed, ages = remove_doomed(parent, on_work), _Ages(parent)
-    for path in sorted(parent.glob(f"{LINKING}*")):
+    removed, ages = remove_interrupted_deletions(parent, on_progress), _Ages(parent)
+    for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
         if ages.of(path) > LEFTOVER_AGE_S:
-            removed += _discarded(path, None, on_work)
+            removed += _discarded(path, None, on_progress)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
         left = _Left.of(parent, save_id)
         if left.is_needed() or not left.is_abandoned(ages):
@@ -47,7 +61,7 @@ def remove_leftovers(parent: Path, on_work: Callable[[], None] = no_work) -> lis
         target = parent / left.owner.target if left.owner else None
         gone = []
         for path in (left.staging, left.previous):
-            gone += _discarded(path, target if is_checkpoint(path) else None, on_work)
+            gone += _discarded(path, target if is_checkpoint(path) else None, on_progress)
         if not any(map(os.path.lexists, (left.staging, left.previous))):
             with suppress(OSError):
                 left.note.unlink()
@@ -61,8 +75,8 @@ def repair(parent: Path) -> list[Path]:
     lost = {
         parent / owner.target
         for kind, save_id in _ours(parent)
-        if kind == PREVIOUS
-        for owner in (Owner.read(owner_path(parent, save_id)),)
+        if kind == PREVIOUS_PREFIX
+        for owner in (ProcessIdentity.read(owner_path(parent, save_id)),)
         if owner is not None
     }
     return [target for target in sorted(lost) if repair_target(target)]
@@ -85,14 +99,14 @@ def repair_target(target: Path, settle_s: float = SETTLE_S) -> bool:
     if os.path.lexists(target):
         return False
     for kind, save_id in list(_ours(target.parent)):
-        owner = Owner.read(owner_path(target.parent, save_id))
-        if kind != PREVIOUS or owner is None or owner.target != target.name:
+        owner = ProcessIdentity.read(owner_path(target.parent, save_id))
+        if kind != PREVIOUS_PREFIX or owner is None or owner.target != target.name:
             continue
         if not owner.is_dead():
             time.sleep(settle_s)
-        if _put_back(target.parent / f"{PREVIOUS}{save_id}", target):
+        if _put_back(target.parent / f"{PREVIOUS_PREFIX}{save_id}", target):
             return True
-    set_aside = target.parent / f"{LINKING}{target.name}.old"
+    set_aside = target.parent / f"{LINK_PREFIX}{target.name}.old"
     if is_checkpoint(set_aside):
         # It gave way to a link, and nothing says by which process.
         time.sleep(settle_s)
@@ -119,7 +133,7 @@ class _Ages:
 
     @cached_property
     def _now_s(self) -> float:
-        return file_system_now_s(owner_path(self.parent, new_id()))
+        return filesystem_time_s(owner_path(self.parent, new_id()))
 
     def of(self, path: Path) -> float:
         """Return for how long a file has not been touched; 0 where there is none."""
@@ -136,14 +150,14 @@ class _Left:
     staging: Path
     previous: Path
     note: Path
-    owner: Owner | None
+    owner: ProcessIdentity | None
 
     @classmethod
     def of(cls, parent: Path, save_id: str) -> _Left:
         """Return what lies under the names of a save."""
         note = owner_path(parent, save_id)
-        names = (parent / f"{STAGING}{save_id}", parent / f"{PREVIOUS}{save_id}")
-        return cls(*names, note, Owner.read(note))
+        names = (parent / f"{STAGING_PREFIX}{save_id}", parent / f"{PREVIOUS_PREFIX}{save_id}")
+        return cls(*names, note, ProcessIdentity.read(note))
 
     def is_needed(self) -> bool:
         """Whether what was set aside is the only one: nothing took its place."""
@@ -155,17 +169,17 @@ class _Left:
         """Whether nobody works on it any more."""
         if self.owner is not None and self.owner.is_dead():
             return True
-        silent_s = ages.of(self.note if os.path.lexists(self.note) else self.staging)
-        is_dead = self.owner is not None and self.owner.is_dead(silent_s)
-        return is_dead or silent_s > LEFTOVER_AGE_S
+        untouched_s = ages.of(self.note if os.path.lexists(self.note) else self.staging)
+        is_dead = self.owner is not None and self.owner.is_dead(untouched_s)
+        return is_dead or untouched_s > LEFTOVER_AGE_S
 
 
-def _discarded(path: Path, known_as: Path | None, on_work: Callable[[], None]) -> list[Path]:
+def _discarded(path: Path, known_as: Path | None, on_progress: Callable[[], None]) -> list[Path]:
     """Discard what lies at a path, if anything does; return what is gone."""
     if not os.path.lexists(path):
         return []
     with suppress(OSError):
-        discard(path, known_as, on_work)
+        remove_hidden(path, known_as, on_progress)
     return [] if os.path.lexists(path) else [path]
 
 
@@ -173,7 +187,7 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
     """Yield the kind and the save id of each of our hidden names in a directory."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as entries:
         for entry in entries:
-            for kind in (STAGING, PREVIOUS, OWNER):
+            for kind in (STAGING_PREFIX, PREVIOUS_PREFIX, OWNER_PREFIX):
                 save_id = entry.name.removeprefix(kind).removesuffix(".json")
                 if entry.name.startswith(kind) and SAVE_ID.fullmatch(save_id):
                     yield kind, save_id

@@ -24,19 +24,19 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.atomic import exchange_names
 from lightning_elastic_zero.storage.checksums import write_durably
-from lightning_elastic_zero.storage.contents import is_checkpoint
-from lightning_elastic_zero.storage.deleting import discard, no_work
-from lightning_elastic_zero.storage.exchange import exchange_names
-from lightning_elastic_zero.storage.occupants import check_replaceable, occupant_of
-from lightning_elastic_zero.storage.owner import Owner, kept_alive
-from lightning_elastic_zero.storage.places import sync_directory
+from lightning_elastic_zero.storage.deleting import ignore_progress, remove_hidden
+from lightning_elastic_zero.storage.existing_target import check_replaceable, inspect_target
+from lightning_elastic_zero.storage.file_ownership import is_checkpoint
+from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.process_identity import ProcessIdentity, touch_regularly
 
 _log = logging.getLogger(__name__)
 
-STAGING = ".zero-staging-"
-PREVIOUS = ".zero-previous-"
-OWNER = ".zero-owner-"
+STAGING_PREFIX = ".zero-staging-"
+PREVIOUS_PREFIX = ".zero-previous-"
+OWNER_PREFIX = ".zero-owner-"
 
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
@@ -55,7 +55,7 @@ def staging_path(target: Path, save_id: str) -> Path:
     if not SAVE_ID.fullmatch(save_id):
         msg = f"{save_id!r} is no save id: at most 64 letters, digits and hyphens are."
         raise ValueError(msg)
-    return target.parent / f"{STAGING}{save_id}"
+    return target.parent / f"{STAGING_PREFIX}{save_id}"
 
 
 class StagedDirectory:
@@ -76,12 +76,12 @@ class StagedDirectory:
         """Name a staged directory; nothing is done on disk."""
         self.path = staging_path(target, save_id)
         self.target = target
-        self._previous = target.parent / f"{PREVIOUS}{save_id}"
+        self._previous = target.parent / f"{PREVIOUS_PREFIX}{save_id}"
         self._owner_path = owner_path(target.parent, save_id)
 
     @classmethod
     def create(
-        cls, target: Path, save_id: str, *, below: str = "checkpoint", begun: bool = False
+        cls, target: Path, save_id: str, *, below: str = "checkpoint", target_checked: bool = False
     ) -> StagedDirectory:
         """Make the hidden directory, and those above it that are missing.
 
@@ -93,21 +93,23 @@ class StagedDirectory:
             below: The name of a folder that an error suggests, where the target is a folder of
                 other things.
 
-            begun: Whether the save has begun before this, and the target was looked at then
-                (``check_replaceable``): what came since is treated as ``publish`` does.
+            target_checked: Whether the save has begun before this, and the target was looked at
+                then (``check_replaceable``): what came since is treated as ``publish`` does.
 
         Raises:
             SaveError: It cannot be made, or the target is something that must not be replaced.
 
         """
         staged = cls(target, save_id)
-        if not begun:
+        if not target_checked:
             check_replaceable(target, below)
         try:
             _check_still_ours(target)
             make_parents(target)
             # The owner comes first: no directory of ours is ever without one.
-            write_durably(staged._owner_path, Owner.this_process(target.name).to_json())
+            write_durably(
+                staged._owner_path, ProcessIdentity.of_this_process(target.name).to_json()
+            )
             staged.path.mkdir()
             sync_directory(target.parent)
         except BaseException as error:
@@ -118,16 +120,16 @@ class StagedDirectory:
             raise SaveError(msg) from error
         return staged
 
-    def kept_alive(self) -> AbstractContextManager[None]:
+    def touch_regularly(self) -> AbstractContextManager[None]:
         """Show other machines, in here, that this process still works on it."""
-        return kept_alive(self._owner_path)
+        return touch_regularly(self._owner_path)
 
     def publish(
         self,
         *,
         exchange: bool = True,
         on_step: Callable[[str], None] = _no_step,
-        on_work: Callable[[], None] = no_work,
+        on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
         """Put the directory in the target's place, in one step, and remove what was there.
 
@@ -142,7 +144,7 @@ class StagedDirectory:
                 aside" and "placed" where names cannot be exchanged, then "kept" (it outlives a
                 power cut) and "cleaned".
 
-            on_work: Called between the folders that are synced and the files that are removed.
+            on_progress: Called between the folders that are synced and the files that are removed.
 
         Raises:
             SaveError: The system refused, or the target is now something that must not be replaced.
@@ -154,7 +156,7 @@ class StagedDirectory:
         try:
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
-                on_work()
+                on_progress()
             on_step("synced")
             _check_still_ours(self.target)
             self._place(on_step, exchange=exchange)
@@ -165,7 +167,7 @@ class StagedDirectory:
         except OSError as error:
             msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
-        self._clean(on_work)
+        self._clean(on_progress)
         on_step("cleaned")
 
     def _place(self, on_step: Callable[[str], None], *, exchange: bool) -> None:
@@ -179,25 +181,25 @@ class StagedDirectory:
             on_step("set aside")
             self.path.rename(self.target)
         except OSError:
-            self._fill(self._previous)
+            self._rename_to_target(self._previous)
             raise
         except BaseException:
             # An interrupt: what was written is whole, and the step to publish it is the shorter.
-            self._fill(self.path)
+            self._rename_to_target(self.path)
             raise
 
-    def _fill(self, *by: Path) -> None:
+    def _rename_to_target(self, *by: Path) -> None:
         """Let the first that is there have the target's name, if nothing has it."""
         for path in by:
             if not os.path.lexists(self.target) and os.path.lexists(path):
                 path.rename(self.target)
 
-    def _clean(self, on_work: Callable[[], None]) -> None:
+    def _clean(self, on_progress: Callable[[], None]) -> None:
         # The checkpoint is published: a failure here is a matter of disk space, not of the save.
         try:
             for path in (self.path, self._previous):
-                discard(path, self.target, on_work, unfinished=False)
-            self._disown()
+                remove_hidden(path, self.target, on_progress, unfinished=False)
+            self._remove_owner_file()
         except OSError as error:
             _log.warning("Could not remove what %s replaced: %s.", self.target, error)
 
@@ -211,14 +213,16 @@ class StagedDirectory:
         with suppress(OSError):
             # Without something set aside, nothing was published: what is staged is given up.
             if os.path.lexists(self._previous):
-                self._fill(*([self.path] if is_checkpoint(self.path) else []), self._previous)
+                self._rename_to_target(
+                    *([self.path] if is_checkpoint(self.path) else []), self._previous
+                )
             if os.path.lexists(self._previous):
-                discard(self._previous, self.target, unfinished=False)
+                remove_hidden(self._previous, self.target, unfinished=False)
             known_as = self.target if is_checkpoint(self.path) else None
-            discard(self.path, known_as)
-            self._disown()
+            remove_hidden(self.path, known_as)
+            self._remove_owner_file()
 
-    def _disown(self) -> None:
+    def _remove_owner_file(self) -> None:
         """Remove the owner's file when nothing is left that it could be asked about."""
         if not (os.path.lexists(self.path) or os.path.lexists(self._previous)):
             self._owner_path.unlink(missing_ok=True)
@@ -230,10 +234,10 @@ def _check_still_ours(target: Path) -> None:
     A checkpoint into which something was put since then is no reason to lose the new one: it is
     kept under another name.
     """
-    occupant = occupant_of(target)
-    if occupant.keeps and occupant.kind != "checkpoint":
+    existing = inspect_target(target)
+    if existing.refusal_reason and existing.kind != "checkpoint":
         msg = (
-            f"{target} {occupant.keeps}, which it was not when the save began. "
+            f"{target} {existing.refusal_reason}, which it was not when the save began. "
             "Nothing there was touched. Save under another name."
         )
         raise SaveError(msg)
@@ -241,7 +245,7 @@ def _check_still_ours(target: Path) -> None:
 
 def owner_path(parent: Path, save_id: str) -> Path:
     """Return the path of the file that says who works on a save."""
-    return parent / f"{OWNER}{save_id}.json"
+    return parent / f"{OWNER_PREFIX}{save_id}.json"
 
 
 def make_parents(target: Path) -> None:

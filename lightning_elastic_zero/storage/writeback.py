@@ -34,17 +34,17 @@ class Writeback:
     be short on this disk. What they cost is measured, because no file system tells its speed.
     """
 
-    def __init__(self, descriptor: int, on_work: Callable[[], None]) -> None:
+    def __init__(self, descriptor: int, on_progress: Callable[[], None]) -> None:
         """Take an empty file, open for writing.
 
         Args:
             descriptor: The file's.
 
-            on_work: Called between the waits.
+            on_progress: Called between the waits.
 
         """
         self._descriptor = descriptor
-        self._on_work = on_work
+        self._on_work = on_progress
         self._size_bytes = 0
         self._synced_bytes = 0
         self._sync_bytes = _FIRST_SYNC_BYTES

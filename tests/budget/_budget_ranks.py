@@ -50,10 +50,10 @@ def bytes_read() -> int:
     return 0
 
 
-class Peak:
+class PeakMemory:
     """Watches the highest anonymous memory while a block runs."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakMemory:
         """Begin to watch."""
         self.before = self.highest = anonymous_bytes()
         self._done = threading.Event()
@@ -95,7 +95,7 @@ def save(stage: int, path: str) -> dict[str, int]:
     engine.backward(engine(torch.randn(1, WIDTH)))
     engine.step()
     save_checkpoint(engine, f"{path}.warm")
-    with Peak() as peak:
+    with PeakMemory() as peak:
         figures = save_checkpoint(engine, path)
     return {"extra": peak.highest - peak.before, "written": figures.bytes}
 
@@ -106,15 +106,15 @@ def load(stage: int, path: str) -> dict[str, int]:
 
     engine = make_engine(stage)
     before = bytes_read()
-    with Peak() as peak:
-        figures = load_checkpoint(engine, path)
+    with PeakMemory() as peak:
+        loaded = load_checkpoint(engine, path)
     after = bytes_read()
     states = engine.optimizer.optimizer.state.values()
     own = sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
     return {
         "extra": peak.highest - peak.before - own,
         "read": after - before,
-        "figures": figures.figures.bytes,
+        "figures": loaded.stats.bytes,
     }
 
 
@@ -127,12 +127,12 @@ def evaluate(stage: int, path: str) -> dict[str, int]:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     engine, *_ = deepspeed.initialize(model=Mlp(), config=config)
     before = bytes_read()
-    with Peak() as peak:
+    with PeakMemory() as peak:
         load_checkpoint(engine, path)
     return {"extra": peak.highest - peak.before, "read": bytes_read() - before}
 
 
-def be_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, out: str) -> None:
+def run_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, out: str) -> None:
     """Be one rank, and leave what it measured in a file."""
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -152,4 +152,4 @@ def be_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, 
 if __name__ == "__main__":
     what_, ranks_, port_, stage_, path_, out_ = sys.argv[1:]
     arguments = (int(ranks_), int(port_), what_, int(stage_), path_, out_)
-    spawn(be_rank, arguments, nprocs=int(ranks_))  # type: ignore[no-untyped-call]
+    spawn(run_rank, arguments, nprocs=int(ranks_))  # type: ignore[no-untyped-call]

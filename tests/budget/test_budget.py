@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.budget._budget_ranks import STATE_BYTES
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 HERE = Path(__file__).parent
 EXTRA_BYTES = 64e6
@@ -35,7 +35,7 @@ def run_ranks(what: str, ranks: int, stage: int, path: Path) -> list[dict[str, i
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=HANGS_S)
+        output, _ = process.communicate(timeout=HANG_TIMEOUT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.formats.objects import load_objects
-from tests.core._fuzzing import refuse_much_memory
-from tests.core.test_objects import HARMLESS_VALUES
+from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
+from tests.core._fuzz_runner import refuse_much_memory
+from tests.core.test_safe_pickle import SAFE_VALUES
 
 CANARIES = [np.full(n, 7, dtype=np.uint8) for n in (1, 8, 64, 1000, 4096)]
 """Memory of others."""
@@ -47,7 +47,7 @@ def _memoized(value: object, protocol: int) -> list[bytes]:
 
 
 VALUES = [
-    *HARMLESS_VALUES,
+    *SAFE_VALUES,
     np.arange(2000, dtype=np.float64),
     [np.zeros(3), np.zeros(3)],
     np.array([np.zeros(2), None], dtype=object),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.checkpoint.host_memory import HostMemory
-from lightning_elastic_zero.checkpoint.saving import Draft
-from lightning_elastic_zero.checkpoint.snapshot import Camera
+from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer
+from lightning_elastic_zero.checkpoint.saving import ShardContents
+from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.state import FlatState, RankState
+from lightning_elastic_zero.tensor_state import FlatState, RankState
 
 MB = 1_000_000
 
@@ -39,15 +39,15 @@ def zeros(size_bytes: int) -> torch.Tensor:
 
 def fork() -> int:
     """Fill a block, fork, fill it again; give how much more the two then hold together."""
-    state, memory = [zeros(64 * MB)], HostMemory()
-    memory.like(state)[0].copy_(state[0])
+    state, memory = [zeros(64 * MB)], HostBuffer()
+    memory.allocate_like(state)[0].copy_(state[0])
     before = share_bytes("self")
     child = os.fork()
     if not child:
         signal.pause()
         os._exit(0)
     try:
-        memory.like(state)[0].fill_(1.0)
+        memory.allocate_like(state)[0].fill_(1.0)
         return share_bytes("self") + share_bytes(child) - before
     finally:
         os.kill(child, signal.SIGKILL)
@@ -56,7 +56,7 @@ def fork() -> int:
 
 def grow(*, at_once: bool) -> int:
     """Take a snapshot, and then a larger one; give the most that was held of both."""
-    camera, before = Camera(), field_bytes("/proc/self/status", "VmRSS:")
+    camera, before = Snapshotter(), field_bytes("/proc/self/status", "VmRSS:")
     for size_bytes in (128 * MB, 192 * MB):
         camera.take(_draft(zeros(size_bytes), at_once=at_once), with_weights=True).wait(
             lambda: False
@@ -64,10 +64,12 @@ def grow(*, at_once: bool) -> int:
     return field_bytes("/proc/self/status", "VmHWM:") - before
 
 
-def _draft(tensor: torch.Tensor, *, at_once: bool) -> Draft:
+def _draft(tensor: torch.Tensor, *, at_once: bool) -> ShardContents:
     manifest = Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ())
     flats = () if at_once else (FlatState((), tensor, {}, {}),)
-    return Draft(manifest, RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {}), {}, ())
+    return ShardContents(
+        manifest, RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {}), {}, ()
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 SOURCE = Path(__file__).with_name("slow_disk.c")
 
@@ -34,12 +34,12 @@ class SlowDisk:
         library = folder / "slow_disk.so"
         options = ["-shared", "-fPIC", "-O1", "-o", str(library)]
         command = [compiler, *options, str(SOURCE), "-ldl", "-lpthread"]
-        subprocess.run(command, check=True, timeout=HANGS_S)
+        subprocess.run(command, check=True, timeout=HANG_TIMEOUT_S)
         self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(self.folder)}
         """What a process has to be started with."""
-        self.answer(bytes_per_s)
+        self.set_speed(bytes_per_s)
 
-    def answer(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
+    def set_speed(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
         """Go on at another speed; 0: not at all.
 
         Args:

@@ -19,18 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.formats.client_state import (
-    GONE,
-    differing,
+from lightning_elastic_zero.formats.elastic.client_state import (
+    REMOVED,
     dotted,
     fingerprints,
     is_plain,
     join_objects,
     pickled,
+    rank_differences,
     split_objects,
 )
-from lightning_elastic_zero.formats.readable import check_readable
-from lightning_elastic_zero.state import plain, without_numpy
+from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
+from lightning_elastic_zero.tensor_state import numpy_to_python, plain
 from tests.core.spelling import spelled
 from tests.core.strategies import plain_leaves, trees
 
@@ -196,7 +196,7 @@ class TestWithoutNumpy:
     )
     def test_numbers_become_pythons_own(self, value: object, expected: object) -> None:
         """What Python has too is the same value in Python, and of Python's type."""
-        assert spelled(without_numpy(value)) == spelled(expected)
+        assert spelled(numpy_to_python(value)) == spelled(expected)
 
     @pytest.mark.parametrize(
         "value",
@@ -205,7 +205,7 @@ class TestWithoutNumpy:
     )
     def test_all_else_stays(self, value: object) -> None:
         """What would not be exact is not converted, nor what is no number."""
-        assert without_numpy(value) is value
+        assert numpy_to_python(value) is value
 
     def test_hyperparameters(self) -> None:
         """A learning rate of NumPy's is saved as the number that it is; an array is refused."""
@@ -230,13 +230,13 @@ class TestReadable:
     def test_what_could_not_be_read_is_named(self, value: object, place: str) -> None:
         """The innermost value that torch would not read is named."""
         with pytest.raises(SaveError) as caught:
-            check_readable({"fine": 1, "state": value})
+            check_loads_weights_only({"fine": 1, "state": value})
         assert str(caught.value).startswith(f"{place}, and what is saved has to be plain data")
 
     @given(trees(plain_leaves))
     def test_plain_data_can_be_read(self, tree: dict[str, Any]) -> None:
         """Nothing is refused that goes through a file."""
-        check_readable({"state": tree})
+        check_loads_weights_only({"state": tree})
 
     def test_a_scheduler_can_be_read(self) -> None:
         """Torch's own schedulers keep counters, and what has no state."""
@@ -246,7 +246,7 @@ class TestReadable:
             torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
         ]
-        check_readable({"schedulers": [one.state_dict() for one in schedulers]})
+        check_loads_weights_only({"schedulers": [one.state_dict() for one in schedulers]})
 
 
 class TestFingerprints:
@@ -340,28 +340,28 @@ class TestDiffering:
     ) -> None:
         """What a rank keeps, put over rank 0's state, is the rank's own state."""
         prints = json.loads(json.dumps(fingerprints(first)))
-        kept = through_a_file([list(change) for change in differing(mine, prints)])
+        kept = through_a_file([list(change) for change in rank_differences(mine, prints)])
         changes = tuple((tuple(path), value) for path, value in kept)
         assert spelled(join_objects(copy.deepcopy(first), changes)) == spelled(mine)
 
     @given(trees(plain_leaves))
     def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:
         """Where ranks agree, nothing is kept twice."""
-        assert differing(copy.deepcopy(tree), fingerprints(tree)) == ()
+        assert rank_differences(copy.deepcopy(tree), fingerprints(tree)) == ()
 
     @pytest.mark.parametrize(
         ("first", "mine", "expected"),
         [
             ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, ((("a", "c"), 3),)),
             ({"a": {"b": 1}}, {"a": {"b": 1, "c": 3}}, ((("a", "c"), 3),)),
-            ({"a": {"b": 1, "c": 3}}, {"a": {"b": 1}}, ((("a", "c", GONE), None),)),
-            ({"a": 1, "b": {"c": 2}}, {"a": 1}, ((("b", GONE), None),)),
+            ({"a": {"b": 1, "c": 3}}, {"a": {"b": 1}}, ((("a", "c", REMOVED), None),)),
+            ({"a": 1, "b": {"c": 2}}, {"a": 1}, ((("b", REMOVED), None),)),
             ({0: {"a": 1}}, {0: {"a": 1, "b": 2}}, (((0, "b"), 2),)),
             ({"a": [None, 1]}, {"a": [None, 1, 2]}, ((("a", 2), 2),)),
             (
                 {"a": [None, 1, 2]},
                 {"a": [None]},
-                ((("a", 2, GONE), None), (("a", 1, GONE), None)),
+                ((("a", 2, REMOVED), None), (("a", 1, REMOVED), None)),
             ),
             ({"a": [1, 2]}, {"a": [1]}, ((("a",), [1]),)),
             ({"a": [{"x": 1}]}, {"a": {0: {}}}, ((("a",), {0: {}}),)),
@@ -372,14 +372,14 @@ class TestDiffering:
         self, first: dict[str, Any], mine: dict[str, Any], expected: object
     ) -> None:
         """A rank keeps the leaves that differ, what it alone has, and what it does not have."""
-        assert differing(mine, fingerprints(first)) == expected
+        assert rank_differences(mine, fingerprints(first)) == expected
 
     def test_objects_are_not_lost_where_ranks_differ_beside_them(self) -> None:
         """A key that one rank has more than rank 0 does not take away rank 0's objects."""
         path = Path("x")
         first = split_objects({"callbacks": {"own": [1, path], "path": path}})
         other = split_objects({"callbacks": {"own": [2, path], "path": path, "more": 1}})
-        changes = differing(other.plain, fingerprints(first.plain))
+        changes = rank_differences(other.plain, fingerprints(first.plain))
         loaded = join_objects(join_objects(first.plain, first.objects), changes)
         assert loaded == {"callbacks": {"own": [2, path], "path": path, "more": 1}}
 

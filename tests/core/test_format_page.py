@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.formats import names
+from lightning_elastic_zero.data_progress import BatchPlan, DataProgress, ElasticSampler, Position
+from lightning_elastic_zero.formats.deepspeed import constants
+from lightning_elastic_zero.json_records import DIGEST_FIELD, dump_with_digest
 from lightning_elastic_zero.manifest import (
     FORMAT_VERSION,
     FileEntry,
@@ -20,8 +22,6 @@ from lightning_elastic_zero.manifest import (
     manifest_from_json,
 )
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.progress import BatchPlan, ElasticSampler, Position, Record
-from lightning_elastic_zero.seal import FIELD, sealed
 from lightning_elastic_zero.storage import CHUNK_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_every_field_is_on_the_page(table: type) -> None:
 
 def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
     """What ``progress.sampler`` holds is told, and so is the fingerprint of a loader."""
-    record = Record(
+    record = DataProgress(
         Position(0, 0), global_step=0, global_batch_size=None, accumulate=1, world_size=1
     )
     fingerprint = ElasticSampler(range(1), BatchPlan(1, 1, 1), rank=0).describe()
@@ -55,11 +55,11 @@ def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
 def test_the_example_is_a_manifest() -> None:
     """The page's manifest, its white space as it was, is read and says what the page says."""
     content = json.loads(examples()[0])
-    manifest = manifest_from_json(sealed(content), "docs/format.md")
+    manifest = manifest_from_json(dump_with_digest(content), "docs/format.md")
     assert (manifest.stage, manifest.world_size) == (3, 2)
     assert json.loads(manifest.to_json()) == content
     for entry in manifest.files:
-        assert f"| `{FIELD}` |" in PAGE
+        assert f"| `{DIGEST_FIELD}` |" in PAGE
         assert Path(entry.name).name in PAGE.partition("## manifest.json")[0]
 
 
@@ -67,6 +67,11 @@ def test_the_pages_numbers_and_names_are_those_of_the_code() -> None:
     """Version, chunk size, and the names of files and entries."""
     assert f"| `format_version` | {FORMAT_VERSION} |" in PAGE
     assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
-    entries = (names.OURS, names.OPTIMIZER, names.STATES, names.FROZEN)
-    for name in (*entries, names.FP32_STAGE_3, names.FP32_STAGE_1_2, names.CLIENT_OBJECTS):
+    entries = (constants.OURS, constants.OPTIMIZER, constants.STATES, constants.FROZEN)
+    for name in (
+        *entries,
+        constants.FP32_STAGE_3,
+        constants.FP32_STAGE_1_2,
+        constants.CLIENT_OBJECTS,
+    ):
         assert name in PAGE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core._fuzzing import fuzz
+from tests.core._fuzz_runner import fuzz
 
 PROGRAMS = ["_fuzz_pickles", "_fuzz_files"]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.checkpoint.links import CheckpointLinks, make_link
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.links import Links, make_link
-from lightning_elastic_zero.storage import LINKING, remove_leftovers, repair_target
+from lightning_elastic_zero.storage import LINK_PREFIX, remove_leftovers, repair_target
 from tests.core._checkpoints import SHARD, contents, fill, names_in, whole
-from tests.core._instants import Interrupted, at_every_instant
+from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
 
-NO_EXCHANGE = "lightning_elastic_zero.links.exchange_names"
+NO_EXCHANGE = "lightning_elastic_zero.checkpoint.links.exchange_names"
 
 
 checkpoint = fill
@@ -110,17 +110,17 @@ class TestMakeLink:
             seen.append(said_by(link))
             shutil.copytree(folder, snapshots / str(len(seen)), symlinks=True)
 
-        with at_every_instant(look):
+        with before_each_syscall(look):
             make_link(target, link)
         monkeypatch.undo()
         assert sorted(set(seen)) == ["new", "old"]
         assert seen == sorted(seen, reverse=True)
-        assert any(names[0].startswith(LINKING) for names in map(names_in, snapshots.iterdir()))
+        assert any(names[0].startswith(LINK_PREFIX) for names in map(names_in, snapshots.iterdir()))
         for left in snapshots.iterdir():
             make_link(left / "new.ckpt", left / "last.ckpt")
             assert said_by(left / "last.ckpt") == "new"
             # A directory that was being deleted goes with the next save.
-            assert not [name for name in names_in(left) if name.startswith(LINKING)]
+            assert not [name for name in names_in(left) if name.startswith(LINK_PREFIX)]
 
     @WITH_LINKS
     def test_an_interrupt_leaves_the_old_or_the_new_one(
@@ -135,8 +135,8 @@ class TestMakeLink:
             folder = tmp_path / str(call)
             target, link = checkpoint(folder / "new.ckpt", "new"), folder / "last.ckpt"
             a_directory(link)
-            interrupted = Interrupted(call)
-            with at_every_instant(interrupted):
+            interrupted = InterruptAtCall(call)
+            with before_each_syscall(interrupted):
                 with suppress(KeyboardInterrupt):
                     make_link(target, link)
                 came, interrupted.calls = not interrupted.calls, []
@@ -165,7 +165,7 @@ class TestMakeLink:
                 missing += 1
                 shutil.copytree(tmp_path, copies / str(missing), symlinks=True)
 
-        with at_every_instant(look):
+        with before_each_syscall(look):
             make_link(target, link)
         assert missing
         for left in copies.iterdir():
@@ -282,40 +282,40 @@ class TestLinks:
     def test_it_waits_for_what_is_being_written(self, link: Path) -> None:
         """It leads to the old one until the new one is published; also where one is overwritten."""
         target = link.parent / "new.ckpt"
-        links = Links()
-        links.expect(target)
+        links = CheckpointLinks()
+        links.defer_until_published(target)
         links.make(target, link)
         assert said_by(link) == "old"
         checkpoint(target, "new")
         links.make(target, link)
         assert said_by(link) == "old"
-        links.release(target, published=True)
+        links.on_save_ended(target, published=True)
         assert said_by(link) == "new"
 
     def test_after_a_failure_it_stays(self, link: Path) -> None:
         """What could not be written is never linked to: not then, and not later."""
         target = link.parent / "new.ckpt"
-        links = Links()
-        links.expect(target)
+        links = CheckpointLinks()
+        links.defer_until_published(target)
         links.make(target, link)
-        links.release(target, published=False)
+        links.on_save_ended(target, published=False)
         assert said_by(link) == "old"
         links.make(target, link)
         assert said_by(link) == "old"
 
     def test_others_do_not_wait(self, link: Path) -> None:
         """While one is being written, a link to another one is made at once."""
-        links = Links()
-        links.expect(link.parent / "being_written.ckpt")
+        links = CheckpointLinks()
+        links.defer_until_published(link.parent / "being_written.ckpt")
         links.make(checkpoint(link.parent / "new.ckpt", "new"), link)
         assert said_by(link) == "new"
 
     def test_nothing_waits_for_what_is_published(self, link: Path) -> None:
         """After the release a link is made at once."""
         target = checkpoint(link.parent / "new.ckpt", "new")
-        links = Links()
-        links.expect(target)
-        links.release(target, published=True)
+        links = CheckpointLinks()
+        links.defer_until_published(target)
+        links.on_save_ended(target, published=True)
         assert said_by(link) == "old"
         links.make(target, link)
         assert said_by(link) == "new"
@@ -323,20 +323,20 @@ class TestLinks:
     def test_nor_for_what_never_began(self, link: Path) -> None:
         """Where no save goes on, none is waited for."""
         target = checkpoint(link.parent / "new.ckpt", "new")
-        links = Links()
-        links.expect(target)
-        links.expect(None)
+        links = CheckpointLinks()
+        links.defer_until_published(target)
+        links.defer_until_published(None)
         links.make(target, link)
         assert said_by(link) == "new"
 
     def test_an_older_save_releases_nothing(self, link: Path) -> None:
         """What was given up and ends late does not speak for what is written now."""
         target = link.parent / "new.ckpt"
-        links = Links()
-        links.expect(target)
+        links = CheckpointLinks()
+        links.defer_until_published(target)
         links.make(target, link)
-        links.release(link.parent / "given_up.ckpt", published=True)
+        links.on_save_ended(link.parent / "given_up.ckpt", published=True)
         assert said_by(link) == "old"
         checkpoint(target, "new")
-        links.release(target, published=True)
+        links.on_save_ended(target, published=True)
         assert said_by(link) == "new"

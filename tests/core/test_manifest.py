@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.json_records import dump_with_digest
 from lightning_elastic_zero.manifest import (
     FileEntry,
     Group,
@@ -22,7 +23,6 @@ from lightning_elastic_zero.manifest import (
     manifest_from_json,
 )
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.seal import sealed
 from tests.core.spelling import spelled
 from tests.core.strategies import manifests, plain_values
 
@@ -182,7 +182,7 @@ def edited(edit: Callable[[Any], object]) -> str:
     """Give the golden text with a change."""
     content = json.loads(GOLDEN)
     edit(content)
-    return sealed(content)
+    return dump_with_digest(content)
 
 
 class TestJson:
@@ -342,7 +342,7 @@ class TestRefusals:
             content = json.loads(GOLDEN)
             del content[table][0][column]
             if column not in {"aliases", "paddings"}:
-                message = refusal(sealed(content))
+                message = refusal(dump_with_digest(content))
                 assert column in message or column == "partition_numel"
 
     @pytest.mark.parametrize("value", [None, 1.5, "text", {}, [1.5], {"a": 1}, [[1]], -7])
@@ -367,7 +367,7 @@ class TestRefusals:
             row = row[key]
         original, row[path[-1]] = row[path[-1]], value
         try:
-            manifest_from_json(sealed(content), WHERE)
+            manifest_from_json(dump_with_digest(content), WHERE)
         except CheckpointFormatError as error:
             said = str(error)
         else:

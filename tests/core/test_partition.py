@@ -13,12 +13,12 @@ from lightning_elastic_zero.partition import (
     FlatBuffer,
     PerParameterPartition,
     alignment_paddings,
-    layout_of,
+    frozen_partition,
     partition_numel,
     piece_numel,
     round_robin_order,
     sub_groups,
-    unpartitioned,
+    zero_layout,
 )
 from tests.core.strategies import Cut, contiguous_cuts, cuts, per_parameter_cuts, tables
 
@@ -63,7 +63,7 @@ def zero_3(cut: Cut, rank: int) -> list[list[Element]]:
     return held
 
 
-def spelled_out(fragments: list[Fragment], held: list[list[Element]]) -> list[list[Element]]:
+def expanded(fragments: list[Fragment], held: list[list[Element]]) -> list[list[Element]]:
     """Write fragments into empty buffers of the reference's sizes."""
     buffers = [[PADDING] * len(buffer) for buffer in held]
     for f in fragments:
@@ -78,21 +78,21 @@ class TestAgainstBruteForce:
     def test_zero_1_2_concatenates_and_cuts(self, data: st.DataObject) -> None:
         """Each rank holds what it gets when the buffer is really built and really cut."""
         cut = data.draw(contiguous_cuts(data.draw(tables(min_numel=0))))
-        layout = layout_of(cut.stage, cut.buffers, cut.world_size)
+        layout = zero_layout(cut.stage, cut.buffers, cut.world_size)
         assert isinstance(layout, ContiguousPartition)
         for rank in range(cut.world_size):
             expected = zero_1_2(cut, rank)
-            assert spelled_out(list(layout.on_rank(rank)), expected) == expected
+            assert expanded(list(layout.on_rank(rank)), expected) == expected
 
     @given(st.data())
     def test_zero_3_cuts_each_parameter(self, data: st.DataObject) -> None:
         """Each rank holds what it gets when each parameter is really padded and really cut."""
         cut = data.draw(per_parameter_cuts(data.draw(tables(min_numel=0))))
-        layout = layout_of(cut.stage, cut.buffers, cut.world_size)
+        layout = zero_layout(cut.stage, cut.buffers, cut.world_size)
         assert isinstance(layout, PerParameterPartition)
         for rank in range(cut.world_size):
             expected = zero_3(cut, rank)
-            assert spelled_out(list(layout.on_rank(rank)), expected) == expected
+            assert expanded(list(layout.on_rank(rank)), expected) == expected
 
 
 class TestLayouts:
@@ -155,12 +155,12 @@ class TestLayouts:
     def test_frozen_weights_are_cut_by_themselves(self) -> None:
         """ZeRO-3 cuts frozen weights as it cuts all; ZeRO-1/2 keeps them whole, on one rank."""
         shapes = [("a", 3), ("b", 1)]
-        assert unpartitioned(shapes, 1).on_rank(0) == [
+        assert frozen_partition(shapes, 1).on_rank(0) == [
             Fragment("a", 0, 3, 0, 0, 0),
             Fragment("b", 0, 1, 0, 0, 3),
         ]
-        assert unpartitioned(iter(shapes), 2).on_rank(1) == [Fragment("a", 2, 3, 1, 0, 0)]
-        assert unpartitioned([], 2).on_rank(1) == []
+        assert frozen_partition(iter(shapes), 2).on_rank(1) == [Fragment("a", 2, 3, 1, 0, 0)]
+        assert frozen_partition([], 2).on_rank(1) == []
 
 
 class TestRefusals:

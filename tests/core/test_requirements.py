@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.continuation.scaling import ScaleCheck
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import DEEPSPEED, LIGHTNING, Requirement, missing_names
+from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def test_the_range_is_that_of_pyproject(requirement: Requirement) -> None:
 )
 def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> None:
     """The sentence names the release that was found and the range that is wanted."""
-    reason = DEEPSPEED.refuses(found)
+    reason = DEEPSPEED.incompatibility(found)
     assert (reason is not None) is refused
     if reason is not None:
         assert f"DeepSpeed {found} is installed" in reason
@@ -51,14 +51,16 @@ def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> No
 def test_missing_names_are_listed() -> None:
     """All at once, with whose they are, the release found and the range wanted."""
     missing = missing_names(torch.nn.Linear(1, 1), ("weight", "gone", "bias", "lost"))
-    sentence = LIGHTNING.lacks("9.9", "Linear", missing)
+    sentence = LIGHTNING.missing_names_message("9.9", "Linear", missing)
     assert sentence is not None
     assert "Lightning 9.9 has no gone, lost in Linear" in sentence
     assert "install lightning>=2.5,!=2.6.2,!=2.6.3; 2.6.6 is the newest" in sentence
-    assert LIGHTNING.lacks("9.9", "Linear", []) is None
+    assert LIGHTNING.missing_names_message("9.9", "Linear", []) is None
 
 
-def passed(check: ScaleCheck, factor: float, *, weight: float = 1.0, accumulate: int = 4) -> float:
+def passed(
+    check: LossScalingCheck, factor: float, *, weight: float = 1.0, accumulate: int = 4
+) -> float:
     """Go through a backward pass whose gradient is scaled where DeepSpeed hangs its hooks."""
     parameter = torch.ones(3, requires_grad=True)
     returned = parameter.sum()
@@ -74,7 +76,7 @@ def passed(check: ScaleCheck, factor: float, *, weight: float = 1.0, accumulate:
 @pytest.mark.parametrize("weight", [1.0, 0.75])
 def test_a_loss_that_is_divided_once_passes(accumulate: int, weight: float) -> None:
     """Whatever the accumulation, the weight of a micro-batch and the loss scale."""
-    gradient = passed(ScaleCheck(), 1.0, weight=weight, accumulate=accumulate)
+    gradient = passed(LossScalingCheck(), 1.0, weight=weight, accumulate=accumulate)
     assert gradient == pytest.approx(8.0 * weight / accumulate)
 
 
@@ -82,14 +84,14 @@ def test_a_loss_that_is_divided_once_passes(accumulate: int, weight: float) -> N
 def test_a_loss_that_is_scaled_once_more_is_refused(factor: float) -> None:
     """A factor other than one is refused by its size; without accumulation there is nothing to."""
     with pytest.raises(UnsupportedError, match=re.escape(f"are {factor:g} times")) as refused:
-        passed(ScaleCheck(), factor)
+        passed(LossScalingCheck(), factor)
     assert "deepspeed>=0.16,!=0.18.3" in str(refused.value)
-    assert passed(ScaleCheck(), factor, accumulate=1) == factor * 8.0
+    assert passed(LossScalingCheck(), factor, accumulate=1) == factor * 8.0
 
 
 def test_it_looks_once() -> None:
     """A micro-batch of no weight says nothing; after the first that does, nothing is looked at."""
-    check = ScaleCheck()
+    check = LossScalingCheck()
     passed(check, 0.25, weight=0.0)
     passed(check, 1.0)
     passed(check, 0.25)

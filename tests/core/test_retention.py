@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.checkpoint.retention import Retention
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.retention import Retention
-from lightning_elastic_zero.storage import DOOMED, LINKING, deleting
+from lightning_elastic_zero.storage import DELETING_PREFIX, LINK_PREFIX, deleting
 from tests.core._checkpoints import fill, names_in
 
 
@@ -53,12 +53,12 @@ class TestRemove:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(deleting, "remove_contents", killed)
+            patch.setattr(deleting, "remove_own_files", killed)
             with pytest.raises(KeyboardInterrupt):
                 Retention().remove(checkpoint(tmp_path, "old.ckpt"))
         ((hidden, content),) = seen
         assert names_in(tmp_path) == [hidden, "new.ckpt"]
-        assert hidden.startswith(DOOMED)
+        assert hidden.startswith(DELETING_PREFIX)
         assert not hidden.endswith(".ckpt")
         assert content == ["checkpoint", MANIFEST_NAME]
         Retention().remove(checkpoint(tmp_path, "older.ckpt"))
@@ -82,7 +82,7 @@ class TestRemove:
             retention.remove(old)
         assert f"{old} could not be deleted" in caplog.text
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
-        retention.retry()
+        retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
     def test_remote_addresses_are_refused(self) -> None:
@@ -98,7 +98,7 @@ class TestResumedFrom:
         old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
         retention.protect(old)
         retention.remove(old)
-        retention.retry()
+        retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
     def test_nor_through_a_link(self, tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ class TestWaiting:
         checkpoint(tmp_path, "new.ckpt")
         retention.remove(old)
         assert (tmp_path / "last.ckpt").exists()
-        retention.retry()
+        retention.delete_pending()
         assert old.exists()
         link(tmp_path / "last.ckpt", "new.ckpt")
-        retention.retry()
+        retention.delete_pending()
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
     def test_the_last_good_one_stays_until_there_is_another(self, tmp_path: Path) -> None:
@@ -148,23 +148,28 @@ class TestWaiting:
         old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
         retention.remove(old)
         checkpoint(tmp_path, "torn.ckpt", published=False)
-        retention.retry()
+        retention.delete_pending()
         assert old.exists()
         checkpoint(tmp_path, "new.ckpt")
-        retention.retry()
+        retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
 
     def test_a_link_that_was_being_made_needs_nothing(self, tmp_path: Path) -> None:
         """What a killed process has left of it does not keep a checkpoint."""
         old = checkpoint(tmp_path, "old.ckpt")
         checkpoint(tmp_path, "new.ckpt")
-        link(tmp_path / f"{LINKING}last.ckpt.new", "old.ckpt")
+        link(tmp_path / f"{LINK_PREFIX}last.ckpt.new", "old.ckpt")
         Retention().remove(old)
         assert not old.exists()
 
     @pytest.mark.parametrize(
         "hidden",
-        [".zero-staging-5a7e", ".zero-previous-5a7e", DOOMED + "0", LINKING + "last.ckpt.old"],
+        [
+            ".zero-staging-5a7e",
+            ".zero-previous-5a7e",
+            DELETING_PREFIX + "0",
+            LINK_PREFIX + "last.ckpt.old",
+        ],
     )
     def test_what_is_hidden_is_no_other_good_one(self, tmp_path: Path, hidden: str) -> None:
         """A save in the making, or the rest of a deletion, may have a manifest."""
@@ -179,7 +184,7 @@ class TestWaiting:
         link(tmp_path / "last.ckpt", "old.ckpt")
         retention.remove(old)
         (tmp_path / "last.ckpt").unlink()
-        retention.retry()
+        retention.delete_pending()
         assert old.exists()
 
     def test_two_are_never_both_deleted(self, tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ class TestWaiting:
         best.rename(tmp_path / "gone")
         again.rename(best)
         checkpoint(tmp_path, "other.ckpt")
-        retention.retry()
+        retention.delete_pending()
         assert best.exists()
 
 
@@ -223,11 +228,11 @@ class TestSavedAnew:
         """What is published anew stays when the link that the old one waited for moves on."""
         retention = Retention()
         best = self.doomed(tmp_path, retention)
-        retention.begun(best)
+        retention.on_save_started(best)
         self.publish(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.published(best)
-        retention.retry()
+        retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
     def test_even_where_the_save_fails(self, tmp_path: Path) -> None:
@@ -237,29 +242,29 @@ class TestSavedAnew:
         """
         retention = Retention()
         best = self.doomed(tmp_path, retention)
-        retention.begun(best)
+        retention.on_save_started(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.retry()
+        retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
     def test_a_later_doom_counts(self, tmp_path: Path) -> None:
         """Doomed while it is being written, it is deleted as soon as nothing needs it."""
         retention = Retention()
         best = self.doomed(tmp_path, retention)
-        retention.begun(best)
-        retention.doom(best)
+        retention.on_save_started(best)
+        retention.schedule_delete(best)
         self.publish(best)
         retention.published(best)
         assert (best / MANIFEST_NAME).exists()
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.retry()
+        retention.delete_pending()
         assert not best.exists()
 
     def test_others_stay_doomed(self, tmp_path: Path) -> None:
         """A save forgets the doom of its own path only; there need not be any."""
         retention = Retention()
         best = self.doomed(tmp_path, retention)
-        retention.begun(tmp_path / "new.ckpt")
+        retention.on_save_started(tmp_path / "new.ckpt")
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.published(checkpoint(tmp_path, "new.ckpt"))
         assert not best.exists()

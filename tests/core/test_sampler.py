@@ -24,14 +24,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.progress import (
+from lightning_elastic_zero.data_progress import (
     BatchPlan,
     ElasticBatchSampler,
     ElasticSampler,
     plan_batches,
 )
-from lightning_elastic_zero.progress.sample_order import digest_of, order_of
+from lightning_elastic_zero.data_progress.sample_order import digest_of, epoch_order
+from lightning_elastic_zero.errors import UnsupportedError
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
@@ -280,7 +280,7 @@ def test_the_generators_of_the_process_are_left_alone() -> None:
     np.random.seed(4)  # noqa: NPY002 (the one that samplers take for theirs)
     torch.manual_seed(4)
     before = np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]  # noqa: NPY002
-    orders = [order_of(_OfAll(), 3, epoch, 9) for epoch in (0, 1, 0)]
+    orders = [epoch_order(_OfAll(), 3, epoch, 9) for epoch in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
     assert np.random.get_state()[1].tolist() == before[0]  # type: ignore[index]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), before[1])

@@ -15,8 +15,12 @@ from torch.optim import lr_scheduler as lrs
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Group
-from lightning_elastic_zero.schedules import CONFIGURED, go_on_as_configured, go_on_as_saved
-from lightning_elastic_zero.state import in_type_of, plain
+from lightning_elastic_zero.tensor_state import cast_like, plain
+from lightning_elastic_zero.trainer.lr_schedulers import (
+    CONFIGURATION_KEYS,
+    resume_as_configured,
+    resume_as_saved,
+)
 
 Make = Callable[[Optimizer], Any]
 
@@ -175,7 +179,7 @@ def resume(saved: Any, live: Any) -> None:  # noqa: ANN401 (schedulers)
     """Let a scheduler take up what another one has come to, as the strategy and Lightning do."""
     state = copy.deepcopy(saved.state_dict())
     before = copy.deepcopy(state)
-    (kept,) = go_on_as_configured([live], [state], saved_groups(saved.optimizer))
+    (kept,) = resume_as_configured([live], [state], saved_groups(saved.optimizer))
     assert repr(state) == repr(before)
     live.load_state_dict(kept)
     assert saved.state_dict().keys() <= before.keys()
@@ -288,7 +292,9 @@ def test_without_saved_rates_the_configured_ones_stay(groups: list[dict[str, Any
     """As of a checkpoint of other groups, or of a writer that kept none."""
     scheduler = Own(OPTIMIZERS["one group"](RATE))
     held = [Group(names=(), hyperparameters=group, state=()) for group in groups]
-    (kept,) = go_on_as_configured([scheduler], [after(Own, SGD([weight()], 1.0), 3).__dict__], held)
+    (kept,) = resume_as_configured(
+        [scheduler], [after(Own, SGD([weight()], 1.0), 3).__dict__], held
+    )
     assert scheduler.optimizer.param_groups[0]["lr"] == RATE
     assert kept["last_epoch"] == 3
 
@@ -347,7 +353,7 @@ def test_what_has_no_optimizer_keeps_its_state() -> None:
 
     states: list[dict[str, Any]] = [{"warmup_done": True, "last_epoch": 3, "base_lrs": [0.8]}]
     states.append({"of": "no live one"})
-    kept = go_on_as_configured([Odd()], states, [])
+    kept = resume_as_configured([Odd()], states, [])
     assert kept == [{"warmup_done": True, "last_epoch": 3}, {"of": "no live one"}]
 
 
@@ -369,14 +375,14 @@ def test_numbers_take_the_live_types_where_that_is_exact() -> None:
     saved = {"base_lrs": [0.5, 0.1], "betas": (0.5, 0.25), "n": 3, "on": True, "text": "a"}
     f32 = np.float32
     live = {"base_lrs": [f32(1), f32(1)], "betas": (f32(1), 1.0), "n": np.int64(1), "on": f32(1)}
-    taken = in_type_of(saved, live)
+    taken = cast_like(saved, live)
     assert taken == saved
     types = [type(number).__name__ for number in (*taken["base_lrs"], *taken["betas"])]
     assert types == ["float32", "float", "float32", "float"]
     assert (type(taken["n"]), type(taken["on"])) == (np.int64, bool)
     scheduler = lrs.LambdaLR(SGD([weight()], f32(0.1)), lambda _: f32(0.5))
     states: list[dict[str, Any]] = [{"base_lrs": [float(f32(0.1))]}, {"of": "no live one"}]
-    (kept, rest) = go_on_as_saved([scheduler], states)
+    (kept, rest) = resume_as_saved([scheduler], states)
     assert type(kept["base_lrs"][0]) is f32
     assert rest == states[1]
 
@@ -390,4 +396,4 @@ def test_every_field_is_configured_or_a_place() -> None:
         states = [make(OPTIMIZERS["betas"](RATE)).state_dict()]
         for state in states:
             states += state.get("_schedulers", [])
-            assert state.keys() <= CONFIGURED | places | neither
+            assert state.keys() <= CONFIGURATION_KEYS | places | neither

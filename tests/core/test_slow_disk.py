@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.core._slow_disk import SlowDisk
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,20 +21,20 @@ import sys
 from pathlib import Path
 from lightning_elastic_zero.storage import ChecksummedWriter, copying
 
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 way, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 signs = 0
-def on_work(*_):
+def on_progress(*_):
     global signs
     signs += 1
 if way == "write":
-    with ChecksummedWriter(folder, "shard.pt", on_work) as file:
+    with ChecksummedWriter(folder, "shard.pt", on_progress) as file:
         for _ in range(4):
             file.write(bytes(size // 4))
         file.finish("5a7e")
 else:
-    copying._copy_file(folder.parent / "source", folder / "shard.pt", on_work)
+    copying._copy_file(folder.parent / "source", folder / "shard.pt", on_progress)
 print(signs)
 """
 
@@ -54,7 +54,7 @@ def test_no_call_waits_for_much_of_a_slow_disk(way: str, tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANGS_S,
+        timeout=HANG_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     waits = disk.waits()

@@ -14,18 +14,18 @@ import pytest
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import (
-    DOOMED,
-    LINKING,
+    DELETING_PREFIX,
+    LINK_PREFIX,
     StagedDirectory,
-    owner,
+    process_identity,
     remove_leftovers,
     repair,
     repair_target,
     staging_path,
 )
-from lightning_elastic_zero.storage.owner import SILENT_S
+from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S
 from tests.core._checkpoints import SHARD, contents, fill, manifest_of, names_in, whole
-from tests.core._instants import Interrupted, at_every_instant
+from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,8 +225,8 @@ def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
     """Save as a run does, with an interrupt somewhere; return whether it came to all of them."""
     staged = StagedDirectory.create(target, "new")
     fill(staged.path, "new")
-    interrupted = Interrupted(*calls)
-    with at_every_instant(interrupted):
+    interrupted = InterruptAtCall(*calls)
+    with before_each_syscall(interrupted):
         try:
             try:
                 staged.publish(exchange=exchange)
@@ -322,7 +322,7 @@ class TestElsewhere:
         """Half an hour without a sign of life, and it is removed; not before, and not for days."""
         staged, note = left
         assert remove_leftovers(tmp_path) == []
-        for ago_s, removed in ((SILENT_S - 300, []), (SILENT_S + 300, [staged.path, note])):
+        for ago_s, removed in ((DEAD_AFTER_S - 300, []), (DEAD_AFTER_S + 300, [staged.path, note])):
             then_s = time.time() - ago_s
             os.utime(note, (then_s, then_s))
             assert remove_leftovers(tmp_path) == removed
@@ -341,7 +341,7 @@ class TestElsewhere:
         now_s = time.time
         monkeypatch.setattr(time, "time", lambda: now_s() + off_s)
         assert remove_leftovers(tmp_path) == []
-        then_s = now_s() - SILENT_S - 300
+        then_s = now_s() - DEAD_AFTER_S - 300
         os.utime(note, (then_s, then_s))
         assert remove_leftovers(tmp_path) == [staged.path, note]
 
@@ -353,8 +353,8 @@ class TestElsewhere:
     ) -> None:
         """However long it takes: its note is touched while it works, and not afterwards."""
         staged, note = left
-        monkeypatch.setattr(owner, "BEAT_S", 0.01)
-        with staged.kept_alive():
+        monkeypatch.setattr(process_identity, "TOUCH_INTERVAL_S", 0.01)
+        with staged.touch_regularly():
             os.utime(note, (0, 0))
             end_s = time.monotonic() + 60
             while note.stat().st_mtime == 0 and time.monotonic() < end_s:
@@ -446,7 +446,7 @@ class TestLeftovers:
 
     def test_the_rest_of_a_deletion(self, tmp_path: Path) -> None:
         """What was on its way out when its process was killed goes with the next save."""
-        doomed = tmp_path / f"{DOOMED}5a7e"
+        doomed = tmp_path / f"{DELETING_PREFIX}5a7e"
         (doomed / "checkpoint").mkdir(parents=True)
         assert remove_leftovers(tmp_path) == [doomed]
         assert names_in(tmp_path) == []
@@ -454,7 +454,7 @@ class TestLeftovers:
     @pytest.mark.parametrize("kind", ["link", "directory"])
     def test_a_link_in_the_making_goes_by_its_age(self, kind: str, tmp_path: Path) -> None:
         """It may be another process's, and of this instant, unless it is old."""
-        made = tmp_path / f"{LINKING}last.ckpt.new"
+        made = tmp_path / f"{LINK_PREFIX}last.ckpt.new"
         if kind == "link":
             made.symlink_to("a.ckpt")
         else:

@@ -30,13 +30,13 @@ from lightning_elastic_zero.storage import (
     ChecksummedWriter,
     FileRecord,
     VerifiedFile,
+    await_visible,
     check_local_path,
-    leave_token,
-    ranges,
-    remove_token,
-    see_token,
+    range_file,
+    remove_visibility_token,
+    write_visibility_token,
 )
-from tests.limits import SOON_S
+from tests.timeouts import PROMPT_TIMEOUT_S
 
 SAVE_ID = "5a7e"
 TAIL_BYTES = 777
@@ -139,7 +139,7 @@ class TestReadRuns:
         size_bytes, runs = case
         data = some_bytes(size_bytes)
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranges, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
             record = write_file(Path(folder), data)
             with VerifiedFile(Path(folder), record, SAVE_ID) as file:
                 before = file.bytes_read
@@ -330,22 +330,22 @@ class TestPlaces:
 
     def test_token_is_seen(self, tmp_path: Path) -> None:
         """A rank sees a token that comes late, and leaves nothing behind."""
-        timer = threading.Timer(0.3, leave_token, (tmp_path, SAVE_ID))
+        timer = threading.Timer(0.3, write_visibility_token, (tmp_path, SAVE_ID))
         timer.start()
-        see_token(tmp_path, SAVE_ID)
-        remove_token(tmp_path, SAVE_ID)
-        remove_token(tmp_path, SAVE_ID)
+        await_visible(tmp_path, SAVE_ID)
+        remove_visibility_token(tmp_path, SAVE_ID)
+        remove_visibility_token(tmp_path, SAVE_ID)
         timer.join()
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("folder", [".", "missing"])
     def test_directory_that_is_not_shared(self, tmp_path: Path, folder: str) -> None:
         """A rank with a directory of its own, or none, says so in bounded time."""
-        leave_token(tmp_path, "another")
+        write_visibility_token(tmp_path, "another")
         start_s = time.monotonic()
         with pytest.raises(SaveError, match=r"does not see the directory .* all machines share"):
-            see_token(tmp_path / folder, SAVE_ID, wait_s=0.2)
-        assert time.monotonic() - start_s < SOON_S
+            await_visible(tmp_path / folder, SAVE_ID, wait_s=0.2)
+        assert time.monotonic() - start_s < PROMPT_TIMEOUT_S
 
 
 def test_needs_no_torch() -> None:

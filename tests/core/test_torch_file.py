@@ -25,10 +25,10 @@ from lightning_elastic_zero.formats.torch_file import (
     PickleRules,
     Piece,
     PiecewiseSource,
-    ShardBuilder,
     TorchFile,
+    TorchFileWriter,
 )
-from lightning_elastic_zero.storage import CHUNK_BYTES, ChecksummedWriter, FileRecord, ranges
+from lightning_elastic_zero.storage import CHUNK_BYTES, ChecksummedWriter, FileRecord, range_file
 
 SAVE_ID = "5a7e"
 NAME = "checkpoint/shard.pt"
@@ -46,9 +46,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def write_tree(directory: Path, tree: object, builder: ShardBuilder | None = None) -> FileRecord:
+def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileRecord:
     """Write a file of a tree, and of what its stand-ins stand for."""
-    return (builder or ShardBuilder()).write(tree, directory, NAME, save_id=SAVE_ID)
+    return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
 
 
 def write_bytes(directory: Path, data: bytes) -> FileRecord:
@@ -83,8 +83,8 @@ class TestReading:
         target = torch.zeros(size + 2, dtype=stored)
         expected, at, pieces = [bits(target[:1])], 1, []
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranges, "READ_BYTES", read_chunks * CHUNK_BYTES)
-            builder = ShardBuilder()
+            patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            builder = TorchFileWriter()
             tree = [builder.add(PiecewiseSource([one], stored)) for one in live]
             with TorchFile.open(Path(folder), write_tree(Path(folder), tree, builder)) as file:
                 for which, start, stop in wanted:
@@ -126,7 +126,7 @@ class TestReading:
             tmp_path / "a.pt",
             _use_new_zipfile_serialization=not legacy,
         )
-        kind: Any = LegacyFile if legacy else TorchFile.open_foreign
+        kind: Any = LegacyFile if legacy else TorchFile.open_unverified
         file, target = kind(tmp_path / "a.pt", PickleRules()), torch.zeros(8, dtype=wanted)
         with pytest.raises(CheckpointMismatchError, match=f"elements of {stored} where {wanted}"):
             file.read_into([(target, Piece(file.tree["a"], 0, 8, 0))])
@@ -138,7 +138,7 @@ class TestReading:
 
     def test_reads_no_more_than_it_needs(self, tmp_path: Path) -> None:
         """A run costs its own chunks and the index, whatever the size of the file."""
-        builder, live = ShardBuilder(), any_bits(1 << 22)
+        builder, live = TorchFileWriter(), any_bits(1 << 22)
         tree = {"a": builder.add(PiecewiseSource([live], live.dtype))}
         told: list[int] = []
         with TorchFile.open(tmp_path, write_tree(tmp_path, tree, builder)) as file:
@@ -214,7 +214,7 @@ class TestReading:
 
     def test_opens_fast(self, tmp_path: Path) -> None:
         """A shard of 2160 views takes less than a second of this process to open."""
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         flats = [builder.add(PiecewiseSource([720_000], torch.float32)) for _ in range(3)]
         tree = {f"layer.{i}.weight": [f[i * 1000 :][:1000] for f in flats] for i in range(720)}
         record = write_tree(tmp_path, tree, builder)

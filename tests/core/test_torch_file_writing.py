@@ -14,8 +14,8 @@ from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.torch_file import (
     Piece,
     PiecewiseSource,
-    ShardBuilder,
     TorchFile,
+    TorchFileWriter,
 )
 from lightning_elastic_zero.storage import FileRecord
 
@@ -47,9 +47,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def write_tree(directory: Path, tree: object, builder: ShardBuilder | None = None) -> FileRecord:
+def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileRecord:
     """Write a file of a tree, and of what its stand-ins stand for."""
-    return (builder or ShardBuilder()).write(tree, directory, NAME, save_id=SAVE_ID)
+    return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
 
 
 class TestWriting:
@@ -57,7 +57,7 @@ class TestWriting:
     def test_anybody_can_load_it(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """``torch.load(weights_only=True)`` gives every bit of pieces, zeros and plain tensors."""
         live, plain = any_bits(5000, dtype), any_bits(300, dtype, seed=1)
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         pieces: list[torch.Tensor | int] = [live[:7], 5, live[7:4000], 0, live[4000:]]
         flat = builder.add(PiecewiseSource(pieces, dtype, chunk_elements=64))
         empty = builder.add(PiecewiseSource([], dtype))
@@ -75,7 +75,7 @@ class TestWriting:
 
     def test_views_of_one_stand_in_share_one_storage(self, tmp_path: Path) -> None:
         """A thousand views of a flat buffer cost the flat buffer once."""
-        live, builder = any_bits(100_000), ShardBuilder()
+        live, builder = any_bits(100_000), TorchFileWriter()
         flat = builder.add(PiecewiseSource([live], live.dtype))
         tree = {f"p{i}": flat[i * 100 : i * 100 + 100] for i in range(1000)}
         record = write_tree(tmp_path, tree, builder)
@@ -86,7 +86,7 @@ class TestWriting:
     def test_a_source_ends_with_its_last_byte(self, tmp_path: Path) -> None:
         """It is told so before the next source's last byte is written; without bytes, at once."""
         said: list[str] = []
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         tree = []
         for name, numel in (("a", 5 << 20), ("none", 0), ("b", 5 << 20)):
             source = PiecewiseSource([numel], torch.float32, on_end=partial(said.append, name))
@@ -104,7 +104,7 @@ class TestWriting:
 
     def test_pieces_are_cast(self, tmp_path: Path) -> None:
         """A piece of another type is written in the source's."""
-        live, builder = torch.randn(1000), ShardBuilder()
+        live, builder = torch.randn(1000), TorchFileWriter()
         source = PiecewiseSource([live.double(), 2], torch.bfloat16)
         record = write_tree(tmp_path, {"a": builder.add(source)}, builder)
         found = torch.load(tmp_path / record.name, weights_only=True)["a"]
@@ -118,7 +118,7 @@ class TestWriting:
         with pytest.raises(SaveError):
             write_tree(tmp_path, {})
         with pytest.raises(AttributeError, match="local object"):
-            ShardBuilder().write(lambda: None, tmp_path, "other.pt", save_id=SAVE_ID)
+            TorchFileWriter().write(lambda: None, tmp_path, "other.pt", save_id=SAVE_ID)
         assert torch.serialization.get_crc32_options()
 
     def test_failing_source(self, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ class TestWriting:
                 msg = "the device is gone"
                 raise ConnectionError(msg)
 
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         flat = builder.add(Failing([20], torch.float32))
         with pytest.raises(ConnectionError, match="the device is gone"):
             write_tree(tmp_path, {"a": flat, "b": torch.zeros(1000)}, builder)
@@ -154,14 +154,14 @@ class TestWriting:
             def chunks(self) -> Iterator[torch.Tensor]:
                 yield from chunks
 
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         flat = builder.add(Broken([10], torch.float32))
         with pytest.raises(ValueError, match=reason):
             write_tree(tmp_path, {"a": flat}, builder)
 
     def test_stand_in_that_is_not_in_the_tree(self, tmp_path: Path) -> None:
         """A source that would be lost is an error."""
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         builder.add(PiecewiseSource([10], torch.float32))
         with pytest.raises(ValueError, match="has no place in the tree"):
             write_tree(tmp_path, {}, builder)
@@ -175,7 +175,7 @@ class TestWriting:
     def test_progress_adds_up(self, tmp_path: Path) -> None:
         """Progress is told of every byte of the file."""
         told: list[int] = []
-        builder = ShardBuilder()
+        builder = TorchFileWriter()
         tree = [builder.add(PiecewiseSource([1 << 20], torch.float32))]
         record = builder.write(tree, tmp_path, NAME, save_id=SAVE_ID, on_bytes=told.append)
         assert sum(told) == record.size_bytes == (tmp_path / NAME).stat().st_size
@@ -185,7 +185,7 @@ MEMORY = """
 import sys, tempfile, torch
 from pathlib import Path
 from lightning_elastic_zero.formats.torch_file import (
-    Piece, PiecewiseSource, ShardBuilder, TorchFile
+    Piece, PiecewiseSource, TorchFileWriter, TorchFile
 )
 
 # Where deterministic algorithms are asked for, torch.empty fills what it gives.
@@ -204,7 +204,7 @@ part = torch.randn(4 << 20)
 with tempfile.TemporaryDirectory() as folder:
     torch.save({"warm": part[:9].clone()}, Path(folder) / "warm.pt")
     base = anonymous_bytes()
-    builder = ShardBuilder()
+    builder = TorchFileWriter()
     flat = builder.add(PiecewiseSource([part.bfloat16(), 1 << 20] + [part] * 32, torch.float32))
     tree = {"a": flat[: part.numel()], "b": flat[part.numel() :]}
     record = builder.write(tree, Path(folder), "a.pt", save_id="x", on_bytes=watch)
@@ -240,7 +240,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_from_and_to_a_device(tmp_path: Path) -> None:
     """Elements on a device are written from there and read to there, bit for bit."""
-    live, builder = any_bits(10_000_000).cuda(), ShardBuilder()
+    live, builder = any_bits(10_000_000).cuda(), TorchFileWriter()
     source = PiecewiseSource([live[:99], 5, live[99:]], live.dtype)
     with TorchFile.open(
         tmp_path, write_tree(tmp_path, {"a": builder.add(source)}, builder)

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.torch_optimizer import NamedState, is_optimizer, name_states
+from lightning_elastic_zero.formats.full_state.torch_optimizer import (
+    NamedOptimizerState,
+    is_optimizer,
+    name_states,
+)
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter
 
 SHAPES = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (3,), "f": (4,)}
@@ -52,7 +56,9 @@ def saved(
     return {"state": states, "param_groups": [{"params": list(g), "lr": 0.5} for g in groups]}
 
 
-def meaning(tree: dict[str, Any], manifest: Manifest, order: Sequence[str] = "") -> NamedState:
+def meaning(
+    tree: dict[str, Any], manifest: Manifest, order: Sequence[str] = ""
+) -> NamedOptimizerState:
     """Match."""
     names = order or [p.name for p in manifest.parameters]
     return name_states(tree, manifest, names, {n: n for n in SHAPES})

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def run_ranks(
     world_size: int,
     *,
     store_of_launcher: bool = False,
-    timeout_s: float = HANGS_S,
+    timeout_s: float = HANG_TIMEOUT_S,
 ) -> list[RankResult]:
     """Run ``program`` on so many ranks and give what is left of each.
 

@@ -25,12 +25,12 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     SaveError,
 )
-from lightning_elastic_zero.ranks import RankTimes, StoreRanks, current_ranks
+from lightning_elastic_zero.coordination import Timeouts, StoreRanks, connect_ranks
 from tests.dist._launch import Job
 
 WORLD = 4
 LINES = 3
-SHORT = RankTimes(beat_s=0.2, dead_s=1.6, stalled_s=1.6, absent_s=2.4, settle_s=0.3)
+SHORT = Timeouts(heartbeat_interval_s=0.2, heartbeat_timeout_s=1.6, stall_timeout_s=1.6, absent_timeout_s=2.4, failure_grace_s=0.3)
 
 
 def attempt(call: Callable[[], object]) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def open_ranks(job: Job) -> StoreRanks:
 def steps_of_living_ranks(job: Job) -> None:
     """Results and failures, with nobody lost; at last an end as Lightning's, without ``close``."""
     atexit.register(dist.destroy_process_group)
-    ranks = current_ranks()
+    ranks = connect_ranks()
     job.note("type", type(ranks).__name__)
-    for name in ("together", "gather", "from_first", "everywhere"):
+    for name in ("run_all", "gather", "broadcast", "all_gather"):
         job.note(name, getattr(ranks, name)("results", lambda: (job.rank, "é")))
     failures: dict[str, dict[int, BaseException]] = {
         "one": {2: OSError(28, "No space left on device")},
@@ -76,53 +76,53 @@ def steps_of_living_ranks(job: Job) -> None:
     }
     for case, errors in failures.items():
         work = raising(errors, job.rank)
-        job.note(case, attempt(partial(ranks.together, "write shards", work)))
-        job.note(f"after {case}", ranks.everywhere("next", lambda: job.rank))
+        job.note(case, attempt(partial(ranks.run_all, "write shards", work)))
+        job.note(f"after {case}", ranks.all_gather("next", lambda: job.rank))
 
     here = "start of training" if job.rank == 1 else "load last.ckpt"
-    job.note("places", attempt(lambda: ranks.together(here, lambda: None)))
-    kind = ranks.everywhere if job.rank == 1 else ranks.gather
+    job.note("places", attempt(lambda: ranks.run_all(here, lambda: None)))
+    kind = ranks.all_gather if job.rank == 1 else ranks.gather
     job.note("kinds", attempt(lambda: kind("sizes", lambda: 1)))
     inner = raising({0: OSError("x")}, 0)
-    job.note("nested", attempt(lambda: ranks.together("a", lambda: ranks.together("b", inner))))
+    job.note("nested", attempt(lambda: ranks.run_all("a", lambda: ranks.run_all("b", inner))))
 
     job.note("object", attempt(lambda: ranks.gather("names", lambda: {job.rank: object()})))
     noise = random.Random(0).randbytes(8_000_000).hex()  # packs badly
-    job.note("too long", attempt(lambda: ranks.from_first("noise", lambda: noise)))
-    long = attempt(lambda: len(ranks.from_first("zeros", lambda: "0" * 20_000_000)))
+    job.note("too long", attempt(lambda: ranks.broadcast("noise", lambda: noise)))
+    long = attempt(lambda: len(ranks.broadcast("zeros", lambda: "0" * 20_000_000)))
     job.note("long", long)
-    job.note("interrupt", interrupted(job, ranks.together))
-    job.note("after all", ranks.everywhere("last", lambda: job.rank))
-    times = [attempt(lambda: ranks.together("empty", lambda: None)) for _ in range(200)]
+    job.note("interrupt", interrupted(job, ranks.run_all))
+    job.note("after all", ranks.all_gather("last", lambda: job.rank))
+    times = [attempt(lambda: ranks.run_all("empty", lambda: None)) for _ in range(200)]
     job.note("latency_ms", 1000 * statistics.median(t["seconds"] for t in times))
     # Rank 0 is the last to be done, and takes the store away while the others poll slowly.
-    end = attempt(lambda: ranks.together("end", lambda: time.sleep(job.rank == 0)))
+    end = attempt(lambda: ranks.run_all("end", lambda: time.sleep(job.rank == 0)))
     if job.rank == 0:
         ranks.close()
         os._exit(0)
     job.note("end", end)
 
 
-def many_lines(job: Job) -> None:
+def many_connections(job: Job) -> None:
     """Agree over several lines at once, and count their connections to the store."""
-    lines = [current_ranks(name=f"line {number}") for number in range(LINES)]
+    lines = [connect_ranks(name=f"line {number}") for number in range(LINES)]
     for line in lines:
-        line.together("come", lambda: None)
-    job.note("connections", len({id(line._line._connection) for line in lines}))  # type: ignore[attr-defined]
+        line.run_all("come", lambda: None)
+    job.note("connections", len({id(line._thread._connection) for line in lines}))  # type: ignore[attr-defined]
     for line in lines[1:]:
         line.close()
-    job.note("first goes on", lines[0].everywhere("meet", lambda: job.rank))
+    job.note("first goes on", lines[0].all_gather("meet", lambda: job.rank))
     lines[0].close()
-    anew = current_ranks()
-    job.note("anew", anew.everywhere("meet", lambda: job.rank))
+    anew = connect_ranks()
+    job.note("anew", anew.all_gather("meet", lambda: job.rank))
     anew.close()
 
 
-def interrupted(job: Job, together: Callable[[str, Callable[[], None]], None]) -> dict[str, Any]:
+def interrupted(job: Job, run_all: Callable[[str, Callable[[], None]], None]) -> dict[str, Any]:
     """Let rank 3 be interrupted at work."""
     work = raising({3: KeyboardInterrupt()}, job.rank)
     try:
-        return attempt(lambda: together("long work", work))
+        return attempt(lambda: run_all("long work", work))
     except KeyboardInterrupt:
         return {"error": "KeyboardInterrupt"}
 
@@ -139,19 +139,19 @@ def steps_that_take_time(job: Job) -> None:
             ranks.progress()
 
     error = OSError(5, "Input/output error") if job.rank == 3 else None
-    job.note("early", attempt(lambda: ranks.together("write", lambda: long_work(error))))
-    job.note("steady", attempt(lambda: ranks.together("write", lambda: long_work(seconds=2))))
+    job.note("early", attempt(lambda: ranks.run_all("write", lambda: long_work(error))))
+    job.note("steady", attempt(lambda: ranks.run_all("write", lambda: long_work(seconds=2))))
     job.note("keys", [count_keys(ranks) for _ in range(3)])
-    ranks_are_lost(job, ranks, ranks.everywhere("pids", os.getpid))
+    ranks_are_lost(job, ranks, ranks.all_gather("pids", os.getpid))
     if job.rank == 2:
         ranks.close()
         ranks.close()
-        job.note("used when closed", attempt(lambda: ranks.together("x", lambda: None)))
+        job.note("used when closed", attempt(lambda: ranks.run_all("x", lambda: None)))
     else:
-        job.note("closed", attempt(lambda: ranks.together("too late", lambda: None)))
+        job.note("closed", attempt(lambda: ranks.run_all("too late", lambda: None)))
     if job.rank == 0:
         time.sleep(2)  # rank 1 ends meanwhile
-        job.note("left", attempt(lambda: ranks.together("alone", lambda: None)))
+        job.note("left", attempt(lambda: ranks.run_all("alone", lambda: None)))
 
 
 def ranks_are_lost(job: Job, ranks: StoreRanks, pids: list[int]) -> None:
@@ -160,34 +160,34 @@ def ranks_are_lost(job: Job, ranks: StoreRanks, pids: list[int]) -> None:
     def on_the_last(act: Callable[[], None]) -> Callable[[], None]:
         return act if job.rank == 3 else lambda: None
 
-    stall = on_the_last(lambda: heard_by("stalled", 3))
-    job.note("stalled", attempt(lambda: ranks.together("read shards", stall)))
-    hear("stalled")
-    job.note("after stalled", ranks.everywhere("meet", lambda: job.rank))
+    stall = on_the_last(lambda: wait_until_seen_by("stalled", 3))
+    job.note("stalled", attempt(lambda: ranks.run_all("read shards", stall)))
+    mark_seen("stalled")
+    job.note("after stalled", ranks.all_gather("meet", lambda: job.rank))
     if job.rank in {0, 3}:
-        heard_by("missed too", 2)  # the others have raised twice by then
-    job.note("absent", attempt(lambda: ranks.together("save", lambda: None)))
+        wait_until_seen_by("missed too", 2)  # the others have raised twice by then
+    job.note("absent", attempt(lambda: ranks.run_all("save", lambda: None)))
     work = raising({1: OSError("disk")}, job.rank)
-    job.note("missed too", attempt(lambda: ranks.together("another", work)))
-    hear("missed too")
-    job.note("after absent", ranks.everywhere("meet", lambda: job.rank))
+    job.note("missed too", attempt(lambda: ranks.run_all("another", work)))
+    mark_seen("missed too")
+    job.note("after absent", ranks.all_gather("meet", lambda: job.rank))
     if job.rank == 0:
         threading.Thread(target=wake, args=(pids[3],), daemon=True).start()
     stop = on_the_last(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    job.note("stopped", attempt(lambda: ranks.together("sync files", stop)))
-    hear("stopped")
-    heard_by("stopped", WORLD)
-    job.note("after stopped", ranks.everywhere("meet", lambda: job.rank))
+    job.note("stopped", attempt(lambda: ranks.run_all("sync files", stop)))
+    mark_seen("stopped")
+    wait_until_seen_by("stopped", WORLD)
+    job.note("after stopped", ranks.all_gather("meet", lambda: job.rank))
     kill = on_the_last(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    job.note("killed", attempt(lambda: ranks.together("publish", kill)))
+    job.note("killed", attempt(lambda: ranks.run_all("publish", kill)))
 
 
-def hear(case: str) -> None:
+def mark_seen(case: str) -> None:
     """Say that this rank has heard what became of a case."""
     _get_default_store().add(f"heard {case}", 1)
 
 
-def heard_by(case: str, count: int) -> None:
+def wait_until_seen_by(case: str, count: int) -> None:
     """Wait until so many ranks have."""
     while _get_default_store().add(f"heard {case}", 0) < count:
         time.sleep(0.05)
@@ -195,19 +195,19 @@ def heard_by(case: str, count: int) -> None:
 
 def wake(pid: int) -> None:
     """Let a stopped process go on when the others have heard that it does not."""
-    heard_by("stopped", WORLD - 1)
+    wait_until_seen_by("stopped", WORLD - 1)
     os.kill(pid, signal.SIGCONT)
 
 
 def count_keys(ranks: StoreRanks) -> int | None:
     """Do some steps, failures too, and let rank 0 count the keys of the store."""
     for number in range(20):
-        ranks.together(f"step {number}", lambda: None)
+        ranks.run_all(f"step {number}", lambda: None)
         ranks.gather("sizes", lambda: ranks.rank)
         with contextlib.suppress(SaveError):
-            ranks.together("fails", raising({1: SaveError("x")}, ranks.rank))
+            ranks.run_all("fails", raising({1: SaveError("x")}, ranks.rank))
     count = _get_default_store().num_keys() if ranks.rank == 0 else None
-    return ranks.from_first("count", lambda: count)
+    return ranks.broadcast("count", lambda: count)
 
 
 def calls_on_one_rank(job: Job) -> None:
@@ -218,8 +218,8 @@ def calls_on_one_rank(job: Job) -> None:
     logging.getLogger("lightning_elastic_zero").addHandler(handler)
 
     def call(name: str, work: Callable[[], object] = lambda: job.rank) -> object:
-        with closing(current_ranks(replace(SHORT, late_s=1.0), call=name)) as ranks:
-            return ranks.everywhere("look", work)
+        with closing(connect_ranks(replace(SHORT, late_warning_s=1.0), call=name)) as ranks:
+            return ranks.all_gather("look", work)
 
     job.note("first", call("save at step 1"))
     dist.barrier()
@@ -261,15 +261,15 @@ def _interrupt(*_: object) -> None:
 def first_rank_is_lost(job: Job) -> None:
     """Rank 0 is stopped at work, and the store with it where it hosts the store; then killed."""
     ranks = open_ranks(job)
-    first_pid = ranks.from_first("pid", os.getpid)
-    job.note("stopped", attempt(lambda: ranks.together("publish", lost_work(ranks, "SIGSTOP"))))
+    first_pid = ranks.broadcast("pid", os.getpid)
+    job.note("stopped", attempt(lambda: ranks.run_all("publish", lost_work(ranks, "SIGSTOP"))))
     if job.rank == 2:
         time.sleep(1)  # rank 1 may raise a little later
         os.kill(first_pid, signal.SIGCONT)
     anew = open_ranks(job)
-    job.note("anew", anew.everywhere("meet", lambda: job.rank))
-    job.note("killed", attempt(lambda: anew.together("publish", lost_work(anew, "SIGKILL"))))
-    job.note("again", attempt(lambda: anew.together("more", lambda: None)))
+    job.note("anew", anew.all_gather("meet", lambda: job.rank))
+    job.note("killed", attempt(lambda: anew.run_all("publish", lost_work(anew, "SIGKILL"))))
+    job.note("again", attempt(lambda: anew.run_all("more", lambda: None)))
 
 
 def lost_work(ranks: StoreRanks, name: str) -> Callable[[], None]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.saving import Draft, write
+from lightning_elastic_zero.checkpoint.saving import ShardContents, write
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer, partition_numel
-from lightning_elastic_zero.ranks import StoreRanks, current_ranks
-from lightning_elastic_zero.state import FlatState, RankState
+from lightning_elastic_zero.coordination import StoreRanks, connect_ranks
+from lightning_elastic_zero.tensor_state import FlatState, RankState
 from tests.dist._launch import Job
 from tests.dist._rank_programs import attempt
 
@@ -53,7 +53,7 @@ class Counting:
                 self._count(item)
 
 
-def draft(job: Job, count: int, *, odd: str = "") -> Draft:
+def contents(job: Job, count: int, *, odd: str = "") -> ShardContents:
     """Make a draft of a ZeRO-1 run with so many parameters, buffers and entries of its trainer.
 
     Args:
@@ -100,25 +100,25 @@ def draft(job: Job, count: int, *, odd: str = "") -> Draft:
     client = {f"callback {index}": index for index in range(count)}
     if odd == "client":
         client["callback 0"] = -1
-    return Draft(manifest, held, client, ())
+    return ShardContents(manifest, held, client, ())
 
 
 def saves(job: Job) -> None:
     """Save few and many parameters, with nothing or something odd, and note the bytes."""
-    with closing(current_ranks()) as ranks:
+    with closing(connect_ranks()) as ranks:
         assert isinstance(ranks, StoreRanks)
-        folder = Path(ranks.from_first("make a folder", tempfile.mkdtemp))
-        line = ranks._line
-        counting = line._store = Counting(line._store)
-        if line._judge is not None:
-            line._judge._store = counting
+        folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
+        thread = ranks._thread
+        counting = thread._store = Counting(thread._store)
+        if thread._leader is not None:
+            thread._leader._store = counting
         for odd in ("", "client", "buffers", "parameters"):
             for count in (FEW, MANY):
                 before = counting.bytes
                 path = folder / f"{odd or 'same'}-{count}.ckpt"
 
                 def save(path: Path = path, count: int = count, odd: str = odd) -> str:
-                    return write(path, lambda: draft(job, count, odd=odd), ranks).path
+                    return write(path, lambda: contents(job, count, odd=odd), ranks).path
 
                 outcome = attempt(save)
                 said = outcome.get("message", "")

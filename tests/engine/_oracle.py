@@ -35,7 +35,7 @@ class OracleError(Exception):
     """The engine holds what cannot be: the library broke it, or the oracle is wrong."""
 
 
-def demand(holds: object, what: str) -> None:
+def require(holds: object, what: str) -> None:
     """Raise what is wrong unless it holds."""
     if not holds:
         raise OracleError(what)
@@ -80,7 +80,7 @@ def _check_tiling(flats: list[torch.Tensor], numel: int) -> None:
     for flat in flats:
         counts += torch.bincount(flat[flat != PADDING], minlength=numel)
     distributed.all_reduce(counts)
-    demand((counts == 1).all(), f"{int((counts != 1).sum())} elements do not lie in one place")
+    require((counts == 1).all(), f"{int((counts != 1).sum())} elements do not lie in one place")
 
 
 # -- what one rank holds ----------------------------------------------------------------------
@@ -121,7 +121,7 @@ def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters(list(parameters.values())):
             found.append({name: p.detach().clone() for name, p in parameters.items()})
     stale = [n for n in parameters if not torch.equal(found[0][n], found[1][n])]
-    demand(not stale, f"stale gathered parameters: {stale}")
+    require(not stale, f"stale gathered parameters: {stale}")
     return found[1]
 
 
@@ -148,7 +148,7 @@ def dump(engine: Engine, setup: Setup) -> Dump | None:
         for name, start, numel in zip(names, starts, numels, strict=True):
             values, covered = (t[start : start + numel] for t in flat)
             if numel and bool(covered.any()):
-                demand(covered.all(), f"{kind} of {name} is not whole")
+                require(covered.all(), f"{kind} of {name} is not whole")
                 whole[f"{kind}/{name}"] = values.view(shapes[name])
     whole.update(_scalars(pieces, names, starts))
     whole.update(_once(pieces, names))
@@ -170,7 +170,7 @@ def _elementwise(
                 if key not in found:
                     whole = torch.zeros(numel, dtype=tensor.dtype)
                     found[key] = (whole, torch.zeros(numel, dtype=torch.bool))
-                demand(tensor.shape == master.shape, f"{key} is not element-wise")
+                require(tensor.shape == master.shape, f"{key} is not element-wise")
                 found[key][0][places[here]] = tensor[here]
                 found[key][1][places[here]] = True
     return found
@@ -187,7 +187,7 @@ def _scalars(pieces: list[dict[str, Any]], names: list[str], starts: list[int]) 
         states = [
             {k: repr(v) for k, v in p["states"][index].items() if not _is_vector(v)} for p in pieces
         ]
-        demand(all(s == states[0] for s in states), f"scalars of buffer {index} differ: {states}")
+        require(all(s == states[0] for s in states), f"scalars of buffer {index} differ: {states}")
         for piece in pieces:
             places = piece["places"][index]
             owners = torch.bucketize(places[places != PADDING], begins, right=True) - 1
@@ -204,10 +204,10 @@ def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
     """Give what each rank has whole: weights, buffers, groups, counters."""
     found: Dump = {}
     for kind in ("groups", "counters", "scaler"):
-        demand(all(p[kind] == pieces[0][kind] for p in pieces), f"{kind} differ between ranks")
+        require(all(p[kind] == pieces[0][kind] for p in pieces), f"{kind} differ between ranks")
     for name, weight in pieces[0]["weights"].items():
         same = all(same_bits(p["weights"][name], weight) for p in pieces)
-        demand(same, f"{name} differs between ranks")
+        require(same, f"{name} differs between ranks")
         found[f"{'weight' if name in names else 'frozen'}/{name}"] = weight
     for index, group in enumerate(pieces[0]["groups"]):
         found.update({f"group/{index}/{key}": value for key, value in group.items()})

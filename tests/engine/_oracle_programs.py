@@ -9,7 +9,7 @@ from torch import distributed
 
 from tests.engine._model import trained
 from tests.engine._oracle import PADDING, differences, dump, flat_buffers, positions, unrounded
-from tests.engine._programs import STEPS
+from tests.engine._save_load_programs import STEPS
 from tests.engine._setup import Engine, Setup, engine_of, train
 
 

@@ -209,10 +209,10 @@ def engine_of(
         engine.destroy()
         del engine, model, optimizer
         gc.collect()
-        forget_second_copies(setup)
+        reset_secondary_partition(setup)
 
 
-def forget_second_copies(setup: Setup) -> None:
+def reset_secondary_partition(setup: Setup) -> None:
     """Undo hpZ: DeepSpeed keeps its groups for the process, and uses them in every engine."""
     if setup.hpz > 1:
         from deepspeed.utils import groups

@@ -7,17 +7,17 @@ from functools import partial
 
 import pytest
 
-from tests.engine._figures import Figures
-from tests.engine._matrix import full_sources, full_targets, small_matrix
+from tests.engine._matrix_cases import full_sources, full_targets, small_matrix
+from tests.engine._matrix_report import MatrixReport
 from tests.engine._oracle import differences, expected_in
-from tests.engine._pool import Pools
-from tests.engine._programs import Saved, Verdict, load
+from tests.engine._save_load_programs import Saved, StateComparison, load
 from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
 
 
-def restored(pools: Pools, setup: Setup, saved: Saved) -> Verdict:
+def restored(pools: Pools, setup: Setup, saved: Saved) -> StateComparison:
     """Load on a world, and give the judgement of its rank 0."""
     verdict = pools.run(setup.world, partial(load, setup, saved))[0]
     assert verdict is not None
@@ -30,30 +30,30 @@ def test_state_survives(
     target: Setup,
     pools: Pools,
     saved_by: Callable[..., Saved],
-    figures: Figures,
+    matrix_report: MatrixReport,
 ) -> None:
     """Masters, states, steps, groups, buffers, frozen and rounded weights are those saved."""
     verdict = restored(pools, target, saved_by(source))
-    figures.count("pairwise", verdict)
+    matrix_report.count("pairwise", verdict)
     verdict.assert_same()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", full_sources(), ids=str)
 def test_state_survives_everywhere(
-    source: Setup, pools: Pools, saved_by: Callable[..., Saved], figures: Figures
+    source: Setup, pools: Pools, saved_by: Callable[..., Saved], matrix_report: MatrixReport
 ) -> None:
     """As above, from each run of the full matrix to all others."""
     saved = saved_by(source)
     for target in full_targets(source):
         verdict = restored(pools, target, saved)
-        figures.count(f"from ZeRO-{source.zero}", verdict)
+        matrix_report.count(f"from ZeRO-{source.zero}", verdict)
         verdict.assert_same()
 
 
 @pytest.mark.long
 def test_eight_ranks_to_four_and_back(
-    pools: Pools, saved_by: Callable[..., Saved], figures: Figures
+    pools: Pools, saved_by: Callable[..., Saved], matrix_report: MatrixReport
 ) -> None:
     """Two resizes lose nothing: what comes back to 8 ranks is what they had saved first."""
     eight, four = Setup(8, "2", "bf16"), Setup(4, "2", "bf16")
@@ -63,5 +63,5 @@ def test_eight_ranks_to_four_and_back(
     assert not differences(expected_in(first.dump(), eight, four), second.dump())
     for verdict in (verdicts[0], restored(pools, eight, second)):
         assert verdict is not None
-        figures.count("8 to 4 to 8", verdict)
+        matrix_report.count("8 to 4 to 8", verdict)
         verdict.assert_same()

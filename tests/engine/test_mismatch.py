@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine import _damage
-from tests.engine._pool import Pools
-from tests.engine._programs import (
+from tests.engine import _damaged_checkpoints
+from tests.engine._save_load_programs import (
     Loading,
     LoadingBesideSchedule,
     Saved,
@@ -21,7 +20,8 @@ from tests.engine._programs import (
     refusal,
 )
 from tests.engine._setup import Setup
-from tests.limits import SOON_S
+from tests.engine._worker_pool import Pools
+from tests.timeouts import PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def assert_refused(
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     assert [refused.error for refused in found] == [error] * target.world, found
     assert all(name in refused.message for name in names for refused in found), found[0].message
-    assert all(refused.seconds < SOON_S for refused in found)
+    assert all(refused.seconds < PROMPT_TIMEOUT_S for refused in found)
     assert all(refused.unchanged for refused in found)
 
 
@@ -71,11 +71,11 @@ def test_another_model_is_refused(
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        (_damage.lose_shard, "CheckpointCorruptedError"),
-        (_damage.truncate_shard, "CheckpointCorruptedError"),
-        (_damage.flip_bit, "CheckpointCorruptedError"),
-        (_damage.cut_manifest, "CheckpointFormatError"),
-        (_damage.lose_manifest, "CheckpointFormatError"),
+        (_damaged_checkpoints.lose_shard, "CheckpointCorruptedError"),
+        (_damaged_checkpoints.truncate_shard, "CheckpointCorruptedError"),
+        (_damaged_checkpoints.flip_bit, "CheckpointCorruptedError"),
+        (_damaged_checkpoints.cut_manifest, "CheckpointFormatError"),
+        (_damaged_checkpoints.lose_manifest, "CheckpointFormatError"),
     ],
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_refused(
     tmp_path: Path,
 ) -> None:
     """A lost, cut or changed file is named, though it is not of a rank that asks for it."""
-    damaged = _damage.copied(saved_by(source).path, tmp_path)
+    damaged = _damaged_checkpoints.copied(saved_by(source).path, tmp_path)
     named = damage(damaged)
     assert_refused(pools, target, str(damaged), error, named)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine._pool import Pools
-from tests.engine._programs import Saved, Saving, cpu_adam_builds, load, refusal
+from tests.engine._save_load_programs import Saved, Saving, cpu_adam_builds, load, refusal
 from tests.engine._setup import Setup
-from tests.limits import SOON_S
+from tests.engine._worker_pool import Pools
+from tests.timeouts import PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
@@ -79,5 +79,5 @@ def test_a_state_without_a_rule_is_refused(
     for refused in pools.run(setup.world, partial(refusal, setup, act, steps=steps, look=False)):
         assert refused.error == "UnsupportedError", refused
         assert all(name in refused.message for name in names), refused
-        assert refused.seconds < SOON_S
+        assert refused.seconds < PROMPT_TIMEOUT_S
     assert not list(tmp_path.iterdir())

@@ -13,9 +13,9 @@ from tests.engine import _model, _oracle, _setup
 from tests.engine._model import UNTRAINED
 from tests.engine._oracle import Dump
 from tests.engine._oracle_programs import flipped_bits_found, public_values
-from tests.engine._pool import Pools
-from tests.engine._programs import Saved, fresh
+from tests.engine._save_load_programs import Saved, fresh
 from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
 

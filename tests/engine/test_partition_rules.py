@@ -11,15 +11,15 @@ from torch import distributed
 from lightning_elastic_zero.partition import (
     FlatBuffer,
     alignment_paddings,
-    layout_of,
     partition_numel,
     round_robin_order,
     sub_groups,
+    zero_layout,
 )
 from tests.engine._model import group_members, trained
 from tests.engine._oracle import PADDING, positions
-from tests.engine._pool import Pools
 from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +45,7 @@ def predicted(setup: Setup) -> list[list[list[int]]]:
     ]
     rule = _sub_grouped if setup.stage == 3 else _contiguous
     buffers = [buffer for g, table in enumerate(tables) for buffer in rule(setup, g, table)]
-    layout = layout_of(setup.stage, buffers, setup.world)
+    layout = zero_layout(setup.stage, buffers, setup.world)
     of_ranks = []
     for rank in range(setup.world):
         flats = [[PADDING] * _numel_on_rank(setup, buffer) for buffer in buffers]

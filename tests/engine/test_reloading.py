@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._continuing import same_world
-from tests.engine._pool import Pools
-from tests.engine._programs import Saved
-from tests.engine._reloading import evaluated, loaded_over, within_window
+from tests.engine._reload_programs import evaluated, loaded_over, within_window
+from tests.engine._save_load_programs import Saved
 from tests.engine._setup import Setup
+from tests.engine._uninterrupted import same_world
+from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -43,7 +43,7 @@ def cli(folder: Path, *arguments: str) -> str:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=HANGS_S)
+        said, _ = process.communicate(timeout=HANG_TIMEOUT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

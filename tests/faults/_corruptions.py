@@ -154,22 +154,22 @@ def _other_value(old: Any, draw: random.Random) -> Any:  # noqa: ANN401 (JSON)
 
 def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim a later version of the format, with or without a digest that fits."""
-    from lightning_elastic_zero.seal import sealed
+    from lightning_elastic_zero.json_records import dump_with_digest
 
     content = json.loads((checkpoint / MANIFEST).read_text())
     content["format_version"] = draw.randrange(2, 99)
-    text = sealed(content) if draw.random() < 0.5 else json.dumps(content)
+    text = dump_with_digest(content) if draw.random() < 0.5 else json.dumps(content)
     (checkpoint / MANIFEST).write_text(text)
     return Damage(f"version {content['format_version']}", MANIFEST)
 
 
 def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim that it is of another step, with a digest that fits."""
-    from lightning_elastic_zero.seal import sealed
+    from lightning_elastic_zero.json_records import dump_with_digest
 
     content = json.loads((checkpoint / MANIFEST).read_text())
     content["progress"]["global_steps"] += draw.randrange(1, 99)
-    (checkpoint / MANIFEST).write_text(sealed(content))
+    (checkpoint / MANIFEST).write_text(dump_with_digest(content))
     return Damage(f"of step {content['progress']['global_steps']}", MANIFEST, "of step")
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._pool import Pools
-from tests.engine._programs import Saved, train_and_save
+from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
 from tests.faults._table import TABLES
 
 

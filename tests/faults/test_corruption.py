@@ -12,7 +12,7 @@ import pytest
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from tests.faults._corruptions import KINDS, MANIFEST, Corruption, Damage
-from tests.faults._reading import read_whole
+from tests.faults._state_digests import read_digests
 from tests.faults._table import CORRUPTIONS
 
 pytestmark = pytest.mark.engine
@@ -29,13 +29,13 @@ def drawn(count: int) -> Iterator[tuple[str, Corruption]]:
 def judged(damaged: Path, damage: Damage, whole: dict[str, str]) -> tuple[str, str]:
     """Read a damaged checkpoint; give what came of it, and what was said."""
     try:
-        found = read_whole(damaged)
+        found = read_digests(damaged)
     except ElasticZeroError as error:
-        said = str(error)
+        message = str(error)
         names = [Path(n).name.removesuffix(".sums") for n in (damage.file, damage.other) if n]
         # Without its manifest it is the checkpoint that is no checkpoint.
-        named = any(name in said for name in names) or damage.file == MANIFEST
-        return ("refused" if named and damaged.name in said else "unnamed"), said
+        named = any(name in message for name in names) or damage.file == MANIFEST
+        return ("refused" if named and damaged.name in message else "unnamed"), message
     return ("harmless" if found == whole else "undetected"), ""
 
 
@@ -46,19 +46,19 @@ def test_no_corruption_is_taken_for_what_was_written(
 ) -> None:
     """At any offset of any file, an error names the file, or every value read is what it was."""
     checkpoint, other = saved(stage, 3), saved(stage, 4)
-    whole = read_whole(checkpoint)
-    assert whole != read_whole(other)
+    whole = read_digests(checkpoint)
+    assert whole != read_digests(other)
     damaged = tmp_path / "damaged.ckpt"
     wrong: list[str] = []
     for index, (kind, act) in enumerate(drawn(count)):
         seed = f"zero{stage}-{index}"
         shutil.copytree(checkpoint, damaged)
         damage = act(damaged, other, random.Random(seed))
-        verdict, said = judged(damaged, damage, whole)
+        verdict, message = judged(damaged, damage, whole)
         shutil.rmtree(damaged)
         CORRUPTIONS.count(kind, "tried")
         CORRUPTIONS.count(kind, verdict)
-        if verdict in {"undetected", "unnamed"} or (kind == "extra file" and said):
-            wrong.append(f"{verdict}: {kind}, seed {seed}: {damage}: {said}")
+        if verdict in {"undetected", "unnamed"} or (kind == "extra file" and message):
+            wrong.append(f"{verdict}: {kind}, seed {seed}: {damage}: {message}")
     print(f"ZeRO-{stage}: seeds zero{stage}-0 to zero{stage}-{count - 1}, {len(wrong)} undetected")
     assert not wrong, "\n".join(wrong[:20])

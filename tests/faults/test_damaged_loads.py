@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._pool import Pools
 from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
 from tests.faults._corruptions import KINDS, Damage
-from tests.faults._loading import NOTHING, fit_from_each, load_each, save_two
+from tests.faults._damaged_loads import NOTHING, fit_from_each, load_each, save_two
 from tests.faults._table import LOADS
 
 pytestmark = pytest.mark.engine
@@ -36,19 +36,19 @@ def damaged_copies(checkpoint: Path, other: Path, folder: Path, count: int) -> l
     return found
 
 
-def count_up(row: str, said: list[str], damaged: Damaged, *, as_wanted: bool = True) -> str:
+def count_up(row: str, message: list[str], damaged: Damaged, *, as_wanted: bool = True) -> str:
     """Count a load; give what is wrong with how it ended."""
     kind, damage, path = damaged
     LOADS.count(row, "tried")
-    refused = [text != NOTHING for text in said]
-    if all(refused) and as_wanted and all(path.name in text for text in said):
+    refused = [text != NOTHING for text in message]
+    if all(refused) and as_wanted and all(path.name in text for text in message):
         LOADS.count(row, "refused by all ranks")
         return ""
     if not any(refused) and as_wanted:
         LOADS.count(row, "harmless")
         return ""
     LOADS.count(row, "silent")
-    return f"{row}: {kind}: {damage}: {said}"
+    return f"{row}: {kind}: {damage}: {message}"
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -63,7 +63,7 @@ def test_an_engine_is_left_as_it_was(
     wrong = [
         count_up(
             f"engine, ZeRO-{stage}",
-            [outcome.said for outcome in outcomes],
+            [outcome.message for outcome in outcomes],
             one,
             as_wanted=all(outcome.as_wanted for outcome in outcomes),
         )
@@ -80,9 +80,9 @@ def test_a_trainer_refuses_it(count: int, pools: Pools, tmp_path: Path) -> None:
     damaged = damaged_copies(checkpoint, other, tmp_path, count)
     paths = tuple(str(path) for _, _, path in damaged)
     ranks = pools.run(2, partial(fit_from_each, str(tmp_path), paths, str(checkpoint)))
-    assert {said[-1] for said in ranks} == {NOTHING}
+    assert {message[-1] for message in ranks} == {NOTHING}
     wrong = [
-        count_up("Trainer, ZeRO-2", list(said), one)
-        for one, *said in zip(damaged, *(said[:-1] for said in ranks), strict=True)
+        count_up("Trainer, ZeRO-2", list(message), one)
+        for one, *message in zip(damaged, *(message[:-1] for message in ranks), strict=True)
     ]
     assert not any(wrong), "\n".join(filter(None, wrong))

@@ -11,14 +11,22 @@ from typing import Any
 
 import pytest
 
-from tests.engine._pool import Pools
-from tests.faults._enduring import END, NEXT_SAVE, SHORT, STEPS, Endured, Enduring, endure
-from tests.faults._faults import ON_TMPFS, Fault, tmpfs
-from tests.faults._modes import MODES
-from tests.faults._reading import read_whole
+from tests.engine._worker_pool import Pools
+from tests.faults._deterministic_training import Table, Training, train
+from tests.faults._fault_injection import ON_TMPFS, Fault, tmpfs
+from tests.faults._run_with_fault import (
+    END,
+    NEXT_SAVE,
+    SHORT,
+    STEPS,
+    FaultRun,
+    FaultRunResult,
+    run_with_fault,
+)
+from tests.faults._save_modes import MODES
+from tests.faults._state_digests import read_digests
 from tests.faults._table import FAULTS
-from tests.faults._training import Table, Training, train
-from tests.limits import HANGS_S, SOON_S
+from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
@@ -65,24 +73,24 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 def run(
     pools: Pools, folder: Path, fault: Fault, table: Table, mode: str, **options: Any
-) -> list[Endured]:
+) -> list[FaultRunResult]:
     """Run two ranks through it; what they hold after each step is what it would have been."""
     row = f"{fault.kind} ({mode})"
     FAULTS.count(row, "tried")
-    enduring = Enduring(str(folder), fault, strategy=MODES[mode], **options)
-    ranks = pools.run(2, partial(endure, enduring))
+    fault_run = FaultRun(str(folder), fault, strategy=MODES[mode], **options)
+    ranks = pools.run(2, partial(run_with_fault, fault_run))
     for rank in ranks:
         assert rank.held == {step: table[step] for step in range(1, STEPS + 1)}
     FAULTS.count(row, "training intact")
     assert ranks[0].left == ["good.ckpt"]
-    if enduring.hears != END:
+    if fault_run.hears != END:
         assert same(table[STEPS], ranks[0].last), "the next save is not what was trained"
         FAULTS.count(row, "next save sound")
     return ranks
 
 
 def check(
-    ranks: list[Endured],
+    ranks: list[FaultRunResult],
     row: str,
     table: Table,
     says: str,
@@ -93,8 +101,8 @@ def check(
     It is of one of these steps. In time: no rank waited for a default of half an hour.
     """
     for rank in ranks:
-        assert says in rank.said, rank.said
-        assert rank.seconds < SOON_S
+        assert says in rank.message, rank.message
+        assert rank.seconds < PROMPT_TIMEOUT_S
     FAULTS.count(row, "raised on all ranks")
     assert any(same(table[step], ranks[0].good) for step in steps)
     FAULTS.count(row, "last good sound")
@@ -115,7 +123,7 @@ def test_what_a_disk_does(
     else:
         folder.mkdir()
         ranks = run(pools, folder, fault, table, mode)
-    assert all(rank.said.startswith("SaveError") for rank in ranks), ranks[0].said
+    assert all(rank.message.startswith("SaveError") for rank in ranks), ranks[0].message
     check(ranks, f"{fault.kind} ({mode})", table, SAYS[fault.kind])
 
 
@@ -123,8 +131,8 @@ def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path
     """A disk that takes longer than a rank may stall, but writes, is waited for."""
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table, mode)
-    assert [rank.said for rank in ranks] == ["nothing was raised"] * 2
-    assert ranks[1].seconds > SHORT.stalled_s
+    assert [rank.message for rank in ranks] == ["nothing was raised"] * 2
+    assert ranks[1].seconds > SHORT.stall_timeout_s
     assert same(table[2], ranks[0].good)
 
 
@@ -148,7 +156,7 @@ def test_a_rank_that_stalls(
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, mode, short=short)
-    assert all(seen.said.startswith("RanksError") for seen in ranks), ranks[0].said
+    assert all(seen.message.startswith("RanksError") for seen in ranks), ranks[0].message
     steps = (1, 2) if mode == "background" else (1,)
     check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", steps)
 
@@ -169,7 +177,7 @@ def test_a_rank_that_stalls_behind_training(
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, "background", short=short, hears=hears)
     for seen in ranks:
-        assert "could not be saved in the background" in seen.said, seen.said
+        assert "could not be saved in the background" in seen.message, seen.message
     check(ranks, f"{fault.kind} (background)", table, f"rank {rank}")
 
 
@@ -187,7 +195,7 @@ def test_a_disk_that_hangs_behind_training(
     check(ranks, "hanging disk (background)", table, says)
     for seen in ranks:
         assert "is still being written" in seen.again, seen.again
-        assert seen.again_s < SOON_S
+        assert seen.again_s < PROMPT_TIMEOUT_S
 
 
 @pytest.mark.parametrize(
@@ -210,15 +218,15 @@ def test_a_rank_that_dies(
     world = pools.start(2)
     try:
         for connection in world.ranks:
-            enduring = Enduring(str(tmp_path / "saves"), fault, short=short, strategy=MODES[mode])
-            connection.send(partial(endure, enduring))
-        wait([world.ranks[1 - rank]], timeout=HANGS_S)
+            fault_run = FaultRun(str(tmp_path / "saves"), fault, short=short, strategy=MODES[mode])
+            connection.send(partial(run_with_fault, fault_run))
+        wait([world.ranks[1 - rank]], timeout=HANG_TIMEOUT_S)
     finally:
         world.end()
-    said, seconds = json.loads((tmp_path / "survivor").read_text())
-    assert said.startswith("RanksError")
-    assert f"rank {rank}" in said
-    assert seconds < SOON_S
+    message, seconds = json.loads((tmp_path / "survivor").read_text())
+    assert message.startswith("RanksError")
+    assert f"rank {rank}" in message
+    assert seconds < PROMPT_TIMEOUT_S
     FAULTS.count(row, "raised on all ranks")
-    assert same(table[1], read_whole(tmp_path / "saves" / "good.ckpt"))
+    assert same(table[1], read_digests(tmp_path / "saves" / "good.ckpt"))
     FAULTS.count(row, "last good sound")

@@ -9,50 +9,52 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._pool import Pools
-from tests.faults._kills import Chain
-from tests.faults._modes import MODES
-from tests.faults._steps import ALL, BY_EACH_RANK, FIRST, OFTEN, OTHER, STEPS, Killing
-from tests.faults._training import Table, Training, train
+from tests.engine._worker_pool import Pools
+from tests.faults._deterministic_training import Table, Training, train
+from tests.faults._kill_sequence import KillSequence
+from tests.faults._save_modes import MODES
+from tests.faults._save_steps import ALL, BY_EACH_RANK, FIRST, OFTEN, OTHER, STEPS, KillPoint
 
 pytestmark = pytest.mark.engine
 
 LANDED, MOST_TRIES = 10, 16
 """Kills that have to land in each step, and how often it is tried."""
 
-MakeChain = Callable[[str, str], Chain]
+MakeChain = Callable[[str, str], KillSequence]
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Pools]:
+def warm_pools() -> Iterator[Pools]:
     """Give what starts ranks, with all imported that a run needs."""
-    started = Pools("tests.faults._training")
+    started = Pools("tests.faults._deterministic_training")
     yield started
     started.close()
 
 
 @pytest.fixture(scope="module")
-def table(nursery: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
+def table(warm_pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """Say what is held after each step, by a run that nothing disturbs and that saves nothing."""
     root = str(tmp_path_factory.mktemp("undisturbed"))
     training = Training(root, stage=1, steps=120, saves=False, recorded=True)
-    return nursery.run(1, partial(train, training))[0]
+    return warm_pools.run(1, partial(train, training))[0]
 
 
 @pytest.fixture
-def chain(nursery: Pools, table: Table, tmp_path: Path) -> MakeChain:
+def chain(warm_pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
     """Give runs one after another, in a folder of their own."""
 
-    def make(mode: str, row: str) -> Chain:
-        return Chain(nursery, tmp_path, table, f"{row} ({mode})", MODES[mode])
+    def make(mode: str, row: str) -> KillSequence:
+        return KillSequence(warm_pools, tmp_path, table, f"{row} ({mode})", MODES[mode])
 
     return make
 
 
-def drawn(step: str, turn: int) -> Killing:
+def drawn(step: str, turn: int) -> KillPoint:
     """Give who is killed in turn, at any of the times that the step is reached."""
     draw = random.Random(f"{step}-{turn}")
-    return Killing(step, (ALL, FIRST, OTHER)[turn % 3], nth=1 + draw.randrange(OFTEN.get(step, 3)))
+    return KillPoint(
+        step, (ALL, FIRST, OTHER)[turn % 3], nth=1 + draw.randrange(OFTEN.get(step, 3))
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

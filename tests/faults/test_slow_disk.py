@@ -20,8 +20,8 @@ from torch import distributed
 from lightning_elastic_zero import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.errors import RanksError
 from tests.core._slow_disk import SlowDisk
-from tests.engine._pool import Pools
 from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.engine._worker_pool import Pools
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -38,7 +38,7 @@ WORLD = 2
 class Seen:
     """What a rank saw."""
 
-    said: str
+    message: str
     seconds: float
     differing: list[str]
     """Which weights differ from those that were saved, after a load."""
@@ -64,22 +64,22 @@ def save_then_load(disk: SlowDisk, way: str) -> Seen:
             engine.save_checkpoint(str(path), tag="step1")
         else:
             turn(disk, SLOW if way == "slow" else 0)
-            said, seconds = attempt(partial(save, engine, path))
+            message, seconds = attempt(partial(save, engine, path))
             # By the first who hears of it: nothing is heard within a call that does not return.
-            disk.answer(FAST)
+            disk.set_speed(FAST)
             turn(disk, FAST)
             if way == "stalled":
                 save(engine, path)
     with engine_of(SETUP, 1, tilt=1.5) as engine:
         if way == "load":
             turn(disk, FAST, latency_s=1.0)
-            said, seconds = attempt(partial(load, engine, path))
+            message, seconds = attempt(partial(load, engine, path))
             turn(disk, FAST)
         else:
             load(engine, path)
         found = weights(engine)
     differing = [name for name in held if not torch.equal(held[name], found[name])]
-    return Seen(said, seconds, differing)
+    return Seen(message, seconds, differing)
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
     """Let the disk answer in another way, for all ranks."""
     distributed.barrier()
     if distributed.get_rank() == 0:
-        disk.answer(bytes_per_s, latency_s=latency_s)
+        disk.set_speed(bytes_per_s, latency_s=latency_s)
     distributed.barrier()
 
 
@@ -126,7 +126,7 @@ def test_a_slow_disk_is_waited_for(way: str, on_disk: Callable[[str], list[Seen]
     Both take longer than a stall is waited for, and what was saved is what is restored.
     """
     ranks = on_disk(way)
-    assert [seen.said for seen in ranks] == ["", ""]
+    assert [seen.message for seen in ranks] == ["", ""]
     assert min(seen.seconds for seen in ranks) > 2 * STALL_TIMEOUT_S
     assert not any(seen.differing for seen in ranks)
 
@@ -138,6 +138,6 @@ def test_a_disk_that_does_not_answer_is_reported(on_disk: Callable[[str], list[S
     """
     ranks = on_disk("stalled")
     for seen in ranks:
-        assert "alive, but without progress" in seen.said, seen.said
+        assert "alive, but without progress" in seen.message, seen.message
         assert seen.seconds < STALL_TIMEOUT_S + 60
     assert not any(seen.differing for seen in ranks)

@@ -27,11 +27,11 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.manifest import Manifest
-from tests.engine._pool import Pools
-from tests.engine._programs import Loading, refusal
-from tests.foreign._data import Fixture, names, unpack
-from tests.foreign._dumps import change, dumps_in, forget_names, from_stock, load, model_file
-from tests.foreign._restoring import Case, restore
+from tests.engine._save_load_programs import Loading, refusal
+from tests.engine._worker_pool import Pools
+from tests.foreign._dump_folders import change, dumps_in, forget_names, from_stock, load, model_file
+from tests.foreign._fixtures import Fixture, names, unpack
+from tests.foreign._restore_programs import Case, restore
 
 DUMPS = [name for name in names() if name.startswith("dumps")]
 OTHER = ("dumps", "universal", "lightning", "two-tags", "stale")

@@ -28,9 +28,9 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats import open_checkpoint
-from tests.foreign._data import unpack
-from tests.foreign._reading import read_whole
-from tests.limits import HANGS_S
+from tests.foreign._fixtures import unpack
+from tests.foreign._read_whole import read_whole
+from tests.timeouts import HANG_TIMEOUT_S
 
 MODEL = "mp_rank_00_model_states.pt"
 SEED = 20261121
@@ -297,11 +297,14 @@ class TestTrust:
         program = (
             "import sys; sys.modules['deepspeed'] = None; sys.modules['lightning'] = None\n"
             "from pathlib import Path\n"
-            "from tests.foreign._reading import read_whole\n"
+            "from tests.foreign._read_whole import read_whole\n"
             f"assert len(read_whole(Path({str(path)!r}))) > 20\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, timeout=HANGS_S, check=False
+            [sys.executable, "-c", program],
+            capture_output=True,
+            timeout=HANG_TIMEOUT_S,
+            check=False,
         )
         assert done.returncode == 0, done.stderr.decode()
 

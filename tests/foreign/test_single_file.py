@@ -19,17 +19,17 @@ import torch
 
 from tests.engine._model import group_members
 from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._pool import Pools
-from tests.engine._programs import (
+from tests.engine._save_load_programs import (
     Saved,
+    compare_states,
     evaluated_weights,
     found_after_load,
-    judge,
     train_and_save,
 )
 from tests.engine._setup import Setup, engine_of
+from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
-from tests.foreign._loads import TARGETS, assert_restored, refused, refused_all
+from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
 
 pytestmark = pytest.mark.engine
@@ -107,7 +107,7 @@ def test_without_the_file_the_same_test_fails(pools: Pools, run_of: Callable[[st
     assert pair is not None
     before, after = pair
     assert len(differences(expected_in(wanted, Setup(1), target), before)) > 40
-    assert not judge(expected_in(wanted, Setup(1), target), after).differing
+    assert not compare_states(expected_in(wanted, Setup(1), target), after).differing
 
 
 # -- weights alone -----------------------------------------------------------------------------

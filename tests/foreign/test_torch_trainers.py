@@ -10,15 +10,15 @@ import torch
 
 from tests.engine._model import Net
 from tests.engine._oracle import Dump, differences, same_bits
-from tests.engine._pool import Pools
 from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
-from tests.foreign._data import Fixture
-from tests.foreign._fitting import Resumed, resume, validate
-from tests.foreign._loads import as_fixture
-from tests.foreign._torch_fits import fit_ddp, start
+from tests.foreign._ddp_programs import fit_ddp, start
+from tests.foreign._fixtures import Fixture
+from tests.foreign._load_assertions import as_fixture
+from tests.foreign._resume_programs import Resumed, resume, validate
 from tests.foreign._torch_writers import Run
-from tests.foreign._trainers import DECAY
+from tests.foreign._trainer_writers import DECAY
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +45,7 @@ def test_fit_goes_on(fitted: Fixture, pools: Pools) -> None:
     assert resumed.callback == {"rank": 0, "common": [1, 2.5, "three"]}
     assert resumed.mine["tensor"].tolist() == [0, 1, 2]
     assert resumed.rates == pytest.approx([1e-3 * DECAY**step for step in (3, 4)])
-    resumed.beside.assert_same()
+    resumed.compare_with_reference.assert_same()
 
 
 def test_validate(fitted: Fixture, pools: Pools) -> None:

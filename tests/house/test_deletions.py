@@ -26,10 +26,10 @@ REMOVING = {
 }
 """Names of what can end a file, a name or a content, on whatever object it is called."""
 
-RACES = "tests/core/test_not_ours.py::TestRaces::"
-DELETING = "tests/core/test_not_ours.py::TestDeleting::"
-LEFT = "tests/core/test_not_ours.py::TestLeftovers::"
-LINKS = "tests/core/test_not_ours.py::TestLinks::"
+RACES = "tests/core/test_user_files.py::TestRaces::"
+DELETING = "tests/core/test_user_files.py::TestDeleting::"
+LEFT = "tests/core/test_user_files.py::TestLeftovers::"
+LINKS = "tests/core/test_user_files.py::TestLinks::"
 DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays"
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
@@ -41,19 +41,19 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/staging.py", "_place", "self.path.rename"): TAKEN,
     ("storage/staging.py", "_place", "exchange_names"): TAKEN,
     ("storage/staging.py", "_place", "self.target.rename"): CAME,
-    ("storage/staging.py", "_fill", "path.rename"): (
+    ("storage/staging.py", "_rename_to_target", "path.rename"): (
         "tests/core/test_staging.py::TestInterrupted::test_one_of_them_is_in_place"
     ),
-    ("storage/staging.py", "_disown", "self._owner_path.unlink"): (
+    ("storage/staging.py", "_remove_owner_file", "self._owner_path.unlink"): (
         RACES + "test_abandoning_leaves_what_is_not_of_the_save"
     ),
-    ("storage/exchange.py", "exchange_names", "renameat2"): TAKEN,
-    ("storage/exchange.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
-    ("storage/places.py", "remove_token", "_token_path(directory, token).unlink"): (
+    ("storage/atomic.py", "exchange_names", "renameat2"): TAKEN,
+    ("storage/atomic.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
+    ("storage/paths.py", "remove_visibility_token", "_token_path(directory, token).unlink"): (
         RACES + "test_a_token_is_removed_by_its_own_name"
     ),
-    ("storage/places.py", "leave_table", "path.open to write"): TABLES,
-    ("storage/places.py", "remove_tables", "_table_path(directory, name).unlink"): TABLES,
+    ("storage/paths.py", "write_table", "path.open to write"): TABLES,
+    ("storage/paths.py", "remove_tables", "_table_path(directory, name).unlink"): TABLES,
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
     # Into the staging directory, which this process has just made.
@@ -61,25 +61,27 @@ PLACES: dict[tuple[str, str, str], str] = {
         RACES + "test_abandoning_leaves_what_is_not_of_the_save"
     ),
     # -- deleting
-    ("storage/contents.py", "remove_contents", "(path / name).unlink"): (
+    ("storage/file_ownership.py", "remove_own_files", "(path / name).unlink"): (
         DELETING + "test_what_comes_while_it_is_emptied"
     ),
-    ("storage/contents.py", "remove_contents", "Path(folder).rmdir"): (
+    ("storage/file_ownership.py", "remove_own_files", "Path(folder).rmdir"): (
         DELETING + "test_what_comes_while_it_is_emptied"
     ),
-    ("storage/deleting.py", "delete", "path.unlink"): DELETING + "test_retention_leaves_it",
-    ("storage/deleting.py", "delete", "doomed.rename"): (
+    ("storage/deleting.py", "delete_checkpoint", "path.unlink"): DELETING
+    + "test_retention_leaves_it",
+    ("storage/deleting.py", "delete_checkpoint", "renamed.rename"): (
         DELETING + "test_what_comes_just_before_the_rename"
     ),
-    ("storage/deleting.py", "doom", "path.rename"): (
+    ("storage/deleting.py", "rename_for_deletion", "path.rename"): (
         DELETING + "test_what_comes_just_before_the_rename"
     ),
-    ("storage/deleting.py", "discard", "path.unlink"): LEFT + "test_what_only_has_such_a_name",
-    ("storage/deleting.py", "_bring_to_light", "path.rename"): (
+    ("storage/deleting.py", "remove_hidden", "path.unlink"): LEFT
+    + "test_what_only_has_such_a_name",
+    ("storage/deleting.py", "_keep_under_visible_name", "path.rename"): (
         LEFT + "test_the_rest_of_a_publication"
     ),
-    ("strategy.py", "remove_checkpoint", "self._publication.remove"): (
-        "tests/trainer/test_not_ours.py::test_top_k_leaves_a_users_file"
+    ("trainer/strategy.py", "remove_checkpoint", "self._manager.remove"): (
+        "tests/trainer/test_unowned_files.py::test_top_k_leaves_a_users_file"
     ),
     # -- what kills left
     ("storage/leftovers.py", "remove_leftovers", "left.note.unlink"): (
@@ -88,52 +90,57 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/leftovers.py", "_put_back", "hidden.rename"): (
         LEFT + "test_repairing_takes_no_name_from_anybody"
     ),
-    ("storage/owner.py", "file_system_now_s", "probe.touch"): (
+    ("storage/process_identity.py", "filesystem_time_s", "probe.touch"): (
         LEFT + "test_the_clocks_file_is_a_new_one"
     ),
-    ("storage/owner.py", "file_system_now_s", "probe.unlink"): (
+    ("storage/process_identity.py", "filesystem_time_s", "probe.unlink"): (
         LEFT + "test_the_clocks_file_is_a_new_one"
     ),
-    ("storage/tenants.py", "_remove", "note.unlink"): (
-        "tests/core/test_tenants.py::test_what_only_has_such_a_name_stays"
+    ("storage/concurrent_runs.py", "_remove", "marker.unlink"): (
+        "tests/core/test_concurrent_runs.py::test_what_only_has_such_a_name_stays"
     ),
     # -- links
-    ("strategy.py", "_link", "self._publication.link"): (
+    ("trainer/strategy.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_takes_no_place_of_others"
     ),
-    ("links.py", "_make", "new.symlink_to"): LINKS + "test_a_link_takes_no_place_of_others",
-    ("links.py", "_put", "new.replace"): LINKS + "test_a_link_takes_no_place_of_others",
-    ("links.py", "_put", "exchange_names"): LINKS + "test_a_file_that_came_meanwhile",
-    ("links.py", "_put", "link.rename"): LINKS + "test_a_file_that_came_meanwhile",
-    ("links.py", "_put", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
-    ("links.py", "_put", "old.rename"): (
+    ("checkpoint/links.py", "_make", "new.symlink_to"): LINKS
+    + "test_a_link_takes_no_place_of_others",
+    ("checkpoint/links.py", "_put", "new.replace"): LINKS + "test_a_link_takes_no_place_of_others",
+    ("checkpoint/links.py", "_put", "exchange_names"): LINKS + "test_a_file_that_came_meanwhile",
+    ("checkpoint/links.py", "_put", "link.rename"): LINKS + "test_a_file_that_came_meanwhile",
+    ("checkpoint/links.py", "_put", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
+    ("checkpoint/links.py", "_put", "old.rename"): (
         "tests/core/test_links.py::TestMakeLink::test_an_interrupt_leaves_the_old_or_the_new_one"
     ),
-    ("links.py", "make_link", "old.rename"): (
+    ("checkpoint/links.py", "make_link", "old.rename"): (
         "tests/core/test_links.py::TestMakeLink::test_an_interrupt_leaves_the_old_or_the_new_one"
     ),
     ("storage/copying.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),
     # -- describe_dumps
-    ("dumps/describe.py", "_write", "hidden.unlink"): DUMPS,
-    ("dumps/describe.py", "_write", "hidden.replace"): DUMPS,
+    ("formats/dumps/describe.py", "_write", "hidden.unlink"): DUMPS,
+    ("formats/dumps/describe.py", "_write", "hidden.replace"): DUMPS,
 }
 """Where: file, function, call; and the test in which somebody else's files survive it."""
 
 NOT_ON_DISK = {
-    ("continuation/loaders.py", "with_own_generator", "copy.copy"),
-    ("continuation/scaling.py", "watch", "handle.remove"),
-    ("formats/rebuilt.py", "array_over", "np.frombuffer(of_bytes, dtype=wanted).copy"),
-    ("formats/rebuilt.py", "scalar", "values.copy"),
-    ("registration.py", "find_spec", "sys.meta_path.remove"),
-    ("state.py", "without_numpy", "copy.copy"),
-    ("engine/stepping.py", "before_each_step", "handle.remove"),
-    ("formats/rigid.py", "_absent", "name.replace"),
+    ("trainer/dataloaders.py", "with_own_generator", "copy.copy"),
+    ("trainer/loss_scaling_check.py", "watch", "handle.remove"),
+    (
+        "formats/safe_pickle/array_builders.py",
+        "array_over",
+        "np.frombuffer(of_bytes, dtype=wanted).copy",
+    ),
+    ("formats/safe_pickle/array_builders.py", "scalar", "values.copy"),
+    ("strategy_registry.py", "find_spec", "sys.meta_path.remove"),
+    ("tensor_state.py", "numpy_to_python", "copy.copy"),
+    ("engine/step_hook.py", "add_step_pre_hook", "handle.remove"),
+    ("formats/deepspeed/zero_source.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "_replaced", "copy.copy"),
-    ("seal.py", "sealed", "text.replace"),
-    ("seal.py", "sealed", "mark.replace"),
-    ("seal.py", "is_intact", "text.replace"),
+    ("json_records.py", "dump_with_digest", "text.replace"),
+    ("json_records.py", "dump_with_digest", "mark.replace"),
+    ("json_records.py", "has_valid_digest", "text.replace"),
 }
 """The same names on texts, objects and hooks."""
 

@@ -12,18 +12,22 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
-from lightning_elastic_zero.continuation import releases
-from lightning_elastic_zero.continuation.releases import NOT_CHECKED, PRIVATE_NAMES, RESUME_END
+from lightning_elastic_zero.trainer import lightning_internals
+from lightning_elastic_zero.trainer.lightning_internals import (
+    NOT_CHECKED,
+    PRIVATE_NAMES,
+    RESUME_END,
+)
 
 ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
-ROOMS = ("strategy", "continuation", "callbacks")
+LIGHTNING_MODULES = ("trainer",)
 """Where Lightning may be imported (``test_architecture``)."""
 
 SOURCES = sorted(
     source
     for source in ROOT.rglob("*.py")
-    if source.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS
-    and source.name != "releases.py"
+    if source.relative_to(ROOT).parts[0].removesuffix(".py") in LIGHTNING_MODULES
+    and source.name != "lightning_internals.py"
 )
 KNOWN = {name for names in PRIVATE_NAMES.values() for name in names} | {*NOT_CHECKED}
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -90,13 +94,13 @@ def test_private_names_stand_in_releases(source: Path) -> None:
         for line, name in used_in(ast.parse(source.read_text()))
         if name not in KNOWN and name not in OWN - INHERITED
     ]
-    assert not unknown, f"say in continuation/releases.py what it is needed for: {unknown}"
+    assert not unknown, f"say in trainer/lightning_internals.py what it is needed for: {unknown}"
 
 
 def test_no_name_is_checked_for_nothing() -> None:
     """What is not used any more refuses no release."""
     used = {name for source in SOURCES for _, name in used_in(ast.parse(source.read_text()))}
-    # ``releases`` itself looks there for the barrier's name.
+    # ``lightning_internals`` itself looks there for the barrier's name.
     assert {name for name in KNOWN if is_private(name)} - used <= {"_checkpoint_connector"}
     assert RESUME_END not in used
 
@@ -107,11 +111,11 @@ def test_a_lost_name_is_refused(owner: str, name: str, monkeypatch: pytest.Monke
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )
-    releases.check_release(trainer)
+    lightning_internals.check_lightning_release(trainer)
     gone = f"{name}_gone"
     monkeypatch.setitem(PRIVATE_NAMES, owner, {gone: PRIVATE_NAMES[owner][name]})
     with pytest.raises(UnsupportedError) as refused:
-        releases.check_release(trainer)
+        lightning_internals.check_lightning_release(trainer)
     assert f"has no {gone} (to {PRIVATE_NAMES[owner][gone]}) in {owner}" in str(refused.value)
 
 
@@ -120,6 +124,6 @@ def test_a_renamed_barrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )
-    monkeypatch.setattr(releases, "RESUME_END", "_CheckpointConnector.resumed")
+    monkeypatch.setattr(lightning_internals, "RESUME_END", "_CheckpointConnector.resumed")
     with pytest.raises(UnsupportedError, match=r"resumed' \(to see that every rank has resumed\)"):
-        releases.check_release(trainer)
+        lightning_internals.check_lightning_release(trainer)

@@ -10,7 +10,7 @@ import pytest
 
 import lightning_elastic_zero
 from lightning_elastic_zero import errors
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 PUBLIC = {
     "ElasticDeepSpeedStrategy",
@@ -36,7 +36,7 @@ def in_a_fresh_process(program: str) -> str:
         capture_output=True,
         check=False,
         text=True,
-        timeout=HANGS_S,
+        timeout=HANG_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -99,7 +99,7 @@ def test_the_strategy_registers_when_lightning_is_imported_later(name: str) -> N
     assert in_a_fresh_process(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
 
 
-@pytest.mark.parametrize("module", ["continuation", "strategy"])
+@pytest.mark.parametrize("module", ["trainer.resume", "trainer.strategy"])
 def test_what_imports_lightning_can_be_imported_first(module: str) -> None:
     """A module that imports Lightning is whole when the names are registered, or not needed."""
     in_a_fresh_process(f"import lightning_elastic_zero.{module}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.releases._overlay import ROOT, Releases
+from tests.releases._install import ROOT, Releases
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(5400)]
 
@@ -24,7 +24,7 @@ CELLS = [
 
 TESTS = (
     "tests/engine/test_matrix.py",
-    "tests/engine/test_continuation.py",
+    "tests/engine/test_resumed_training.py",
     "tests/trainer/test_resume.py",
     "tests/trainer/test_evaluation.py",
     "tests/trainer/test_gradients.py",
@@ -68,7 +68,7 @@ else:
 
 AS_IF_UNKNOWN = """
 from lightning_elastic_zero.requirements import Requirement
-Requirement.refuses = lambda *_: None
+Requirement.incompatibility = lambda *_: None
 """
 """So that the release is taken for one that nobody has looked at yet."""
 

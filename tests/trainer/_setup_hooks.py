@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from tests.trainer._steps import SMALL_BUCKETS, Ids, Net, Run, Seen, Watch, _together
+from tests.trainer._recorded_runs import (
+    SMALL_BUCKETS,
+    EventRecorder,
+    IndexedSamples,
+    RecordingNet,
+    RunRecord,
+    RunSpec,
+    gather_record,
+)
 
 LENGTH, GLOBAL_BATCH, EPOCHS = 50, 12, 2
 
@@ -25,7 +33,7 @@ class Asked:
     """``accumulate_grad_batches`` as each ``setup`` hook read it."""
     steps: dict[str, float]
     """``estimated_stepping_batches`` as the hook that asked read it."""
-    seen: Seen
+    seen: RunRecord
     own_callbacks: list[str]
     """Classes of the callbacks that trained."""
 
@@ -57,23 +65,23 @@ class AskingCallback(Callback):
         self.asks.ask("callback", trainer)
 
 
-class AskingNet(Net):
+class AskingNet(RecordingNet):
     """A module that asks in ``setup``, and may have loaders that need its ``setup``."""
 
-    def __init__(self, run: Run, asks: Asks) -> None:
+    def __init__(self, run: RunSpec, asks: Asks) -> None:
         super().__init__(run)
         self.asks = asks
 
     @override
     def setup(self, stage: str) -> None:
-        self.data = Ids(LENGTH, 0.0)
+        self.data = IndexedSamples(LENGTH, 0.0)
         self.asks.ask("module", self.trainer)
 
 
 class NetWithLoader(AskingNet):
     """One that makes its own loader, which is another one before ``setup`` than after it."""
 
-    data = Ids(LENGTH, 0.0)
+    data = IndexedSamples(LENGTH, 0.0)
     size = 1
 
     @override
@@ -95,7 +103,7 @@ class AskingData(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        self.data = Ids(LENGTH, 0.0)
+        self.data = IndexedSamples(LENGTH, 0.0)
         self.asks.ask("datamodule", self.trainer)
 
     @override
@@ -106,8 +114,8 @@ class AskingData(pl.LightningDataModule):
 def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str = "") -> Asked:
     """Fit, with loaders of a source (``fit``, ``datamodule``, ``module``) and one who asks."""
     pl.seed_everything(3, workers=True, verbose=False)
-    run = Run(length=LENGTH, save=("step 1.2",) if save else (), root=save)
-    asks, watch = Asks(asker), Watch(run)
+    run = RunSpec(length=LENGTH, save=("step 1.2",) if save else (), root=save)
+    asks, watch = Asks(asker), EventRecorder(run)
     net = (NetWithLoader if source == "module" else AskingNet)(run, asks)
     options: dict[str, Any] = {"stage": 2, "global_batch_size": GLOBAL_BATCH, **SMALL_BUCKETS}
     trainer = pl.Trainer(
@@ -126,7 +134,9 @@ def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str 
     if source == "datamodule":
         data["datamodule"] = AskingData(asks)
     elif source == "fit":
-        data["train_dataloaders"] = DataLoader(Ids(LENGTH, 0.0), batch_size=2, shuffle=True)
+        data["train_dataloaders"] = DataLoader(
+            IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True
+        )
     trainer.fit(net, **data, ckpt_path=ckpt_path)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    return Asked(asks.accumulation, asks.steps, _together(trainer, net, watch), names)
+    return Asked(asks.accumulation, asks.steps, gather_record(trainer, net, watch), names)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine._pool import Pools
+from tests.engine._worker_pool import Pools
 
 
 @pytest.fixture(scope="session")

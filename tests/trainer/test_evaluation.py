@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._pool import Pools
-from tests.trainer._fitting import Plan, error_of, evaluate, fit
+from tests.engine._worker_pool import Pools
+from tests.trainer._fits import FitSpec, error_of, evaluate, fit
 
 pytestmark = pytest.mark.engine
 
@@ -26,10 +26,10 @@ CHUNK_BYTES = 65536
 def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Any rank count validates, tests and predicts from a checkpoint, with equal results."""
     root = str(tmp_path)
-    worlds.run(2, partial(fit, Plan(root, stage, epochs=2)))
+    worlds.run(2, partial(fit, FitSpec(root, stage, epochs=2)))
     losses, predicted = [], []
     for world in (1, 2, 3):
-        plan = Plan(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
+        plan = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
         for verb in ("validate", "test"):
             losses += [s["loss"] for s in worlds.run(world, partial(evaluate, plan, verb))]
         of_ranks = [s["predicted"] for s in worlds.run(world, partial(evaluate, plan, "predict"))]
@@ -48,13 +48,13 @@ def test_metrics_are_those_at_the_save(
     All of that is damaged, chunk by chunk: whoever reads one byte of it is told so.
     """
     root = str(tmp_path)
-    found = worlds.run(2, partial(fit, Plan(root, stage, hidden=WIDE)))[0]["metrics"]["val_loss"]
+    found = worlds.run(2, partial(fit, FitSpec(root, stage, hidden=WIDE)))[0]["metrics"]["val_loss"]
     assert damage_optimizer_state(tmp_path / "last.ckpt") > 10
     for world in (1, 3):
-        plan = Plan(root, target, ckpt_path=f"{root}/last.ckpt", seed=7, hidden=WIDE)
+        plan = FitSpec(root, target, ckpt_path=f"{root}/last.ckpt", seed=7, hidden=WIDE)
         for seen in worlds.run(world, partial(evaluate, plan, "validate")):
             assert seen["loss"] == pytest.approx(found, rel=1e-5)
-    plan = Plan(root, target, epochs=2, ckpt_path="last", hidden=WIDE)
+    plan = FitSpec(root, target, epochs=2, ckpt_path="last", hidden=WIDE)
     for message in worlds.run(2, partial(error_of, plan)):
         assert message.startswith("CheckpointCorruptedError"), message
 
@@ -62,14 +62,14 @@ def test_metrics_are_those_at_the_save(
 def test_second_copies_of_weights(worlds: Pools, tmp_path: Path) -> None:
     """With hpZ, evaluation finds what the training run found at the save; so does a resumed fit."""
     root = str(tmp_path)
-    fitted = worlds.run(2, partial(with_second_copies, Plan(root, 3, epochs=1), "fit"))
-    plan = Plan(root, 3, ckpt_path=f"{root}/last.ckpt", seed=7)
+    fitted = worlds.run(2, partial(with_second_copies, FitSpec(root, 3, epochs=1), "fit"))
+    plan = FitSpec(root, 3, ckpt_path=f"{root}/last.ckpt", seed=7)
     found = worlds.run(2, partial(with_second_copies, plan, "validate"))
     print([run["metrics"]["val_loss"] for run in fitted], [run["loss"] for run in found])
     for before, after in zip(fitted, found, strict=True):
         assert after["loss"] == before["metrics"]["val_loss"], (before, after)
     uninterrupted = worlds.run(
-        2, partial(with_second_copies, Plan(f"{root}/whole", 3, epochs=2), "fit")
+        2, partial(with_second_copies, FitSpec(f"{root}/whole", 3, epochs=2), "fit")
     )
     resumed = worlds.run(2, partial(with_second_copies, replace(plan, epochs=2), "fit"))
     for whole, half in zip(uninterrupted, resumed, strict=True):
@@ -77,7 +77,7 @@ def test_second_copies_of_weights(worlds: Pools, tmp_path: Path) -> None:
         assert half["end"] == whole["end"]
 
 
-def with_second_copies(plan: Plan, verb: str) -> dict[str, Any]:
+def with_second_copies(plan: FitSpec, verb: str) -> dict[str, Any]:
     """Fit or evaluate with hpZ, which DeepSpeed would go on to use in each later engine."""
     zero = {
         "stage": 3,
@@ -115,7 +115,7 @@ def damage_optimizer_state(checkpoint: Path) -> int:
 
 def test_last_that_is_not_there(worlds: Pools, tmp_path: Path) -> None:
     """A test of "best" or of a path that is not there is refused, not made on fresh weights."""
-    plan = Plan(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")
+    plan = FitSpec(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")
     for message in worlds.run(2, partial(error_of, plan, "test")):
         assert message.startswith("CheckpointNotFoundError")
         assert "none.ckpt" in message

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from tests.engine._pool import Pools
-from tests.trainer._steps import SMALL_BUCKETS
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import SMALL_BUCKETS
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ def data(length: int) -> TensorDataset:
     return TensorDataset(torch.randn(length, WIDTH, generator=generator))
 
 
-class Line(pl.LightningModule):
+class LinearNet(pl.LightningModule):
     """Two steps of SGD on it show two gradients."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def trained(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Line()
+    module = LinearNet()
     pl.seed_everything(0, verbose=False)
     loader: DataLoader[Any] = DataLoader(data(length), batch_size=batch_size, shuffle=True)
     if is_stream:

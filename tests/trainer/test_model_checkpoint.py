@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_elastic_zero.storage import RUN
-from lightning_elastic_zero.storage.owner import Owner
-from tests.engine._pool import Pools
-from tests.limits import HANGS_S
-from tests.trainer._fitting import Plan, error_of, fit, listing
+from lightning_elastic_zero.storage import RUN_MARKER_PREFIX
+from lightning_elastic_zero.storage.process_identity import ProcessIdentity
+from tests.engine._worker_pool import Pools
+from tests.timeouts import HANG_TIMEOUT_S
+from tests.trainer._fits import FitSpec, error_of, fit, listing
 
 pytestmark = pytest.mark.engine
 
 
 def checkpoints_of(worlds: Pools, root: Path, world: int = 2, **checkpoint: Any) -> dict[str, bool]:
     """Fit three epochs of two steps, and give what lies in the folder then."""
-    worlds.run(world, partial(fit, Plan(str(root), 2, epochs=3, checkpoint=checkpoint)))
+    worlds.run(world, partial(fit, FitSpec(str(root), 2, epochs=3, checkpoint=checkpoint)))
     return listing(str(root))
 
 
@@ -62,10 +62,10 @@ def test_time_interval(worlds: Pools, tmp_path: Path) -> None:
 def test_last_follows_a_smaller_world(worlds: Pools, tmp_path: Path) -> None:
     """Overwriting last.ckpt on fewer ranks leaves no shard of those that are gone."""
     root = str(tmp_path)
-    worlds.run(3, partial(fit, Plan(root, 3)))
+    worlds.run(3, partial(fit, FitSpec(root, 3)))
     files = tmp_path / "last.ckpt" / "checkpoint"
     assert len(list(files.glob("*_optim_states.pt"))) == 3
-    worlds.run(2, partial(fit, Plan(root, 1, epochs=2, ckpt_path="last")))
+    worlds.run(2, partial(fit, FitSpec(root, 1, epochs=2, ckpt_path="last")))
     assert len(list(files.glob("*_optim_states.pt"))) == 2
     assert not [p for p in files.iterdir() if "rank_2" in p.name]
 
@@ -74,9 +74,9 @@ def test_the_one_resumed_from_stays(worlds: Pools, tmp_path: Path) -> None:
     """What a run was resumed from through the last.ckpt link is not deleted by top-k."""
     root = str(tmp_path)
     options = {"save_top_k": 1, "save_last": "link", "every_n_epochs": 1}
-    worlds.run(2, partial(fit, Plan(root, 2, checkpoint=options)))
+    worlds.run(2, partial(fit, FitSpec(root, 2, checkpoint=options)))
     resumed = (tmp_path / "last.ckpt").resolve()
-    again = Plan(root, 2, epochs=3, ckpt_path="last", checkpoint=options)
+    again = FitSpec(root, 2, epochs=3, ckpt_path="last", checkpoint=options)
     worlds.run(1, partial(fit, again))
     assert (resumed / "manifest.json").is_file()
     assert (tmp_path / "last.ckpt").resolve() != resumed
@@ -86,15 +86,15 @@ def test_best_is_taken(worlds: Pools, tmp_path: Path) -> None:
     """best_model_path is a published checkpoint that another world resumes from."""
     root = str(tmp_path)
     options = {"save_top_k": 1, "monitor": "val_loss"}
-    best = worlds.run(2, partial(fit, Plan(root, 3, epochs=2, checkpoint=options)))[0]["best"]
+    best = worlds.run(2, partial(fit, FitSpec(root, 3, epochs=2, checkpoint=options)))[0]["best"]
     assert Path(best, "manifest.json").is_file()
-    resumed = worlds.run(3, partial(fit, Plan(root, 1, epochs=3, ckpt_path=best)))
+    resumed = worlds.run(3, partial(fit, FitSpec(root, 1, epochs=3, ckpt_path=best)))
     assert resumed[0]["step"] == 6
 
 
 def fit_twice(root: str) -> list[list[str]]:
     """Fit twice with two callbacks in one folder, and evaluate; give what each fit logged."""
-    trainer, net, data, _ = Plan(root, 2).make()
+    trainer, net, data, _ = FitSpec(root, 2).make()
     second = ModelCheckpoint(dirpath=root, filename="second", enable_version_counter=False)
     trainer.callbacks.append(second)  # type: ignore[attr-defined]
     said: list[list[str]] = []
@@ -118,10 +118,10 @@ def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> Non
 
     Of this run nothing is left in the folder but its checkpoints.
     """
-    with subprocess.Popen(["sleep", str(HANGS_S)]) as other:
-        note = tmp_path / f"{RUN}1.json"
+    with subprocess.Popen(["sleep", str(HANG_TIMEOUT_S)]) as other:
+        note = tmp_path / f"{RUN_MARKER_PREFIX}1.json"
         started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        owner = replace(Owner.this_process("kept"), pid=other.pid, started=started)
+        owner = replace(ProcessIdentity.of_this_process("kept"), pid=other.pid, started=started)
         note.write_bytes(owner.to_json())
         try:
             said = worlds.run(2, partial(fit_twice, str(tmp_path)))
@@ -135,7 +135,7 @@ def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> Non
         name: True for name in listing(str(tmp_path)) if name.startswith("epoch")
     }
     assert worlds.run(2, partial(fit_twice, str(tmp_path))) == [[[], []]] * 2
-    assert not list(tmp_path.glob(f"{RUN}*"))
+    assert not list(tmp_path.glob(f"{RUN_MARKER_PREFIX}*"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> Non
 def test_what_is_no_checkpoint(path: str, says: str, worlds: Pools, tmp_path: Path) -> None:
     """A URL, nothing, and a folder without a manifest are refused on every rank, by name."""
     asked = path if "://" in path else str(tmp_path / path)
-    plan = Plan(str(tmp_path / "out"), 2, ckpt_path=asked)
+    plan = FitSpec(str(tmp_path / "out"), 2, ckpt_path=asked)
     for message in worlds.run(2, partial(error_of, plan)):
         assert message.startswith(says), message
 
@@ -166,6 +166,8 @@ def test_refused_in_setup(
     stage: int, strategy: dict[str, Any], named: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """What cannot be resumed is refused by name before the first step."""
-    for message in worlds.run(1, partial(error_of, Plan(str(tmp_path), stage, strategy=strategy))):
+    for message in worlds.run(
+        1, partial(error_of, FitSpec(str(tmp_path), stage, strategy=strategy))
+    ):
         assert message.startswith("UnsupportedError")
         assert named in message

@@ -9,17 +9,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.engine._pool import Pools
 from tests.engine._setup import Engine, Setup, engine_of, train
-from tests.trainer._background_edges import AfterBatch, BeforeStep, SaveOnce, check_untorn
-from tests.trainer._fitting import Net
+from tests.engine._worker_pool import Pools
+from tests.trainer._async_save_edge_cases import (
+    AfterBatch,
+    BeforeStep,
+    SaveOnce,
+    check_same_as_blocking_save,
+)
+from tests.trainer._fits import RegressionNet
 
 pytestmark = pytest.mark.engine
 
 STEPS, MORE = 3, 3
 
 
-class Muon(Net):
+class Muon(RegressionNet):
     """Its matrices are trained by Muon, whose momentum DeepSpeed changes before the step."""
 
     strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
@@ -40,19 +45,19 @@ class Muon(Net):
         )
 
 
-PLACES: dict[str, tuple[type[Net], type[SaveOnce]]] = {
+SAVE_POINTS: dict[str, tuple[type[RegressionNet], type[SaveOnce]]] = {
     "Muon before the step": (Muon, BeforeStep),
     "Muon after a batch": (Muon, AfterBatch),
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("snapshot_bytes", [None, 0])
+@pytest.mark.parametrize("place", SAVE_POINTS)
+@pytest.mark.parametrize("max_snapshot_bytes", [None, 0])
 def test_muon_tears_no_snapshot(
-    snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
+    max_snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
 ) -> None:
     """DeepSpeed changes Muon's momentum before the optimizer steps, or as gradients arrive."""
-    check_untorn(3, snapshot_bytes, PLACES[place], pools, tmp_path)
+    check_same_as_blocking_save(3, max_snapshot_bytes, SAVE_POINTS[place], pools, tmp_path)
 
 
 def momenta(engine: Engine) -> list[tuple[list[float], bool]]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine._pool import Pools
-from tests.trainer import _refusing
-from tests.trainer._fitting import Plan, error_of, evaluate, fit, listing
+from tests.engine._worker_pool import Pools
+from tests.trainer import _failure_cases
+from tests.trainer._fits import FitSpec, error_of, evaluate, fit, listing
 
 pytestmark = pytest.mark.engine
 
 
-def all_of(worlds: Pools, world: int, plan: Plan) -> list[dict[str, Any]]:
+def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
     """Fit on a world; give what each rank saw."""
     return worlds.run(world, partial(fit, plan))
 
@@ -28,8 +28,8 @@ def test_fit_goes_on_where_it_stopped(
 ) -> None:
     """Weights, counters, schedules and everybody's own state come back, on every rank."""
     root = str(tmp_path)
-    first = all_of(worlds, ranks, Plan(root, source, epochs=2))
-    again = Plan(root, target, epochs=3, ckpt_path="last", lr=0.9, seed=9)
+    first = all_of(worlds, ranks, FitSpec(root, source, epochs=2))
+    again = FitSpec(root, target, epochs=3, ckpt_path="last", lr=0.9, seed=9)
     second = all_of(worlds, more, again)
     for rank, seen in enumerate(second):
         assert seen["start"] == first[0]["end"]
@@ -44,23 +44,23 @@ def test_fit_goes_on_where_it_stopped(
 
 def test_each_rank_gets_its_own_back(worlds: Pools, tmp_path: Path) -> None:
     """On the same number of ranks, what differed between ranks is each rank's own again."""
-    all_of(worlds, 2, Plan(str(tmp_path), 1))
-    seen = all_of(worlds, 2, Plan(str(tmp_path), 1, epochs=2, ckpt_path="last"))
+    all_of(worlds, 2, FitSpec(str(tmp_path), 1))
+    seen = all_of(worlds, 2, FitSpec(str(tmp_path), 1, epochs=2, ckpt_path="last"))
     assert [s["callback"]["rank"] for s in seen] == [0, 1]
 
 
 def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
     """It has no optimizer state, can be tested, says what it lacks, and starts new runs."""
     root = str(tmp_path)
-    plan = Plan(root, 3, checkpoint={"save_last": True, "save_weights_only": True})
+    plan = FitSpec(root, 3, checkpoint={"save_last": True, "save_weights_only": True})
     first = all_of(worlds, 2, plan)[0]
     last = f"{root}/last.ckpt"
     assert "exp_avg" not in (tmp_path / "last.ckpt" / "manifest.json").read_text()
-    worlds.run(1, partial(evaluate, Plan(root, 3, ckpt_path=last), "test"))
-    for message in worlds.run(3, partial(error_of, Plan(root, 3, epochs=2, ckpt_path=last))):
+    worlds.run(1, partial(evaluate, FitSpec(root, 3, ckpt_path=last), "test"))
+    for message in worlds.run(3, partial(error_of, FitSpec(root, 3, epochs=2, ckpt_path=last))):
         assert message.startswith("CheckpointMismatchError")
         assert "load_optimizer_state=False" in message
-    warm = Plan(root, 2, ckpt_path=last, strategy={"load_optimizer_state": False}, seed=4)
+    warm = FitSpec(root, 2, ckpt_path=last, strategy={"load_optimizer_state": False}, seed=4)
     for seen in all_of(worlds, 3, warm):
         assert seen["start"] == first["end"]
         assert seen["step"] == 2
@@ -68,7 +68,7 @@ def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
 
 def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
     """Fit, save after it, test that and the best, and fit again: one process, one group."""
-    for seen in worlds.run(2, partial(_refusing.save_after_fit, str(tmp_path))):
+    for seen in worlds.run(2, partial(_failure_cases.save_after_fit, str(tmp_path))):
         assert seen["same"]
         assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-5)
         assert seen["step"] == 4
@@ -77,8 +77,8 @@ def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
 def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
     """With load_hyperparameters=False the rates are those of the configured schedule's place."""
     root = str(tmp_path)
-    all_of(worlds, 2, Plan(root, 2))
-    again = Plan(root, 2, epochs=2, ckpt_path="last", lr=0.5)
+    all_of(worlds, 2, FitSpec(root, 2))
+    again = FitSpec(root, 2, epochs=2, ckpt_path="last", lr=0.5)
     again.strategy["load_hyperparameters"] = False
     for seen in all_of(worlds, 1, again):
         assert seen["lrs"] == [0.25, 0.5]
@@ -90,8 +90,8 @@ def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
     """exclude_frozen_parameters: the rest comes back, the frozen stay the model's own."""
     root = str(tmp_path)
     options = {"exclude_frozen_parameters": True}
-    first = all_of(worlds, 2, Plan(root, 3, strategy=options))[0]["end"]
-    again = Plan(root, 1, epochs=2, ckpt_path="last", seed=3)
+    first = all_of(worlds, 2, FitSpec(root, 3, strategy=options))[0]["end"]
+    again = FitSpec(root, 1, epochs=2, ckpt_path="last", seed=3)
     for seen in all_of(worlds, 3, again):
         differ = {name for name, value in seen["start"].items() if value != first[name]}
         assert differ == {"frozen.weight", "frozen.bias"}
@@ -100,10 +100,10 @@ def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
 def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
     """A run in bf16 goes on in fp32 and the other way round; fp16 is refused by name on CPU."""
     root = str(tmp_path)
-    all_of(worlds, 2, Plan(root, 3, trainer={"precision": "bf16-true"}))
-    again = Plan(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
+    all_of(worlds, 2, FitSpec(root, 3, trainer={"precision": "bf16-true"}))
+    again = FitSpec(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
     assert all_of(worlds, 1, again)[0]["step"] == 4
-    mixed = Plan(root, 1, epochs=3, ckpt_path="last", trainer={"precision": "bf16-mixed"})
+    mixed = FitSpec(root, 1, epochs=3, ckpt_path="last", trainer={"precision": "bf16-mixed"})
     assert all_of(worlds, 3, mixed)[0]["step"] == 6
 
 
@@ -111,6 +111,6 @@ def test_elastic_flag_of_a_user_config(worlds: Pools, tmp_path: Path) -> None:
     """elastic_checkpoint with ZeRO-3 is taken, where DeepSpeed itself raises."""
     root = str(tmp_path)
     config = {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}
-    plan = Plan(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})
+    plan = FitSpec(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})
     assert all_of(worlds, 2, plan)[0]["step"] == 2
     assert listing(root)["last.ckpt"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._pool import Pools
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import RunRecord
 from tests.trainer._setup_hooks import EPOCHS, GLOBAL_BATCH, LENGTH, fit_asking
-from tests.trainer._steps import Seen
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,7 @@ ASKERS = [
 ]
 
 
-def fitted(worlds: Pools, source: str, asker: str, **options: str) -> Seen:
+def fitted(worlds: Pools, source: str, asker: str, **options: str) -> RunRecord:
     """Fit on two ranks, where one hook asks; check what it was told, and return what was seen."""
     asked = worlds.run(2, partial(fit_asking, source, asker, **options))[0]
     assert all(steps == STEPS for steps in asked.steps.values())
@@ -37,7 +37,7 @@ def fitted(worlds: Pools, source: str, asker: str, **options: str) -> Seen:
     if source == "module" and asker != "module":
         told.pop("module")
     assert set(told.values()) <= {3}
-    assert asked.own_callbacks == ["AskingCallback", "Watch"]
+    assert asked.own_callbacks == ["AskingCallback", "EventRecorder"]
     return asked.seen
 
 

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from tests.engine._pool import Pools
-from tests.trainer._steps import SMALL_BUCKETS, Ids, Net, Run
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import SMALL_BUCKETS, IndexedSamples, RecordingNet, RunSpec
 
 pytestmark = pytest.mark.engine
 
@@ -77,12 +77,12 @@ def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any
     )
 
 
-def fit(trainer: pl.Trainer, path: str | None = None) -> Net:
+def fit(trainer: pl.Trainer, path: str | None = None) -> RecordingNet:
     """Fit; a run that is interrupted on purpose ends quietly."""
     pl.seed_everything(3, verbose=False)
-    net = Net(Run())
-    data = DataLoader(Ids(53, 0.0), batch_size=2, shuffle=True)
-    val = DataLoader(Ids(8, 0.0), batch_size=2)
+    net = RecordingNet(RunSpec())
+    data = DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True)
+    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         trainer.fit(net, data, val, ckpt_path=path)
     return net
@@ -215,13 +215,13 @@ def test_what_a_run_was_taken_up_from_is_not_written_again(worlds: Pools, tmp_pa
 def fitted_twice(root: str) -> list[int]:
     """Validate, fit, and fit on with the same trainer."""
     trainer = trainer_of(root, 1, [])
-    net = Net(Run())
-    val = DataLoader(Ids(8, 0.0), batch_size=2)
+    net = RecordingNet(RunSpec())
+    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
     trainer.validate(net, val, verbose=False)
     steps = []
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
-        trainer.fit(net, DataLoader(Ids(53, 0.0), batch_size=2, shuffle=True), val)
+        trainer.fit(net, DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True), val)
         steps.append(trainer.global_step)
     return steps
 

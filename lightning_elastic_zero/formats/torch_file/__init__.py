@@ -9,14 +9,14 @@ which classes a file may ask for; ``legacy`` reads what is no zip.
 
 from __future__ import annotations
 
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules
 from lightning_elastic_zero.formats.torch_file.index import FileSlice
 from lightning_elastic_zero.formats.torch_file.legacy import LegacyFile, is_legacy
 from lightning_elastic_zero.formats.torch_file.reading import Piece, TorchFile
-from lightning_elastic_zero.formats.torch_file.unpickling import PickleRules
 from lightning_elastic_zero.formats.torch_file.writing import (
     PiecewiseSource,
-    ShardBuilder,
     TensorSource,
+    TorchFileWriter,
 )
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "PickleRules",
     "Piece",
     "PiecewiseSource",
-    "ShardBuilder",
     "TensorSource",
     "TorchFile",
+    "TorchFileWriter",
     "is_legacy",
 ]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.torch_file.unpickling import (
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import (
     PLAIN_DATA,
     PickleRules,
     refuse_class,

@@ -13,10 +13,10 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules, refuse_class
 from lightning_elastic_zero.formats.torch_file.reading import Piece
-from lightning_elastic_zero.formats.torch_file.unpickling import PickleRules, refuse_class
-from lightning_elastic_zero.state import check_cast
-from lightning_elastic_zero.storage import no_progress, no_work, steady_stream
+from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
+from lightning_elastic_zero.tensor_state import check_cast
 
 ZIP_MARK = b"PK\x03\x04"
 
@@ -74,7 +74,7 @@ class LegacyFile:
     saved_as = ""
 
     def __init__(
-        self, path: Path, rules: PickleRules, on_work: Callable[[], None] = no_work
+        self, path: Path, rules: PickleRules, on_progress: Callable[[], None] = ignore_progress
     ) -> None:
         """Load a file.
 
@@ -83,7 +83,7 @@ class LegacyFile:
 
             rules: What its pickle may ask for.
 
-            on_work: Called after every read.
+            on_progress: Called after every read.
 
         Raises:
             CheckpointFormatError: It is not of ``torch.save``, or damaged.
@@ -94,7 +94,7 @@ class LegacyFile:
         self.bytes_read = path.stat().st_size
         _check_beginning(path)
         try:
-            with rules.allowed(), steady_stream(path, on_work) as stream:
+            with rules.allowed(), bounded_stream(path, on_progress) as stream:
                 self.tree: Any = torch.load(
                     stream, map_location="cpu", weights_only=not rules.any_class
                 )
@@ -113,7 +113,7 @@ class LegacyFile:
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, Piece]],
-        on_bytes: Callable[[int], None] = no_progress,
+        on_bytes: Callable[[int], None] = ignore_bytes,
     ) -> None:
         """Fill targets with pieces of the tree's tensors."""
         for target, piece in wanted:
@@ -131,7 +131,7 @@ class LegacyFile:
         """Give a part of the tree."""
         return subtree
 
-    def verify(self, on_bytes: Callable[[int], None] = no_progress) -> None:
+    def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
         """Do nothing: such files keep no checksums."""
 
     def close(self) -> None:

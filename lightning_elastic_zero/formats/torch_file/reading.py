@@ -13,10 +13,16 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PLAIN_DATA, PickleRules
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
-from lightning_elastic_zero.formats.torch_file.unpickling import PLAIN_DATA, PickleRules
-from lightning_elastic_zero.state import check_cast
-from lightning_elastic_zero.storage import FileRecord, RangeFile, VerifiedFile, no_progress, no_work
+from lightning_elastic_zero.storage import (
+    FileRecord,
+    RangeFile,
+    VerifiedFile,
+    ignore_bytes,
+    ignore_progress,
+)
+from lightning_elastic_zero.tensor_state import check_cast
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of each size: elements that are not cast are copied as these, bit for bit."""
@@ -69,7 +75,7 @@ class TorchFile:
         directory: Path,
         record: FileRecord,
         save_id: str | None = None,
-        on_work: Callable[[], None] = no_work,
+        on_progress: Callable[[], None] = ignore_progress,
     ) -> TorchFile:
         """Open a file that a manifest names.
 
@@ -80,14 +86,14 @@ class TorchFile:
 
             save_id: The save that the file must belong to; None for any.
 
-            on_work: Called after every read.
+            on_progress: Called after every read.
 
         Raises:
             CheckpointCorruptedError: The file is missing, or its bytes are not what was written.
             CheckpointFormatError: It is not of ``torch.save``, or holds more than plain data.
 
         """
-        file = VerifiedFile(directory, record, save_id, on_work)
+        file = VerifiedFile(directory, record, save_id, on_progress)
         try:
             return cls(file)
         except BaseException:
@@ -95,8 +101,8 @@ class TorchFile:
             raise
 
     @classmethod
-    def open_foreign(
-        cls, path: Path, rules: PickleRules, on_work: Callable[[], None] = no_work
+    def open_unverified(
+        cls, path: Path, rules: PickleRules, on_progress: Callable[[], None] = ignore_progress
     ) -> TorchFile:
         """Open a file that nobody has recorded anything of.
 
@@ -105,7 +111,7 @@ class TorchFile:
 
             rules: What its pickle may ask for.
 
-            on_work: Called after every read.
+            on_progress: Called after every read.
 
         Raises:
             CheckpointCorruptedError: The file is missing, or cut short.
@@ -113,14 +119,14 @@ class TorchFile:
             UnsupportedError: It holds objects of a class that the rules do not allow.
 
         """
-        file = RangeFile(path, on_work)
+        file = RangeFile(path, on_progress)
         try:
             return cls(file, rules)
         except BaseException:
             file.close()
             raise
 
-    def verify(self, on_bytes: Callable[[int], None] = no_progress) -> None:
+    def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
         """Read the whole file, and compare the CRC-32 of each record where one was written.
 
         Raises:
@@ -161,7 +167,7 @@ class TorchFile:
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, Piece]],
-        on_bytes: Callable[[int], None] = no_progress,
+        on_bytes: Callable[[int], None] = ignore_bytes,
     ) -> None:
         """Fill targets with pieces of stored tensors, in one pass over the file.
 
@@ -179,7 +185,7 @@ class TorchFile:
         """
         self._fill([self._job(target, piece) for target, piece in wanted], on_bytes)
 
-    def _job(self, target: torch.Tensor, piece: Piece) -> _Job:
+    def _job(self, target: torch.Tensor, piece: Piece) -> _RangeCopy:
         numel = piece.stop - piece.start
         target_stop = piece.target_offset + numel
         if not 0 <= piece.start <= piece.stop <= piece.tensor.numel():
@@ -192,7 +198,7 @@ class TorchFile:
         place = self.locate(piece.tensor)
         start_byte = place.start_byte + piece.start * place.dtype.itemsize
         slot = target.detach()[piece.target_offset : target_stop]
-        return _Job(FileSlice(start_byte, place.dtype, numel), slot)
+        return _RangeCopy(FileSlice(start_byte, place.dtype, numel), slot)
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give an ordinary copy, on the host, of a tensor of the tree.
@@ -221,15 +227,15 @@ class TorchFile:
         for tensor in tensors:
             place = self._index.locate(tensor)
             flat = torch.empty(place.numel, dtype=place.dtype)
-            jobs.append(_Job(place, flat))
+            jobs.append(_RangeCopy(place, flat))
             copies.append(flat.as_strided(tensor.shape, tensor.stride()))
-        self._fill(jobs, no_progress)
+        self._fill(jobs, ignore_bytes)
         return copies
 
-    def _fill(self, jobs: list[_Job], on_bytes: Callable[[int], None]) -> None:
+    def _fill(self, jobs: list[_RangeCopy], on_bytes: Callable[[int], None]) -> None:
         waiting = sorted(jobs, key=lambda job: job.place.start_byte, reverse=True)
         runs = _union(job.place for job in reversed(waiting))
-        open_jobs: list[_Job] = []
+        open_jobs: list[_RangeCopy] = []
         for offset, view in self._file.read_runs(runs):
             stop = offset + view.nbytes
             while waiting and waiting[-1].place.start_byte < stop:
@@ -258,7 +264,7 @@ class TorchFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _RangeCopy:
     """A place in the file and the elements that are filled from it."""
 
     place: FileSlice

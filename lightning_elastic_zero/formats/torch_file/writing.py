@@ -14,7 +14,7 @@ from typing import IO, Protocol, cast
 import numpy as np
 import torch
 
-from lightning_elastic_zero.storage import ChecksummedWriter, FileRecord, no_progress
+from lightning_elastic_zero.storage import ChecksummedWriter, FileRecord, ignore_bytes
 
 COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
@@ -105,7 +105,7 @@ class PiecewiseSource:
         self._on_end()
 
 
-class ShardBuilder:
+class TorchFileWriter:
     """One file in the making: ``add`` each large tensor, put what it gives in a tree, ``write``."""
 
     def __init__(self) -> None:
@@ -123,10 +123,10 @@ class ShardBuilder:
             return torch.empty(0, dtype=source.dtype)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
-        stand_in = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
-        start = stand_in.data_ptr()
-        self._placed.append(_Placed(start, start + size_bytes, source, stand_in))
-        return stand_in
+        placeholder = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
+        start = placeholder.data_ptr()
+        self._placed.append(_Placed(start, start + size_bytes, source, placeholder))
+        return placeholder
 
     def write(
         self,
@@ -135,7 +135,7 @@ class ShardBuilder:
         name: str,
         *,
         save_id: str,
-        on_bytes: Callable[[int], None] = no_progress,
+        on_bytes: Callable[[int], None] = ignore_bytes,
     ) -> FileRecord:
         """Write the file and its checksums, synced to disk.
 
@@ -192,7 +192,7 @@ class _Placed:
     start: int
     stop: int
     source: TensorSource
-    stand_in: torch.Tensor
+    placeholder: torch.Tensor
     """Held, so that no other memory gets these addresses."""
 
 
@@ -211,7 +211,7 @@ class _SubstitutingStream:
         self._on_first = on_first
         self._placed = sorted(placed, key=lambda one: one.start)
         self._starts = [one.start for one in self._placed]
-        self._feeds = [_Feed(one) for one in self._placed]
+        self._feeds = [_SourceBytes(one) for one in self._placed]
         self._error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -245,7 +245,7 @@ class _SubstitutingStream:
             feed.check_complete()
 
 
-class _Feed:
+class _SourceBytes:
     """The bytes of one source, in order."""
 
     def __init__(self, placed: _Placed) -> None:

@@ -1,0 +1,126 @@
+"""Where a checkpoint is damaged: which older one beside it is sound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.checkpoint.types import report_bytes
+from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ElasticZeroError,
+)
+from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.elastic.verify import verify_files
+from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest
+from lightning_elastic_zero.storage import check_local_path
+
+DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
+"""What may mean that the checkpoint which was asked for is not what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackCheckpoint:
+    """What an older checkpoint is."""
+
+    path: str
+    step: int
+    """Optimizer steps that had been taken."""
+
+
+def find_fallback(asked: str | os.PathLike[str], ranks: Ranks) -> FallbackCheckpoint | None:
+    """Find the newest sound checkpoint beside one that is damaged. Collective.
+
+    Every byte of it has been verified, each rank reading its share. Of another run's checkpoints in
+    the same folder nothing is known, so that it is for the user to take what is found here.
+
+    Args:
+        asked: the path of the damaged one, on rank 0.
+        ranks: those that load.
+
+    Returns:
+        None where there is none, or where nothing says that there was ever a checkpoint.
+    """
+    found = ranks.broadcast(
+        f"load {asked}: look for an older one", lambda: _beside(asked, ranks.progress)
+    )
+    for path, step in found:
+        problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
+        if not any(problems):
+            return FallbackCheckpoint(path, step)
+    return None
+
+
+def _beside(
+    asked: str | os.PathLike[str], on_progress: Callable[[], None]
+) -> list[tuple[str, int]]:
+    """Rank 0: give the published checkpoints in the same folder, the newest first."""
+    damaged = check_local_path(asked)
+    if not os.path.lexists(damaged):
+        # A path that is misspelt: another checkpoint is not what is meant.
+        return []
+    real = Path(os.path.realpath(damaged))
+    mine = _manifest_of(real)
+    rows: list[tuple[Any, str, int]] = []
+    for manifest_path in {*damaged.parent.glob(f"*/{MANIFEST_NAME}"), *_siblings(real)}:
+        path = Path(os.path.realpath(manifest_path.parent))
+        manifest = _manifest_of(path)
+        on_progress()
+        if path == real or path.name.startswith(".") or manifest is None:
+            continue
+        if _can_replace(manifest, mine) if mine else _was_before(path, (real, damaged), manifest):
+            step = manifest.progress.global_steps
+            rows.append(((_published_at(path), step), str(path), step))
+    ordered = sorted(set(rows), reverse=True)
+    return [(path, step) for _, path, step in ordered]
+
+
+def _siblings(real: Path) -> list[Path]:
+    """Give the manifests beside what a link leads to, which may be in another folder."""
+    return list(real.parent.glob(f"*/{MANIFEST_NAME}"))
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
+        # Of other software's checkpoints it cannot be told what a load would find.
+        return source.manifest if (path / MANIFEST_NAME).exists() else None
+    return None
+
+
+def _can_replace(other: Manifest, damaged: Manifest) -> bool:
+    """Tell whether a run can go on from the other one: it is older, and as whole."""
+    older = other.progress.global_steps <= damaged.progress.global_steps
+    return older and (damaged.weights_only or not other.weights_only)
+
+
+def _was_before(path: Path, damaged: tuple[Path, ...], manifest: Manifest) -> bool:
+    """Tell the same where nothing is left of what the damaged one said of itself, by the clock."""
+    return _published_at(path) <= _published_at(*damaged) and not manifest.weights_only
+
+
+def _published_at(*paths: Path) -> int:
+    """Give the time, in nanoseconds, at which a manifest was written, or else a folder or link."""
+    for there in (paths[0] / MANIFEST_NAME, *paths):
+        with suppress(OSError):
+            return there.lstat().st_mtime_ns
+    return 0
+
+
+def _problem(path: str, ranks: Ranks) -> str:
+    """Verify this rank's share; give what is wrong with it."""
+    try:
+        with closing(open_checkpoint(Path(path), on_progress=ranks.progress)) as source:
+            source.check_all()
+            on_bytes = report_bytes("verifying", ranks)
+            verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, on_bytes)
+    except DAMAGE_ERRORS as error:
+        return str(error)
+    return ""

@@ -1,0 +1,62 @@
+"""What of a run is written, and what is said of it: weights left out, objects to be allowed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.formats.elastic.client_state import Objects, dotted
+from lightning_elastic_zero.formats.safe_pickle.unpickler import find_refused
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.tensor_state import RankState
+
+log = logging.getLogger(__name__)
+
+
+def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
+    """Leave out what is not to be written: of the frozen weights and buffers, never of others."""
+    left_out = {
+        p.name
+        for p in manifest.parameters
+        if p.group is None
+        and (
+            (options.exclude_frozen and bool(manifest.groups))
+            or options.left_out.issuperset({p.name, *p.aliases})
+        )
+    }
+    in_order = [p.name for p in manifest.parameters if p.name in left_out]
+    buffers = [name for name in manifest.module_buffers if name in options.left_out]
+    return replace(
+        manifest,
+        excluded=(*in_order, *buffers),
+        module_buffers=tuple(n for n in manifest.module_buffers if n not in options.left_out),
+    )
+
+
+def written(state: RankState, manifest: Manifest) -> RankState:
+    """Return what of a rank's state is written."""
+    frozen, buffers = {p.name for p in manifest.frozen}, set(manifest.module_buffers)
+    return replace(
+        state,
+        frozen={n: t for n, t in state.frozen.items() if n in frozen},
+        module_buffers={n: t for n, t in state.module_buffers.items() if n in buffers},
+    )
+
+
+def warn_of_objects(path: Path, objects: Objects, told: set[str] | None) -> None:
+    """Rank 0: warn, once, of what a load will refuse to build unless it is allowed to."""
+    if told is None:
+        return
+    new = [(at, value) for at, value in objects if dotted(at) not in told]
+    told.update(dotted(at) for at, _ in new)
+    for where, what in find_refused(new).items():
+        log.warning(
+            "%s: %s holds %s, no plain data: this checkpoint can be loaded only with "
+            "allow_pickle=True, by whoever trusts it. Save numbers, strings, lists, dicts or "
+            "tensors in its place.",
+            path,
+            where,
+            what,
+        )

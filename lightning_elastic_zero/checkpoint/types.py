@@ -1,0 +1,165 @@
+"""The words of the two stories: what a live engine offers, options, and what comes back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.manifest import Manifest, Plain
+from lightning_elastic_zero.tensor_state import (
+    OptimizerScope,
+    RankState,
+    RestoreTargets,
+    RestoreValues,
+)
+
+REPORT_EVERY_S = 10.0
+"""How often long reading and writing says how far it is."""
+
+log = logging.getLogger(__name__)
+
+
+class LiveState(Protocol):
+    """What a live engine offers; ``lightning_elastic_zero.engine`` implements it twice."""
+
+    def describe(self) -> Manifest:
+        """Say what it is, as a manifest without files."""
+        ...
+
+    def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
+        """Give what this rank holds, by reference."""
+        ...
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        ...
+
+    def check_optimizer(self, source: Manifest, wanted: OptimizerScope) -> None:
+        """Refuse the state, and the hyperparameters, of another optimizer."""
+        ...
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Refuse the state of another kind of scheduler."""
+        ...
+
+    def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
+        """Give buffers to fill; nothing live is lost before ``commit``."""
+        ...
+
+    def rollback(self) -> None:
+        """Undo ``allocate_targets`` after a failure; no collective."""
+        ...
+
+    def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
+        """Take what was received; collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What a save writes."""
+
+    weights_only: bool = False
+    """Masters, frozen weights and buffers, and no optimizer state."""
+    exclude_frozen: bool = False
+    """Leave out weights that the optimizer does not own; a load keeps the model's own."""
+    left_out: frozenset[str] = frozenset()
+    """Names of frozen weights and buffers that are not to be written; trained ones always are."""
+    module_weights: bool = False
+    """Write the low-precision weights too, for tools that insist on them."""
+    sampler: Mapping[str, Plain] = field(default_factory=dict)
+    """How far the run is in its data, for the manifest's ``progress.sampler``."""
+    module_buffers: Mapping[str, torch.Tensor] | None = None
+    """Module buffers to save in the place of the live ones: those of the last optimizer step."""
+    told: set[str] | None = field(default_factory=set)
+    """Places of objects that were told of already, since a load refuses them; None: nobody is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What a load restores."""
+
+    optimizer_state: bool = True
+    """False: a fresh optimizer on the saved weights."""
+    hyperparameters: bool = True
+    """False: learning rate, weight decay, ... stay as they are configured now."""
+    strict: bool = True
+    """False: frozen parameters and buffers may be missing, or too many; with a fresh optimizer
+    trained parameters too."""
+    allow_pickle: bool = False
+    """Build Python objects of any class from the trainer's state; that can run code."""
+    fallback: bool = False
+    """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names in the checkpoint, and what they are in the model."""
+    of_ranks: tuple[str, ...] = ()
+    """Path of an entry of the client state that is wanted of other ranks too, where as many as
+    there are now did not save: of those whose part this rank takes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStats:
+    """What a save or a load cost."""
+
+    path: str
+    seconds: float
+    """Wall clock, from the call until all ranks were done."""
+    bytes: int
+    """Written, or read, by all ranks together."""
+    waited_s: float
+    """How long this rank's training stood still for it; less than ``seconds`` in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a load gives back."""
+
+    client_state: dict[str, Any]
+    """What the trainer, module, datamodule and callbacks had saved."""
+    manifest: Manifest
+    stats: CheckpointStats
+    found: str = ""
+    """Where it does not hold all that a run has: its kind, who wrote it, and what it lacks."""
+    of_ranks: Mapping[int, Any] = field(default_factory=dict)
+    """The entry that was wanted of other ranks, by rank of the save; those that have it."""
+    instead_of: str = ""
+    """The damaged checkpoint that was asked for, where an older one was taken."""
+
+
+def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:
+    """Give a callback for long I/O: shows the other ranks that this one lives, and reports."""
+    done, reported = 0, time.monotonic()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        ranks.progress()
+        if ranks.rank == 0 and time.monotonic() - reported > REPORT_EVERY_S:
+            reported = time.monotonic()
+            log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
+
+    return on_bytes
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCallbacks:
+    """Who is asked and told while a save goes on; by default nobody."""
+
+    check_cancelled: Callable[[], None] = _nothing
+    """Called between stretches of bytes; what it raises ends the save."""
+    on_read: Callable[[torch.Tensor], None] = _nothing
+    """Told of each master and optimizer state that is not needed any more."""
+    commit: Callable[[], None] = _nothing
+    """Rank 0: called when all is on the disk but not in its place; what it raises prevents that."""
+    target_checked: bool = False
+    """The target was looked at when the save began, and that may be some time ago."""

@@ -1,0 +1,354 @@
+"""Does this checkpoint fit this model? Every difference by name, in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.key_mapping import guess_key_mapping
+from lightning_elastic_zero.manifest import Manifest, Parameter
+
+_INTEGRAL = ("int", "uint", "bool", "qint", "quint", "bits")
+
+LISTED = 20
+"""What is listed of each kind of difference; the rest is counted."""
+
+
+LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
+"""The type to which a run of each precision rounds its weights."""
+
+FLOATING = {"float64": (11, 52), "float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
+"""Bits of exponent and mantissa: what has as many of both holds every value of a type."""
+
+
+FRESH_AND_LENIENT = (
+    "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
+)
+"""How trained parameters may be missing from a checkpoint, or too many in it."""
+
+_OTHER_OWNERS = (
+    "let requires_grad be what it was before the optimizer is made, or pass "
+    "load_optimizer_state=False: a fresh optimizer on the saved weights"
+)
+_OTHER_GROUPS = (
+    "give the optimizer the groups of the save, or pass load_optimizer_state=False and "
+    "load_hyperparameters=False: a fresh optimizer with the groups as they are configured here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPair:
+    """A module buffer as it was saved, beside the model's own of that name."""
+
+    name: str
+    saved_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    saved_dtype: str
+    dtype: str
+    loses: bool
+    """Whether the model's type cannot hold the values that were saved."""
+    writable: bool = True
+    """False where several elements of the model's buffer share one place in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreScope:
+    """What a load wants of a checkpoint."""
+
+    optimizer_state: bool
+    """The optimizer's state, and so groups with the same members."""
+    hyperparameters: bool = True
+    """Each group's hyperparameters: the same number of groups."""
+    strict: bool = True
+    """False (Lightning's ``strict_loading``): frozen parameters and buffers that the checkpoint
+    lacks stay as they are, and what it has beyond the model is left out. Without optimizer state
+    that holds of trained parameters too."""
+
+
+def check_compatible(
+    saved: Manifest,
+    live: Manifest,
+    wanted: RestoreScope,
+    where: str,
+    buffers: Sequence[BufferPair] = (),
+) -> None:
+    """Compare a checkpoint with a live engine before anything is changed.
+
+    Args:
+        saved: the checkpoint's manifest.
+        live: what the engine says of itself.
+        wanted: what is to be restored.
+        where: the checkpoint's path, for the message.
+        buffers: the module buffers that both have.
+
+    Raises:
+        CheckpointMismatchError: with all differences, by name.
+    """
+    differences = [
+        *_differences(saved, live, wanted),
+        *_incompatible_buffers(buffers, _rounds_to(live)),
+    ]
+    if not differences:
+        return
+    listed = "\n".join(f"  - {difference}" for difference in differences)
+    msg = (
+        f"{where} does not fit this model.\n"
+        f"Saved: {describe(saved)}\nHere: {describe(live)}\n{listed}"
+    )
+    raise CheckpointMismatchError(msg)
+
+
+def describe(manifest: Manifest) -> str:
+    """Give one line about a checkpoint, or a live engine."""
+    numel = sum(p.numel for p in manifest.parameters)
+    devices = f"{manifest.world_size} device{'s' if manifest.world_size > 1 else ''}"
+    parts = [
+        # An evaluation, or a checkpoint of whole tensors: how many devices wrote it is not known.
+        f"ZeRO-{manifest.stage} on {devices}" if manifest.stage else "no ZeRO",
+        manifest.precision,
+        f"{len(manifest.parameters)} parameters with {numel:,} elements",
+    ]
+    if manifest.groups:
+        parts.append(
+            f"{len(manifest.groups)} parameter group{'s' if len(manifest.groups) > 1 else ''}"
+        )
+    if manifest.writer.optimizer:
+        parts.append(manifest.writer.optimizer)
+    if manifest.weights_only:
+        parts.append("weights only")
+    return ", ".join(parts)
+
+
+def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
+    """Yield each kind of difference."""
+    if wanted.optimizer_state and saved.weights_only:
+        yield (
+            "it holds no optimizer state (it was saved with save_weights_only=True, or is a file "
+            "of weights): test or predict with it, or pass load_optimizer_state=False to start a "
+            "new run on its weights"
+        )
+    yield from _parameters(saved, live, wanted)
+    yield from _buffers(saved, live, wanted)
+    if live.groups:
+        yield from _groups(saved, live, wanted)
+
+
+def _parameters(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
+    """Yield missing, unexpected and differently shaped parameters."""
+    have, want = _by_name(saved.parameters), _by_name(live.parameters)
+    yield from _absent(have, want, wanted)
+    reshaped = [
+        f"{name} (saved {have[name].shape}, here {parameter.shape})"
+        for name, parameter in want.items()
+        if name in have and have[name].shape != parameter.shape
+    ]
+    if reshaped:
+        yield f"of other shapes: {_names(reshaped)}"
+    retyped = {
+        name: f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
+        for name, parameter in want.items()
+        if name in have and _is_integral(have[name].dtype) != _is_integral(parameter.dtype)
+    }
+    if retyped:
+        yield (
+            f"of other types, and integers are not cast: {_names(retyped.values())}; quantized "
+            "weights have scales beside them: save them dequantized"
+        )
+    rounded = _rounds_to(live)
+    lossy = [
+        f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
+        for name, parameter in want.items()
+        if name in have
+        and name not in saved.excluded
+        and name not in retyped
+        and not _owned(parameter)
+        and _loses(have[name].dtype, parameter.dtype, rounded)
+    ]
+    if lossy:
+        yield f"frozen, of types that cannot hold what was saved: {_names(lossy)}"
+    if wanted.optimizer_state and live.groups:
+        yield from _ownership(have, want)
+    lost = _left_out_but_trained(saved, live)
+    if lost and not _may_lack(want[lost[0]], wanted):
+        yield (
+            f"left out when saved (exclude_frozen_parameters), but trained here: {_names(lost)}; "
+            "freeze them here too, or load a checkpoint that holds them, or train the model's own "
+            f"from where they are: {FRESH_AND_LENIENT}"
+        )
+
+
+def _absent(
+    have: Mapping[str, Parameter], want: Mapping[str, Parameter], wanted: RestoreScope
+) -> Iterator[str]:
+    """Yield what one side has and the other has not, and what may have been renamed."""
+    missing = [n for n, p in want.items() if n not in have and not _may_lack(p, wanted)]
+    unexpected = [n for n, p in have.items() if n not in want and not _may_lack(p, wanted)]
+    if missing:
+        text = f"missing from the checkpoint: {_names(missing)}"
+        yield f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
+    if unexpected:
+        yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
+    shapes_here = {n: want[n].shape for n in missing}
+    shapes_there = {n: have[n].shape for n in unexpected}
+    if renamed := guess_key_mapping(shapes_there, shapes_here, have.keys() & want.keys()):
+        yield _perhaps(renamed)
+
+
+def _perhaps(renamed: Mapping[str, str]) -> str:
+    """Suggest what may have been renamed."""
+    return f"perhaps renamed since the save; if so, load with rename={dict(renamed)!r}"
+
+
+def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
+    """Yield what a load that fits goes on without, by name: it is told, since it is allowed."""
+    have, want = _by_name(saved.parameters), _by_name(live.parameters)
+    left_out = set(saved.excluded)
+    kept = [n for n in want if n not in have] if not wanted.strict else []
+    trained = [n for n in kept if _owned(want[n])] + _left_out_but_trained(saved, live)
+    if trained:
+        yield f"not in the checkpoint, and trained from what they are here: {_names(trained)}"
+    gone = left_out.union(kept).difference(trained)
+    frozen = [n for n in want if n in gone and not _owned(want[n])]
+    if frozen:
+        yield f"not in the checkpoint, and left as they are here: {_names(frozen)}"
+    beyond = [n for n in have if n not in want and n not in left_out] if not wanted.strict else []
+    if beyond:
+        yield f"in the checkpoint, and not in the model: {_names(beyond)}"
+    buffers = set(live.module_buffers) - set(saved.module_buffers)
+    if buffers:
+        yield f"buffers that are not in the checkpoint, left as they are here: {_names(buffers)}"
+
+
+def _is_integral(dtype: str) -> bool:
+    """Whether elements of a type are whole numbers or bits, such as those of quantized weights."""
+    return dtype.startswith(_INTEGRAL)
+
+
+def _ownership(have: Mapping[str, Parameter], want: Mapping[str, Parameter]) -> Iterator[str]:
+    """Yield parameters that are trained on one side and frozen on the other."""
+    both = [n for n in want if n in have]
+    frozen = [n for n in both if _owned(have[n]) and not _owned(want[n])]
+    thawed = [n for n in both if _owned(want[n]) and not _owned(have[n])]
+    if frozen:
+        yield f"trained when saved, frozen here: {_names(frozen)}; {_OTHER_OWNERS}"
+    if thawed:
+        yield f"frozen when saved, trained here: {_names(thawed)}; {_OTHER_OWNERS}"
+
+
+def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    return {p.name: p for p in parameters}
+
+
+def _owned(parameter: Parameter) -> bool:
+    """Tell whether the optimizer owns it."""
+    return parameter.group is not None
+
+
+def _may_lack(parameter: Parameter, wanted: RestoreScope) -> bool:
+    """Tell whether a load may go on without a parameter, on either side."""
+    return not wanted.strict and not (wanted.optimizer_state and _owned(parameter))
+
+
+def _left_out_but_trained(saved: Manifest, live: Manifest) -> list[str]:
+    """Return what was left out of the checkpoint on purpose and is trained here."""
+    trained = {p.name for p in live.optimized}
+    return [name for name in saved.excluded if name in trained]
+
+
+def _buffers(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
+    """Yield missing and unexpected module buffers."""
+    if not wanted.strict:
+        return
+    have, want = set(saved.module_buffers), set(live.module_buffers)
+    missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
+    if missing:
+        yield f"buffers missing from the checkpoint: {_names(missing)}"
+    if beyond:
+        yield f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
+    if renamed := guess_key_mapping(beyond, missing, have & want):
+        yield _perhaps(renamed)
+
+
+def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
+    """Return the names of the buffers that a load rounds, as it does with weights."""
+    rounded = _rounds_to(live)
+    return [b.name for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, rounded)]
+
+
+def _rounds_to(live: Manifest) -> frozenset[str]:
+    """Return the types to which values may be rounded: the run's own; in an evaluation, any."""
+    if not live.groups:
+        return frozenset(FLOATING)
+    return frozenset({LOW_PRECISION.get(live.precision, "")})
+
+
+def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: frozenset[str]) -> Iterator[str]:
+    """Yield the module buffers that cannot take what was saved."""
+    reshaped = [
+        f"{b.name} (saved {b.saved_shape}, here {b.shape})"
+        for b in buffers
+        if b.saved_shape != b.shape
+    ]
+    if reshaped:
+        yield f"buffers of other shapes: {_names(reshaped)}"
+    lossy = [
+        f"{b.name} (saved {b.saved_dtype}, here {b.dtype})"
+        for b in buffers
+        if b.loses and not _is_rounding(b.saved_dtype, b.dtype, rounded)
+    ]
+    if lossy:
+        yield f"buffers of types that cannot hold what was saved: {_names(lossy)}"
+    shared = [b.name for b in buffers if not b.writable]
+    if shared:
+        yield (
+            "buffers whose elements share their memory (expanded views), so that they cannot be "
+            f"written: {_names(shared)}; .clone() them where they are registered"
+        )
+
+
+def _is_rounding(saved: str, dtype: str, rounded: frozenset[str]) -> bool:
+    """Return whether a cast is the rounding that weights undergo too."""
+    return saved in FLOATING and dtype in rounded
+
+
+def _loses(saved: str, dtype: str, rounded: frozenset[str]) -> bool:
+    """Return whether a type cannot hold each value of another one, nor is that the run's choice."""
+    if saved == dtype or _is_rounding(saved, dtype, rounded):
+        return False
+    if saved not in FLOATING or dtype not in FLOATING:
+        return True
+    return any(has < needs for has, needs in zip(FLOATING[dtype], FLOATING[saved], strict=True))
+
+
+def _groups(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
+    """Yield differences in the number and the membership of parameter groups."""
+    if not (wanted.optimizer_state or wanted.hyperparameters):
+        return
+    if len(saved.groups) != len(live.groups):
+        yield (
+            f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}; "
+            f"{_OTHER_GROUPS}"
+        )
+        return
+    group_of = _groups_of(saved)
+    for index, group in enumerate(live.groups):
+        # What is in no group on one side is told of elsewhere: missing, unexpected, frozen.
+        moved = [n for n in group.names if group_of.get(n, index) != index]
+        if moved:
+            was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
+            yield (
+                f"in parameter group {index} here, in {was} when saved: {_names(moved)}; "
+                f"{_OTHER_GROUPS}"
+            )
+
+
+def _groups_of(manifest: Manifest) -> dict[str, int]:
+    return {name: index for index, group in enumerate(manifest.groups) for name in group.names}
+
+
+def _names(names: Iterable[str]) -> str:
+    """List names, the first of them where there are many."""
+    listed = list(names)
+    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
+    return ", ".join(listed[:LISTED]) + more

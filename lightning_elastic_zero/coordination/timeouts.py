@@ -1,0 +1,90 @@
+"""How long ranks wait for each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+STALL_TIMEOUT_S = 50.0
+"""The default of ``stall_timeout_s``: with it, a stall is reported within 60 s."""
+
+ABSENT_TIMEOUT_S = 600.0
+"""The default of ``absent_timeout_s``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long ranks wait for each other, in seconds.
+
+    With the defaults, all ranks raise within 10 s where one raised, and within 60 s where one died
+    or stalled.
+    """
+
+    heartbeat_interval_s: float = 2.0
+    """From one sign of life of a rank to its next."""
+
+    heartbeat_timeout_s: float = 30.0
+    """Without a sign of life for so long, a rank died or is stopped, or the store's host is."""
+
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    """At work on a step for so long without ``progress()``, a rank has stalled."""
+
+    absent_timeout_s: float = ABSENT_TIMEOUT_S
+    """A living rank comes to a step no later than this after the first one.
+
+    Much longer than the others, for to be late is no fault: rank 0 may spend minutes in a logging
+    callback before it saves, which must not end a run. Yet a call that is made on one rank only
+    must end.
+    """
+
+    late_warning_s: float = 30.0
+    """After so long the log names the ranks that have not come to a step yet."""
+
+    failure_grace_s: float = 1.0
+    """After a first failure, for so long other ranks may add theirs before the verdict."""
+
+    def with_stall_timeout(self, stall_timeout_s: float) -> Timeouts:
+        """Return these times with another ``stall_timeout_s``, which a user has chosen.
+
+        Raises:
+            ValueError: It is no positive number.
+        """
+        what = "how many seconds a rank may work without progress"
+        return self._with(stall_timeout_s=_positive("stall_timeout_s", stall_timeout_s, what))
+
+    def with_absent_timeout(self, absent_timeout_s: float) -> Timeouts:
+        """Return these times with another ``absent_timeout_s``, which a user has chosen.
+
+        Raises:
+            ValueError: It is no positive number.
+        """
+        what = "how many seconds ranks wait for one that does not come"
+        return self._with(absent_timeout_s=_positive("absent_timeout_s", absent_timeout_s, what))
+
+    def _with(self, **chosen: float) -> Timeouts:
+        """Return these times with others, and signs of life often enough for them."""
+        return replace(
+            self,
+            heartbeat_interval_s=min(self.heartbeat_interval_s, *(s / 4 for s in chosen.values())),
+            **chosen,
+        )
+
+    def __post_init__(self) -> None:
+        """Refuse times that would take a living rank for a dead one."""
+        if (
+            self.heartbeat_interval_s <= 0
+            or min(self.heartbeat_timeout_s, self.stall_timeout_s, self.absent_timeout_s)
+            < 4 * self.heartbeat_interval_s
+        ):
+            msg = (
+                f"{self}: heartbeat_timeout_s, stall_timeout_s and absent_timeout_s must be "
+                f"at least 4 * heartbeat_interval_s > 0"
+            )
+            raise ValueError(msg)
+
+
+def _positive(name: str, value: object, what: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        msg = f"{name}={value!r}: it is {what}, a positive number"
+        raise ValueError(msg)
+    return float(value)  # type: ignore[arg-type]

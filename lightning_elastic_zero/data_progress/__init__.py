@@ -1,0 +1,49 @@
+"""How far a run has come, counted in samples: what does not depend on the number of devices.
+
+``batches`` cuts a global batch over ranks and micro-batches; ``sampler`` gives every rank its
+samples, from any step of an epoch on, and ``sample_order`` asks users' samplers; ``position`` is
+where a run stands, as a checkpoint records it; ``counters`` writes Lightning's loop counters for
+it; ``randomness`` keeps the streams of random numbers. Nothing in here imports Lightning or
+DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from lightning_elastic_zero.data_progress.batch_plan import BatchPlan, plan_batches
+from lightning_elastic_zero.data_progress.loop_counters import (
+    LOADER_STATES,
+    VALIDATION,
+    fit_loop_at,
+    guess_accumulation,
+    read_position,
+    validation_counters_at,
+    with_loader_states,
+)
+from lightning_elastic_zero.data_progress.position import DataProgress, Position
+from lightning_elastic_zero.data_progress.rng import (
+    collect_rng_states,
+    derive_seed,
+    seed_rng_streams,
+    set_rng_states,
+)
+from lightning_elastic_zero.data_progress.sampler import ElasticBatchSampler, ElasticSampler
+
+__all__ = [
+    "LOADER_STATES",
+    "VALIDATION",
+    "BatchPlan",
+    "DataProgress",
+    "ElasticBatchSampler",
+    "ElasticSampler",
+    "Position",
+    "collect_rng_states",
+    "derive_seed",
+    "fit_loop_at",
+    "guess_accumulation",
+    "plan_batches",
+    "read_position",
+    "seed_rng_streams",
+    "set_rng_states",
+    "validation_counters_at",
+    "with_loader_states",
+]

@@ -1,0 +1,47 @@
+"""The moment at which masters and optimizer states change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.engine.support import optimizer_wrapper
+from lightning_elastic_zero.errors import UnsupportedError
+
+
+def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], None]:  # noqa: ANN401
+    """Call something right before the optimizer changes what it owns, whoever lets it step.
+
+    DeepSpeed's wrappers do it through the ``step`` of the optimizer that they wrap, ZeRO-3 once for
+    each sub-group, and only where a window of micro-batches ends and no gradient overflows.
+
+    Returns:
+        What ends it.
+
+    Raises:
+        UnsupportedError: the wrapped optimizer is none of torch's kind.
+    """
+    if optimizer_wrapper(engine) is None:  # nothing steps
+        return lambda: None
+    inner = engine.optimizer.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        msg = f"{type(inner).__name__} is no torch.optim.Optimizer: save without async_save"
+        raise UnsupportedError(msg)
+    handle = inner.register_step_pre_hook(lambda *_: call())
+    remove: Callable[[], None] = handle.remove
+    return remove
+
+
+def updates_state_before_step(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
+    """Whether DeepSpeed changes what the optimizer owns before it lets the optimizer step.
+
+    With Muon it does: it brings the momentum forward by itself, when gradients are whole, and hands
+    the result to the optimizer as the gradient. That is in ``step`` since 0.19.8, in ZeRO-3 as well
+    as in BF16_Optimizer, and while gradients arrive in backward before. The other wrappers that
+    change states by themselves are not supported: SuperOffload, ZenFlow, those of 1-bit optimizers.
+    """
+    if optimizer_wrapper(engine) is None:
+        return False
+    return any(group.get("use_muon") for group in engine.optimizer.optimizer.param_groups)

@@ -1,0 +1,387 @@
+"""Reads runs of elements from saved chunks, by torch's own reader: each once, one at a time.
+
+A chunk is a box of a tensor: rows, where FSDP has cut it; columns too, with tensor parallelism.
+torch's reader loads a chunk whole; of it the rows are kept that hold a wanted run.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
+
+from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroError
+from lightning_elastic_zero.formats.dcp.entry_checksums import verify_entries
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import refuse_class
+from lightning_elastic_zero.formats.torch_file import PickleRules
+from lightning_elastic_zero.storage import bounded_stream, ignore_progress
+from lightning_elastic_zero.tensor_state import check_cast
+
+_UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""What damaged data can raise in torch's reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRun:
+    """Elements ``[start, stop)`` of a flattened tensor, and where they go."""
+
+    key: str
+    """The tensor's name in the metadata."""
+    start: int
+    stop: int
+    target: torch.Tensor
+    """1-D."""
+    target_offset: int
+
+
+@dataclass(slots=True)
+class _ChunkRead:
+    """What is wanted of one chunk."""
+
+    index: MetadataIndex
+    chunk: ChunkStorageMetadata
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    runs: list[ElementRun] = field(default_factory=list)
+
+    def rows(self) -> tuple[int, int]:
+        """Give the first and the last row of the chunk that runs touch, half-open."""
+        row = math.prod(self.shape[1:])
+        first = min(run.start for run in self.runs) // row - self.chunk.offsets[0]
+        last = -(-max(run.stop for run in self.runs) // row) - self.chunk.offsets[0]
+        return max(first, 0), min(last, self.chunk.sizes[0])
+
+    def item(self) -> ReadItem:
+        """Give the box to be read."""
+        first, last = self.rows() if self.shape else (0, 0)
+        starts = [first, *[0] * (len(self.shape) - 1)] if self.shape else []
+        sizes = [last - first, *self.chunk.sizes[1:]] if self.shape else []
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=self.index,
+            dest_offsets=torch.Size(starts),
+            storage_index=self.index,
+            storage_offsets=torch.Size(starts),
+            lengths=torch.Size(sizes),
+        )
+
+    def take(self, box: torch.Tensor) -> int:
+        """Copy what runs want of a box; give the bytes."""
+        offsets = list(self.chunk.offsets)
+        if self.shape:
+            offsets[0] += self.rows()[0]
+        flat, copied = box.reshape(-1), 0
+        for run in self.runs:
+            for at, start, stop in overlaps(run, self.shape, offsets, tuple(box.shape)):
+                first = run.target_offset + start - run.start
+                run.target[first : first + stop - start].copy_(flat[at : at + stop - start])
+                copied += (stop - start) * box.element_size()
+        return copied
+
+
+def overlaps(
+    run: ElementRun, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what a box has of a run: where in the flat box, and ``[start, stop)`` of the tensor.
+
+    Args:
+        run: what is wanted.
+        shape: the tensor's.
+        offsets: the box's first element, in each dimension.
+        sizes: the box's.
+    """
+    cut = len(shape)
+    while cut and sizes[cut - 1] == shape[cut - 1]:
+        cut -= 1
+    # From dimension `cut` on the box is as wide as the tensor: what it has of one more follows.
+    outer = max(cut - 1, 0)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    length = math.prod(sizes[outer:])
+    base = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    places = itertools.product(*(range(n) for n in sizes[:outer]))
+    for number, place in enumerate(places):
+        start = base + sum(p * s for p, s in zip(place, strides[:outer], strict=True))
+        low, high = max(start, run.start), min(start + length, run.stop)
+        if low < high:
+            yield number * length + low - start, low, high
+
+
+class Chunks:
+    """The data of a directory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Metadata,
+        rules: PickleRules,
+        on_progress: Callable[[], None] = ignore_progress,
+    ) -> None:
+        """Take what ``read_metadata`` gave; ``on_progress`` is called after every read."""
+        self.folder = folder
+        self._on_work = on_progress
+        self._metadata = metadata
+        self._rules = rules
+        self._reader = FileSystemReader(folder)
+        self._reader.fs = _BoundedReadFileSystem(on_progress)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+        self._ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            end = max(self._ends.get(info.relative_path, 0), info.offset + info.length)
+            self._ends[info.relative_path] = end
+
+    @property
+    def names(self) -> list[str]:
+        """The files that hold data."""
+        return sorted(self._ends)
+
+    def check_files(self) -> None:
+        """Check that every file is there, and as long as what is said to be in it.
+
+        Raises:
+            CheckpointCorruptedError: some are not; all of them are named.
+        """
+        wrong = []
+        for name, end in sorted(self._ends.items()):
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else None
+            self._on_work()
+            if size is None or size < end:
+                wrong.append(f"{name} ({'missing' if size is None else f'{size} of {end} bytes'})")
+        if wrong:
+            msg = (
+                f"{self.folder} is incomplete: {', '.join(wrong)}. Copy all files of this "
+                "checkpoint again, or resume from another one"
+            )
+            raise CheckpointCorruptedError(msg)
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def read(self, runs: Iterable[ElementRun], on_bytes: Callable[[int], None]) -> int:
+        """Fill targets; give the bytes of the chunks that were read for it.
+
+        Raises:
+            CheckpointCorruptedError: chunks are damaged, or do not hold each element once.
+            CheckpointMismatchError: elements would be cast from or to integers.
+        """
+        jobs = self._plan(runs)
+        planner = _TensorPlanner(jobs, on_bytes)
+        self._read([job.item() for job in jobs.values()], planner)
+        return sum(int(self._metadata.storage_data[index].length) for index in jobs)
+
+    def _plan(self, runs: Iterable[ElementRun]) -> dict[MetadataIndex, _ChunkRead]:
+        """Find the chunks that hold the runs, in the order in which they lie in the files."""
+        jobs: dict[MetadataIndex, _ChunkRead] = {}
+        for run in runs:
+            entry = self._metadata.state_dict_metadata[run.key]
+            assert isinstance(entry, TensorStorageMetadata)  # noqa: S101 (for the type checker)
+            dtype = entry.properties.dtype
+            check_cast(dtype, run.target.dtype, f"{self.folder}: {run.key}")
+            shape, held = tuple(entry.size), 0
+            for chunk in entry.chunks:
+                found = overlaps(run, shape, chunk.offsets, chunk.sizes)
+                count = sum(stop - start for _, start, stop in found)
+                if count:
+                    index = MetadataIndex(run.key, chunk.offsets)
+                    job = _ChunkRead(index, chunk, shape, dtype)
+                    jobs.setdefault(index, job).runs.append(run)
+                held += count
+            if held != run.stop - run.start:
+                msg = (
+                    f"{self.folder}: the chunks of {run.key} hold {held} of the elements "
+                    f"[{run.start}, {run.stop}): the checkpoint is damaged, or of ranks that "
+                    "overlap. Resume from another one"
+                )
+                raise CheckpointCorruptedError(msg)
+        if lost := [index for index in jobs if index not in self._metadata.storage_data]:
+            msg = f"{self.folder}: no file holds {lost[0].fqn} at {tuple(lost[0].offset or ())}"
+            raise CheckpointCorruptedError(msg)
+        return dict(sorted(jobs.items(), key=lambda job: self._place(job[0])))
+
+    def _place(self, index: MetadataIndex) -> tuple[str, int]:
+        info = self._metadata.storage_data[index]
+        return info.relative_path, info.offset
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Give whole tensors by their names in the metadata, with their values."""
+        found = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in tensors.items()}
+        runs = [
+            ElementRun(key, 0, t.numel(), t.view(-1), 0) for key, t in found.items() if t.numel()
+        ]
+        self.read(runs, lambda _: None)
+        return found
+
+    # -- objects ---------------------------------------------------------------------------------
+
+    def objects(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Give what was saved as objects.
+
+        Raises:
+            CheckpointCorruptedError: they are damaged.
+            UnsupportedError: one needs a class that is not allowed.
+        """
+        indices = [MetadataIndex(key) for key in keys]
+        items = [
+            ReadItem(
+                type=LoadItemType.BYTE_IO,
+                dest_index=index,
+                dest_offsets=torch.Size((0,)),
+                storage_index=index,
+                storage_offsets=torch.Size((0,)),
+                lengths=torch.Size((0,)),
+            )
+            for index in indices
+        ]
+        planner = _ObjectPlanner(self.folder, self._rules)
+        self._read(sorted(items, key=lambda item: self._place(item.storage_index)), planner)
+        return planner.found
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        try:
+            self._reader.read_data(LoadPlan(items), planner).wait()
+        except ElasticZeroError:
+            raise
+        except _UNREADABLE as error:
+            msg = (
+                f"{self.folder} is damaged: its files cannot be read ({error!r}). Resume from "
+                "another checkpoint, or copy this one again from where it is whole"
+            )
+            raise CheckpointCorruptedError(msg) from error
+
+    # -- checksums -------------------------------------------------------------------------------
+
+    def verify(self, part: int, parts: int, on_bytes: Callable[[int], None]) -> None:
+        """Compare the CRC-32 in every ``parts``-th entry.
+
+        Raises:
+            CheckpointCorruptedError: bytes are not those that were written.
+        """
+        # What is compressed or otherwise transformed checks itself.
+        places = sorted(
+            (info.relative_path, info.offset, info.length)
+            for info in self._metadata.storage_data.values()
+            if not getattr(info, "transform_descriptors", None)
+        )
+        for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
+            verify_entries(self.folder / name, [place[1:] for place in of_file], on_bytes)
+
+
+class _BoundedReadFileSystem(FileSystem):
+    """Opens files so that a chunk, which torch reads at once, is read in parts."""
+
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_work = on_progress
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file for reading."""
+        del mode
+        with bounded_stream(Path(path), self._on_work) as stream:
+            yield stream
+
+
+class _Planner(LoadPlanner):
+    """What torch's reader asks while it reads; planning is done elsewhere."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Do nothing."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Do nothing."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Do nothing."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Expect no objects."""
+        del value
+        raise ValueError(read_item.storage_index.fqn)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Expect no tensors."""
+        raise ValueError(read_item.storage_index.fqn)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Expect no tensors."""
+        del tensor
+        raise ValueError(read_item.storage_index.fqn)
+
+
+class _TensorPlanner(_Planner):
+    """Gives a box to be read into, and copies its runs to where they are wanted."""
+
+    def __init__(
+        self, jobs: Mapping[MetadataIndex, _ChunkRead], on_bytes: Callable[[int], None]
+    ) -> None:
+        self._jobs = jobs
+        self._on_bytes = on_bytes
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Give an empty box."""
+        return torch.empty(read_item.lengths, dtype=self._jobs[read_item.storage_index].dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take the runs from it."""
+        self._on_bytes(self._jobs[read_item.storage_index].take(tensor))
+
+
+class _ObjectPlanner(_Planner):
+    """Unpickles objects by the rules."""
+
+    def __init__(self, folder: Path, rules: PickleRules) -> None:
+        self._folder = folder
+        self._rules = rules
+        self.found: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle one."""
+        key = read_item.storage_index.fqn
+        try:
+            with self._rules.allowed():
+                self.found[key] = torch.load(
+                    value, map_location="cpu", weights_only=not self._rules.any_class
+                )
+        except pickle.UnpicklingError as error:
+            refuse_class(error, f"{self._folder}: {key}")
+            raise

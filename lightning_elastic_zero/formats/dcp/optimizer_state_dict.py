@@ -1,0 +1,109 @@
+"""A directory's optimizer as a torch state dict: hyperparameters with values, states without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.dcp.chunks import Chunks
+from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves, Path
+from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT, MEMBERS
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.tensor_state import canonical_repr
+
+StateDict = dict[str, Any]
+
+
+def state_dict_of(
+    leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
+) -> StateDict:
+    """Give the state dict that was saved.
+
+    Args:
+        leaves: the optimizer's.
+        chunks: the directory's data; objects, which are small, are read.
+        live: what it is to be loaded into.
+        names: the saved model's.
+
+    Raises:
+        CheckpointMismatchError: hyperparameters were kept by parameter, and differ within a group.
+    """
+    values = _values([leaf for _, leaf in leaves.groups], chunks)
+    states = _values([leaf for _, leaf in leaves.state if leaf.tensor is None], chunks)
+    if leaves.flattened:
+        named = _by_name(leaves.state, states, names)
+        groups = _groups_by_name(_by_name(leaves.groups, values, names), named, live)
+        return {"state": named, "param_groups": groups}
+    state: dict[Any, StateDict] = {}
+    for path, leaf in leaves.state:
+        if len(path) > 1:
+            key = ".".join(map(str, path[1:]))
+            state.setdefault(path[0], {})[key] = states.get(leaf.key, leaf.tensor)
+    numbered: dict[Any, StateDict] = {}
+    for path, leaf in leaves.groups:
+        numbered.setdefault(path[0], {})[".".join(map(str, path[1:]))] = values[leaf.key]
+    groups = [{"params": [], **numbered[index]} for index in sorted(numbered)]
+    return {"state": _as_the_groups_say(state, groups), "param_groups": groups}
+
+
+def _values(leaves: list[Leaf], chunks: Chunks) -> dict[str, Any]:
+    tensors = {leaf.key: leaf.tensor for leaf in leaves if leaf.tensor is not None}
+    objects = chunks.objects([leaf.key for leaf in leaves if leaf.tensor is None])
+    return {**objects, **chunks.load(tensors)}
+
+
+def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dict[Any, Any]:
+    """Give positions as the numbers that they were: torch writes each key of a dict as text."""
+    numbers = {str(key): key for g in groups for key in g["params"] if isinstance(key, int)}
+    return {numbers.get(key, key): value for key, value in state.items()}
+
+
+def _by_name(
+    leaves: list[tuple[Path, Leaf]], values: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, StateDict]:
+    """Part ``<parameter>.<key>``: no parameter's name, with a dot, begins another one's."""
+    known = set(names)
+    found: dict[str, StateDict] = {}
+    for path, leaf in leaves:
+        parts = str(path[0]).split(".")
+        for length in range(1, len(parts)):
+            name, key = ".".join(parts[:length]), ".".join(parts[length:])
+            if name in known:
+                break
+        else:
+            name, _, key = str(path[0]).rpartition(".")
+        found.setdefault(name, {})[key] = values.get(leaf.key, leaf.tensor)
+    return found
+
+
+def _groups_by_name(
+    held: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
+) -> list[StateDict]:
+    """Give the live groups, with the hyperparameters that all their members were saved with.
+
+    Raises:
+        CheckpointMismatchError: members of a group were saved with different ones.
+    """
+    canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
+    index_of = {name: index for index, g in enumerate(live.groups) for name in g.names}
+    groups: list[StateDict] = [{"params": []} for _ in live.groups]
+    for name, its_fields in held.items():
+        index = index_of.get(canonical.get(name, name))
+        if index is None:
+            if name in state:  # trained when it was saved: it has to be told of as such
+                groups[0]["params"].append(name)
+            continue
+        fields = {key: value for key, value in its_fields.items() if key not in MEMBERS}
+        group = groups[index]
+        have = {key: value for key, value in group.items() if key != "params"}
+        if group["params"] and canonical_repr(have, name) != canonical_repr(fields, name):
+            msg = (
+                f"{name} and {group['params'][0]} are in one parameter group here, and were saved "
+                f"with the hyperparameters {fields} and {have}: configure the groups of the run "
+                f"that was saved, or {FRESH_OPTIMIZER_HINT}"
+            )
+            raise CheckpointMismatchError(msg)
+        group.update(fields)
+        group["params"].append(name)
+    return groups

@@ -1,0 +1,138 @@
+"""Finds DeepSpeed's files in a folder: which tag, which ranks, which kind; from names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.formats.deepspeed.constants import LATEST
+
+_OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
+
+
+LATEST_UNIVERSAL = "latest_universal"
+"""Names the tag that ``ds_to_universal`` has written last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagFolder:
+    """The folder of one tag, and the files in it by rank."""
+
+    path: Path
+    """The tag's folder."""
+    optimizer: Mapping[str, Mapping[int, str]]
+    """Per prefix (``""``, ``"bf16_"``): the file of each rank's optimizer shard."""
+    model: str = ""
+    """The one model file of ZeRO-1/2; empty in ZeRO-3."""
+    models: Mapping[int, str] = field(default_factory=dict)
+    """ZeRO-3: each rank's model file."""
+
+
+def check_saved_name(path: Path, saved_as: str) -> None:
+    """Refuse a file that was saved as another rank's, or as another kind of file.
+
+    Args:
+        path: of the file.
+        saved_as: what ``torch.save`` called it, without suffix; what is no name of DeepSpeed's says
+            nothing.
+
+    Raises:
+        CheckpointFormatError: it was renamed, or two ranks' files were swapped.
+    """
+    meant = _kind_and_ranks(f"{saved_as}.pt")
+    if meant is not None and meant != _kind_and_ranks(path.name):
+        msg = (
+            f"{path} was saved as {saved_as}.pt: it was renamed, and is not what its name says. "
+            "Copy the files of this tag again, each under its own name"
+        )
+        raise CheckpointFormatError(msg)
+
+
+def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
+    """Give what a name says but for the precision: the kind of file, and the ranks."""
+    for kind, pattern in (("shard", _OPTIMIZER), ("model", _MODEL), ("model of ZeRO-3", _MODEL_3)):
+        if found := pattern.fullmatch(name):
+            return kind, *(number for number in found.groups() if number.isdecimal())
+    return None
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Tell whether a folder holds the files of one tag."""
+    return any(folder.glob("*_model_states.pt")) or any(folder.glob("*_optim_states.pt"))
+
+
+def find_tag_folder(path: Path) -> Path | None:
+    """Give the tag's folder that a path means, or None where there are no files of DeepSpeed's.
+
+    A path that is a tag's folder means that tag. Else the tag is the one that ``latest`` names, or
+    the only one that there is.
+
+    Raises:
+        CheckpointFormatError: ``latest`` names a tag that is not there, or there are several tags
+            and nothing says which one is meant.
+    """
+    if is_deepspeed(path):
+        return path
+    tags = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    tags = [tag for tag in tags if is_deepspeed(path / tag)]
+    latest = path / LATEST
+    if not latest.is_file():
+        latest = path / LATEST_UNIVERSAL
+    if latest.is_file():
+        named = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if named in tags:
+            return path / named
+        found = f"there are {', '.join(tags)}" if tags else "there is no tag's folder at all"
+        msg = (
+            f"{latest} names the tag {named!r}, which is not there; {found}. Pass the folder of "
+            "the tag that you want as the checkpoint's path"
+        )
+        raise CheckpointFormatError(msg)
+    if len(tags) > 1:
+        msg = (
+            f"{path} has the tags {', '.join(tags)} and no file `{LATEST}` that names one of them: "
+            "pass the folder of the tag that you want as the checkpoint's path"
+        )
+        raise CheckpointFormatError(msg)
+    return path / tags[0] if tags else None
+
+
+def read_tag_folder(path: Path) -> TagFolder:
+    """Sort the files of a tag's folder.
+
+    Raises:
+        UnsupportedError: it was written with tensor, pipeline or expert parallelism.
+        CheckpointFormatError: it holds the files of more than one run.
+    """
+    optimizer: dict[str, dict[int, str]] = {}
+    model, models = "", {}
+    for name in sorted(entry.name for entry in path.iterdir()):
+        parallel = _PARALLEL.fullmatch(name)
+        if found := _OPTIMIZER.fullmatch(name):
+            parallel = found if int(found[3]) else None
+            optimizer.setdefault(found[1], {})[int(found[2])] = name
+        elif found := _MODEL_3.fullmatch(name):
+            parallel = found if int(found[2]) else None
+            models[int(found[1])] = name
+        elif found := _MODEL.fullmatch(name):
+            parallel = found if int(found[1]) else None
+            model = name
+        if parallel:
+            msg = (
+                f"{path / name} was written with tensor, pipeline or expert parallelism: this "
+                "library resumes data-parallel (ZeRO) runs only"
+            )
+            raise UnsupportedError(msg)
+    if model and models:
+        msg = (
+            f"{path} holds {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "
+            "two runs were saved into one folder. Remove the files of the one that you do not want"
+        )
+        raise CheckpointFormatError(msg)
+    return TagFolder(path, optimizer, model, models)

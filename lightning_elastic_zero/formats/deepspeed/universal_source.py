@@ -1,0 +1,261 @@
+"""Reads Universal Checkpoints, as DeepSpeed's ``ds_to_universal`` writes them.
+
+::
+
+    step3_universal/
+    ├── zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt [, step.pt]    whole tensors
+    ├── zero/optimizer_state.pt                                            hyperparameters, ...
+    └── *_model_states.pt                            copied from the checkpoint that was converted
+
+Each state is whole in a file of its own, so each rank reads ranges of it. The model files tell
+what the conversion leaves out of ``zero/``: buffers, frozen weights, groups, counters. A conversion
+from a run with ``round_robin_gradients`` is corrupt (``ds_to_universal`` cuts it in the wrong
+places); ZeRO-1/2's model file gives that away, because masters no longer round to its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
+from lightning_elastic_zero.formats.deepspeed.model_file_set import ModelFileSet
+from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder, check_saved_name
+from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, numel_of
+from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
+from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
+from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
+from lightning_elastic_zero.storage import ignore_progress
+from lightning_elastic_zero.tensor_state import Scalar, dtype_name, plain, precision_of, state_key
+
+MASTER = "fp32"
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
+
+
+def is_universal(folder: Path) -> bool:
+    """Tell whether a tag's folder is a Universal Checkpoint."""
+    return (folder / OPTIMIZER_STATE).is_file()
+
+
+class UniversalSource:
+    """A Universal Checkpoint (``Source``)."""
+
+    def __init__(
+        self,
+        folder: TagFolder,
+        *,
+        allow_pickle: bool = False,
+        on_progress: Callable[[], None] = ignore_progress,
+    ) -> None:
+        """Understand the folder.
+
+        Raises:
+            CheckpointCorruptedError: files are missing.
+            CheckpointFormatError: what is there does not fit together.
+        """
+        self.files = SourceFiles(
+            folder.path,
+            allow_pickle=allow_pickle,
+            on_progress=on_progress,
+            check_saved_name=check_saved_name,
+        )
+        self._folder = folder
+        self._models = ModelFileSet(self.files, folder)
+        self._shapes = self._models.first.shapes
+        self._stage = STAGE_WEIGHTS if self._models.partitioned else 1
+        self._stage = int(self._optimizer.get("zero_stage", self._stage))
+        self._group_of = group_of_flats(
+            self._optimizer["param_groups"], self._stage, len(self._shapes)
+        )
+        self._flat_of = {name: i for i, shapes in enumerate(self._shapes) for name in shapes}
+        buffers = [
+            FlatBuffer(self._group_of[i], tuple(shapes), tuple(map(numel_of, shapes.values())))
+            for i, shapes in enumerate(self._shapes)
+        ]
+        self._layout = PerParameterPartition(buffers, 1)
+        self._keys = self._find_keys()
+        self.manifest = self._manifest(buffers)
+        self.found = SourceInfo("Universal Checkpoint (ds_to_universal)", self._lacks())
+
+    @property
+    def _optimizer(self) -> Mapping[str, Any]:
+        """Give what is in ``optimizer_state.pt``: asked for anew, since files are closed."""
+        found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
+        return found
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
+        """Give the states that each parameter has a file of.
+
+        Raises:
+            CheckpointCorruptedError: parameters have no masters.
+        """
+        root = self.files.folder / "zero"
+        found = {}
+        for name in self._flat_of:
+            found[name] = {path.stem for path in (root / name).glob("*.pt")}
+            self.files.on_progress()
+        if missing := [name for name, keys in found.items() if MASTER not in keys]:
+            self._models.refuse_missing([self._file(name, MASTER) for name in missing])
+        return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
+
+    def _file(self, name: str, key: str) -> str:
+        return f"zero/{name}/{key or MASTER}.pt"
+
+    def names(self) -> Sequence[str]:
+        """Give the files."""
+        states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
+        return [*self._models.names(), OPTIMIZER_STATE, *states]
+
+    def _lacks(self) -> tuple[str, ...]:
+        return (*self._models.lacks(), "optimizer states that are not Adam's")
+
+    def _manifest(self, buffers: Sequence[FlatBuffer]) -> Manifest:
+        first = self._models.first
+        name = next(iter(self._flat_of))
+        return Manifest(
+            save_id=file_list_digest(self._folder.path, self.names(), self.files.on_progress),
+            stage=self._stage,
+            world_size=first.world_size,
+            precision=precision_of(first.dtype),
+            master_dtype=dtype_name(self._tensor(name, WEIGHT).dtype),
+            parameters=self._models.parameters(self._group_of),
+            groups=self._groups(buffers),
+            buffers=tuple(buffers),
+            module_buffers=first.buffers,
+            files=(),
+            progress=first.progress,
+            writer=Writer(deepspeed=first.deepspeed, lightning=first.lightning),
+        )
+
+    def _groups(self, buffers: Sequence[FlatBuffer]) -> tuple[Group, ...]:
+        groups = self.files.load(
+            OPTIMIZER_STATE,
+            [
+                {k: v for k, v in group.items() if k != "params"}
+                for group in self._optimizer["param_groups"]
+            ],
+        )
+        return tuple(
+            Group(
+                names=tuple(n for b in buffers if b.group == index for n in b.names),
+                hyperparameters={
+                    key: plain(value, f"{key!r} of parameter group {index}")
+                    for key, value in group.items()
+                },
+                state=self._state_of(index),
+            )
+            for index, group in enumerate(groups)
+        )
+
+    def _state_of(self, group: int) -> tuple[StateKey, ...]:
+        """Give the table of a group's states, from its first parameter."""
+        flat = next((i for i, g in enumerate(self._group_of) if g == group), None)
+        if flat is None or not self._shapes[flat]:
+            return ()
+        name = next(iter(self._shapes[flat]))
+        table = [
+            state_key(key, self._tensor(name, key), elementwise=True)
+            for key in self._keys[name]
+            if key != "step"
+        ]
+        scalars = self._scalar_values(flat)
+        table += [state_key(key, value, elementwise=False) for key, value in scalars.items()]
+        return tuple(sorted(table, key=lambda key: key.name))
+
+    def _scalar_values(self, flat: int) -> Mapping[str, Scalar]:
+        """Give the scalar states of a flat buffer: ZeRO-3's are where they were, others' apart."""
+        if self._stage == STAGE_WEIGHTS:
+            state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
+            scalars = {k: v for k, v in state.items() if not _is_vector(v)}
+            return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
+        name = next(iter(self._shapes[flat]))
+        if "step" not in self._keys[name]:
+            return {}
+        file = self._file(name, "step")
+        return {"step": self.files.load(file, self.files.tree(file))}
+
+    def _tensor(self, name: str, key: str) -> torch.Tensor:
+        """Give a whole state or master of a parameter, on the meta device.
+
+        Raises:
+            CheckpointFormatError: it has another size than the parameter.
+        """
+        file = self._file(name, key)
+        tree = self.files.tree(file)
+        tensor = tree["param"] if isinstance(tree, Mapping) else tree
+        numel = numel_of(self._shapes[self._flat_of[name]][name])
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != numel:
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            msg = (
+                f"{self.files.folder / file} holds {found}, but {name} has {numel} elements: it "
+                "was converted from a run with tensor parallelism, or is of another run"
+            )
+            raise CheckpointFormatError(msg)
+        return tensor.view(-1)
+
+    # -- Source ----------------------------------------------------------------------------------
+
+    def check_all(self) -> None:
+        """Check that every file is there, and has the size of its parameter.
+
+        Raises:
+            CheckpointCorruptedError: some are missing, or parameters of one group keep other
+                states.
+            CheckpointFormatError: some are of another run.
+        """
+        if missing := self._models.missing():
+            self._models.refuse_missing(missing)
+        self._models.check_same()
+        for name, keys in self._keys.items():
+            group = self.manifest.groups[self._group_of[self._flat_of[name]]]
+            wanted = {key.name for key in group.state if key.kind == "elementwise"}
+            if lost := wanted - set(keys):
+                self._models.refuse_missing([self._file(name, key) for key in sorted(lost)])
+            if more := set(keys) - wanted - {"step"}:
+                msg = f"{self.files.folder}: {name} has {sorted(more)}, other parameters have not"
+                raise CheckpointCorruptedError(msg)
+            for key in (WEIGHT, *sorted(wanted)):
+                self._tensor(name, key)
+
+    def bind(self, live: Manifest) -> None:
+        """Learn nothing: the files name their parameters."""
+
+    def layout(self) -> Layout:
+        """Each parameter is whole, in files of its own."""
+        return self._layout
+
+    def frozen_layout(self) -> Layout:
+        """Which rank's model file holds which elements of the weights that no optimizer owns."""
+        return self._models.frozen_layout
+
+    def held(self, key: str, transfer: Transfer) -> StoredRun:
+        """Say where a run of masters, of a state or of a frozen weight lies."""
+        if key == WEIGHT and transfer.name in self._models.first.frozen:
+            return self._models.frozen(transfer)
+        tensor = self._tensor(transfer.name, key)
+        return StoredRun(self._file(transfer.name, key), tensor, transfer.start)
+
+    def rounded(self, transfer: Transfer) -> StoredRun | None:
+        """Say where the low-precision weights of a run of masters lie."""
+        return self._models.rounded(transfer)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        return self._scalar_values(at.buffer)
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        """Give buffers and the trainer's state."""
+        scaler = loss_scaler_fields(self._optimizer.get("loss_scaler"))
+        return self._models.module_state(rank, world_size, scaler)
+
+
+def _is_vector(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0

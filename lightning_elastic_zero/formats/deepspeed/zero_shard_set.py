@@ -1,0 +1,398 @@
+"""Inside the optimizer shards of stock DeepSpeed: ``optimizer.state_dict()`` of each rank.
+
+Four kinds of them are known, and told apart by what is in them (DeepSpeed 0.16 to 0.19,
+``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``):
+
+==============  ==================================  ==========================================
+kind            masters                             optimizer state
+==============  ==================================  ==========================================
+ZeRO-1/2        ``single_partition_of_fp32_groups``  a torch state dict, padded
+ZeRO-1/2        ``single_partition_of_fp32_groups``  a list per group, lean, no hyperparameters
+elastic
+ZeRO-3          ``fp32_flat_groups``                a torch state dict, one entry a sub-group
+ZeRO-3 elastic  ``fp32_flat_groups``                a list per sub-group of lean shards by name
+==============  ==================================  ==========================================
+
+They hold no names but the last, so the order of the parameters comes from elsewhere; everything
+about places is taken from the sizes and paddings that were recorded, and checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
+from lightning_elastic_zero.formats.deepspeed.constants import STATES
+from lightning_elastic_zero.formats.deepspeed.hyperparameter_differences import (
+    HyperparameterDifferences,
+)
+from lightning_elastic_zero.formats.deepspeed.zero_shard import (
+    BASE,
+    BF16,
+    Shard,
+    engine_of,
+    flats_of,
+    group_of_flats,
+    hyperparameters_of,
+    is_vector,
+    numel_of,
+    param_groups_of,
+    ranks_of,
+    stage_of,
+)
+from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
+from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
+from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, plain, state_key
+
+Shapes = Sequence[Mapping[str, Sequence[int]]]
+"""Per flat buffer: each parameter's shape, in flat order."""
+
+
+def _scaler(shard: Shard) -> str:
+    """Give the loss scale and what it follows, to compare: ranks agree on overflows."""
+    return repr(sorted(loss_scaler_fields(shard.get("loss_scaler")).items()))
+
+
+class ZeroShardSet:
+    """The shards of all ranks of one save, understood from the first one."""
+
+    def __init__(
+        self,
+        shard: Callable[[int], Shard],
+        load: Callable[[int, Any], Any],
+        shapes: Shapes,
+        world_size: int,
+        where: str,
+    ) -> None:
+        """Take the shards.
+
+        Args:
+            shard: gives a rank's shard; its tensors need no values.
+            load: gives a part of a rank's shard with the tensors' values.
+            shapes: the parameters of each flat buffer.
+            world_size: how many ranks wrote one.
+            where: for messages.
+
+        Raises:
+            CheckpointFormatError: the first shard is none, or does not fit the shapes.
+            UnsupportedError: it holds state that has no rule, or none at all (NVMe offload).
+        """
+        self._shard = shard
+        self._load = load
+        self._where = where
+        self.world_size = world_size
+        first = shard(0)
+        self.stage = stage_of(first, where)
+        self.engine = engine_of(first, self.stage)
+        self.elastic = isinstance(first.get(STATES), list)
+        self._shapes = shapes
+        flats = flats_of(first)
+        if len(flats) != len(shapes):
+            msg = (
+                f"{where}: rank 0's shard has {len(flats)} flat buffers, the model file names the "
+                f"parameters of {len(shapes)}: they are not of one save"
+            )
+            raise CheckpointFormatError(msg)
+        self.master_dtype = flats[0].dtype if flats else torch.float32
+        self.group_of = group_of_flats(param_groups_of(first), self.stage, len(flats))
+        self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
+        self._layout = zero_layout(self.stage, self.buffers, world_size)
+        self.groups = self._groups(first)
+        self._stateless = {
+            i for i, b in enumerate(self.buffers) if b.names and not self._state(first, i)
+        }
+        self._hyperparameter_differences = HyperparameterDifferences(
+            self._hyperparameters(0), where
+        )
+
+    def layout(self) -> Layout:
+        """Which rank's shard holds which elements."""
+        return self._layout
+
+    # -- what the first shard says ---------------------------------------------------------------
+
+    def _buffer(self, first: Shard, index: int) -> FlatBuffer:
+        names = tuple(self._shapes[index])
+        numels = tuple(numel_of(shape) for shape in self._shapes[index].values())
+        group = self.group_of[index]
+        flat = flats_of(first)[index].numel()
+        if sum(numels) and not flat:
+            msg = (
+                f"{self._where}: rank 0's shard has no master weights in it: they were offloaded "
+                "to NVMe, whose files are not read. Resume from a checkpoint without NVMe offload"
+            )
+            raise UnsupportedError(msg)
+        if self.stage == STAGE_WEIGHTS:
+            held = sum(piece_numel(n, self.world_size) for n in numels)
+            self._demand_numel(0, index, flat, (held,))
+            return FlatBuffer(group, names, numels)
+        recorded = first.get("param_alignment_paddings") or ()
+        paddings = tuple(recorded[index]) if recorded else ()
+        cut = 0 if self.engine == BF16 else int(first["group_paddings"][index])
+        buffer = FlatBuffer(group, names, numels, paddings, flat + cut)
+        if not flat + cut:
+            return buffer
+        total = sum(numels) + sum(paddings)
+        if not (self.world_size - 1) * (flat + cut) < total + 2 * self.world_size:
+            self._refuse_numel(0, index, flat)
+        return buffer
+
+    def _groups(self, first: Shard) -> tuple[Group, ...]:
+        """Give the parameter groups: members, hyperparameters, and the table of states."""
+        hyperparameters = self._load(0, hyperparameters_of(first))
+        count = max(self.group_of, default=-1) + 1
+        return tuple(
+            Group(
+                names=tuple(n for b in self.buffers if b.group == group for n in b.names),
+                hyperparameters={
+                    key: plain(value, f"{key!r} of parameter group {group}")
+                    for key, value in hyperparameters[group].items()
+                }
+                if hyperparameters
+                else {},
+                state=self._state_keys(first, group),
+            )
+            for group in range(max(count, len(hyperparameters)))
+        )
+
+    def _state_keys(self, shard: Shard, group: int) -> tuple[StateKey, ...]:
+        for index, buffer in enumerate(self.buffers):
+            if buffer.group == group and buffer.names and (state := self._state(shard, index)):
+                return tuple(
+                    sorted(
+                        (self._state_key(key, value, index) for key, value in state.items()),
+                        key=lambda k: k.name,
+                    )
+                )
+        return ()
+
+    def _state_key(self, key: str, value: object, index: int) -> StateKey:
+        elementwise = isinstance(value, torch.Tensor) and value.ndim == 1
+        if elementwise or not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return state_key(key, value, elementwise=elementwise)
+        msg = (
+            f"{self._where}: the optimizer's state {key!r} of flat buffer {index} has the shape "
+            f"{tuple(value.shape)}, neither one value per element nor one for all: it cannot be "
+            "cut for another number of devices. Pass load_optimizer_state=False to resume with a "
+            "fresh optimizer"
+        )
+        raise UnsupportedError(msg)
+
+    def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
+        """Give the states of a flat buffer; of its first parameter where they are kept by name."""
+        states = shard[BASE] if self.stage == STAGE_WEIGHTS and not self.elastic else shard[STATES]
+        if not self.elastic:
+            in_order = [i for group in states["param_groups"] for i in group["params"]]
+            # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
+            found = states["state"].get(in_order[index] if in_order else index, {})
+        elif self.stage == STAGE_WEIGHTS:
+            found = self._of_name(shard, index, next(iter(self._shapes[index])))
+        else:
+            found = states[index]
+        return found  # type: ignore[no-any-return]
+
+    def _of_name(self, shard: Shard, index: int, name: str) -> Mapping[str, Any]:
+        """ZeRO-3 elastic: give the states of a parameter, kept by name or in the flat order."""
+        states = shard[STATES][index]
+        place = name if isinstance(states, Mapping) else list(self._shapes[index]).index(name)
+        found: Mapping[str, Any] = states[place]
+        return found
+
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        """Take the live model's groups, where the shards do not say which there were.
+
+        Raises:
+            CheckpointMismatchError: parameters that share a flat buffer are in two groups.
+        """
+        groups = [{group_of.get(n, 0) for n in shapes} or {0} for shapes in self._shapes]
+        if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
+            msg = (
+                f"{self._where}: sub-group {mixed[0]} has parameters of the groups "
+                f"{sorted(groups[mixed[0]])} of this model: it was saved with other parameter "
+                "groups. Configure those, or pass load_optimizer_state=False"
+            )
+            raise CheckpointMismatchError(msg)
+        self.group_of = tuple(found.pop() for found in groups)
+        first = self._shard(0)
+        self.buffers = tuple(self._buffer(first, i) for i in range(len(self._shapes)))
+        self._layout = zero_layout(self.stage, self.buffers, self.world_size)
+        self.groups = self._groups(first)
+
+    # -- where things lie ------------------------------------------------------------------------
+
+    def held(self, key: str, transfer: Transfer) -> tuple[torch.Tensor, int]:
+        """Give the tensor of the source rank's shard that holds a run, and the run's start in it.
+
+        Raises:
+            CheckpointFormatError: the shard holds fewer elements than the first one makes believe.
+        """
+        shard = self._shard(transfer.source_rank)
+        start = transfer.source_offset
+        if key == WEIGHT:
+            tensor = flats_of(shard)[transfer.source_buffer]
+        elif self.elastic and self.stage == STAGE_WEIGHTS:
+            tensor = self._of_name(shard, transfer.source_buffer, transfer.name)[key]
+            numel = self._numel_of(transfer)
+            start = transfer.start - transfer.source_rank * piece_numel(numel, self.world_size)
+        else:
+            tensor = self._state(shard, transfer.source_buffer)[key]
+        if start + transfer.stop - transfer.start > tensor.numel():
+            self._refuse_numel(transfer.source_rank, transfer.source_buffer, tensor.numel())
+        return tensor, start
+
+    def _numel_of(self, transfer: Transfer) -> int:
+        return numel_of(self._shapes[transfer.source_buffer][transfer.name])
+
+    def scalars(self, at: Fragment) -> dict[str, Scalar]:
+        """Give the scalar states of the flat buffer that holds ``at``, as the shard has them."""
+        shard = self._shard(at.rank)
+        state = self._state(shard, at.buffer)
+        if self.elastic and self.stage == STAGE_WEIGHTS:
+            state = self._of_name(shard, at.buffer, at.name)
+        keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
+        found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
+        return found
+
+    def without_state(self) -> list[str]:
+        """Give the parameters without optimizer state in groups that have some."""
+        lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
+        return [name for index in lacking for name in self.buffers[index].names]
+
+    def steps(self) -> list[int]:
+        """Give how many steps Adam has taken, by the first shard: for each of its flat buffers.
+
+        Other optimizers begin to count elsewhere, or do not count.
+        """
+        states = [self._state(self._shard(0), i) for i, b in enumerate(self.buffers) if b.names]
+        held = [state["step"] for state in states if {"step", "exp_avg"} <= state.keys()]
+        return [int(step) for step in self._load(0, held)]
+
+    # -- do the shards belong together -----------------------------------------------------------
+
+    def check_all(self) -> None:
+        """Compare the shards of all ranks with the first one; say what drifted apart.
+
+        Raises:
+            CheckpointFormatError: one is of another run, step, stage or world size, or is cut; or
+                hyperparameters differ, and nothing says that the shards are of one step.
+        """
+        for rank in range(self.world_size):
+            self.check(rank)
+        counted = any(self._counters(0, index) for index in range(len(self.buffers)))
+        # Below ZeRO-3 masters are compared with the weights of one file when they are read.
+        if (
+            (summary := self._hyperparameter_differences.summary())
+            and self.stage == STAGE_WEIGHTS
+            and not counted
+        ):
+            msg = (
+                f"{self._where}: {summary}; and the optimizer counts no steps, so that nothing "
+                f"tells "
+                "ranks that drifted apart from shards of different saves. Resume from another "
+                "checkpoint"
+            )
+            raise CheckpointFormatError(msg)
+        self._hyperparameter_differences.warn()
+
+    def check(self, rank: int) -> None:
+        """Compare a rank's shard with the first one.
+
+        Raises:
+            CheckpointFormatError: it is of another run, stage or world size, or is cut.
+        """
+        shard, first = self._shard(rank), self._shard(0)
+        for what, mine, theirs in (
+            ("ZeRO stage", stage_of(shard, self._where), self.stage),
+            ("wrapper", engine_of(shard, self.stage), self.engine),
+            ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
+            ("number of ranks", ranks_of(shard), ranks_of(first)),
+            ("number of flat buffers", len(flats_of(shard)), len(self.buffers)),
+            (
+                "parameter groups",
+                *self._hyperparameter_differences.compare(rank, self._hyperparameters(rank)),
+            ),
+        ):
+            if mine != theirs:
+                msg = (
+                    f"{self._where}: rank {rank}'s shard has the {what} {mine}, rank 0's {theirs}: "
+                    "they are not of one save. Remove the files of the run that you do not want, "
+                    "or resume from another checkpoint"
+                )
+                raise CheckpointFormatError(msg)
+        for index, flat in enumerate(flats_of(shard)):
+            self._demand_numel(rank, index, flat.numel(), self._possible(rank, index))
+            state = self._state(shard, index) if self.buffers[index].names else {}
+            table = () if index in self._stateless else self.groups[self.group_of[index]].state
+            wanted = {key.name for key in table}
+            if set(state) != wanted:
+                msg = (
+                    f"{self._where}: rank {rank}'s shard keeps the states {sorted(state)}, rank "
+                    f"0's {sorted(wanted)}: they are not of one save"
+                )
+                raise CheckpointFormatError(msg)
+            self._check_scalars(rank, index)
+        if (mine := _scaler(shard)) != (theirs := _scaler(first)):
+            msg = (
+                f"{self._where}: rank {rank}'s shard has the loss scaler {mine}, rank 0's "
+                f"{theirs}: they are not of one save. Remove the files of the run that you do "
+                "not want, or resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
+
+    def _check_scalars(self, rank: int, index: int) -> None:
+        """Compare a rank's step counters with the first one's: a save has all at one step.
+
+        Raises:
+            CheckpointFormatError: they differ.
+        """
+        mine, theirs = self._counters(rank, index), self._counters(0, index)
+        if canonical_repr(mine) != canonical_repr(theirs):
+            msg = (
+                f"{self._where}: rank {rank}'s shard has {mine} for flat buffer {index}, rank 0's "
+                f"{theirs}: they were saved at other steps. Remove the files of the run that you "
+                "do not want, or resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
+
+    def _counters(self, rank: int, index: int) -> dict[str, Scalar]:
+        shard = self._shard(rank)
+        state = self._state(shard, index) if self.buffers[index].names else {}
+        scalars = {k: v for k, v in sorted(state.items()) if not is_vector(v)}
+        found: dict[str, Scalar] = self._load(rank, scalars)
+        return found
+
+    def _hyperparameters(self, rank: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._load(rank, hyperparameters_of(self._shard(rank)))
+        return found
+
+    def _possible(self, rank: int, index: int) -> tuple[int, ...]:
+        """Give the sizes that a rank's flat buffer may have: with and without its padding."""
+        buffer = self.buffers[index]
+        if self.stage == STAGE_WEIGHTS:
+            return (sum(piece_numel(n, self.world_size) for n in buffer.numels),)
+        size = buffer.partition_numel
+        total = sum(buffer.numels) + sum(buffer.paddings)
+        return size, min(size, max(0, total - rank * size))
+
+    def _demand_numel(self, rank: int, index: int, numel: int, possible: Sequence[int]) -> None:
+        if numel not in possible:
+            self._refuse_numel(rank, index, numel)
+
+    def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
+        whole = sum(map(numel_of, self._shapes[index].values()))
+        msg = (
+            f"{self._where}: flat buffer {index} of rank {rank}'s shard has {numel} elements, "
+            f"which is not rank {rank}'s part of {whole} on {self.world_size} ranks: the files "
+            "are of two runs, or one is damaged"
+        )
+        raise CheckpointFormatError(msg)

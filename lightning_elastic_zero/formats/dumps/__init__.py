@@ -1,0 +1,11 @@
+"""Hand-made dumps of optimizer states: whose is what, found out by looking at the weights.
+
+``streams`` knows the places that a ZeRO stage allows, ``order`` finds the parameters that lie
+there, ``weights`` compares masters with a model file, ``describe`` tells the story.
+"""
+
+from __future__ import annotations
+
+from lightning_elastic_zero.formats.dumps.describe import describe_dumps
+
+__all__ = ["describe_dumps"]

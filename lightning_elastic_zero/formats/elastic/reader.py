@@ -1,0 +1,328 @@
+"""Reads our own format: each rank just the byte ranges that it needs, verified, into place."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats.deepspeed.constants import (
+    CLIENT_OBJECTS,
+    FROZEN,
+    OPTIMIZER,
+    OURS,
+    STATES,
+    fp32_key,
+    model_file,
+    optimizer_file,
+)
+from lightning_elastic_zero.formats.elastic.client_state import Objects, join_objects
+from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
+from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
+from lightning_elastic_zero.formats.torch_file import Piece, TorchFile
+from lightning_elastic_zero.layout import Fragment, Layout
+from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
+from lightning_elastic_zero.partition import piece_numel
+from lightning_elastic_zero.storage import FileRecord, ignore_progress
+from lightning_elastic_zero.tensor_state import Scalar
+
+OPEN_FILES = 4
+"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
+
+log = logging.getLogger(__name__)
+
+
+class ElasticReader:
+    """A published checkpoint of our own format (``CheckpointReader``)."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        allow_pickle: bool = False,
+        on_progress: Callable[[], None] = ignore_progress,
+    ) -> None:
+        """Take a checkpoint's directory and its manifest.
+
+        Args:
+            directory: where ``manifest.json`` lies.
+            manifest: what it says.
+            allow_pickle: read client objects of any class.
+            on_progress: called after every read, and every look at a file.
+        """
+        self.manifest = manifest
+        self._directory = directory
+        self._allow_pickle = allow_pickle
+        self._on_work = on_progress
+        self._open: OrderedDict[str, TorchFile] = OrderedDict()
+        self._files = {entry.name: entry for entry in manifest.files}
+        self._optimized = {p.name for p in manifest.optimized}
+        self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
+        self._layout = manifest.layout()
+        self._frozen_layout = manifest.frozen_layout()
+
+    @property
+    def found(self) -> SourceInfo:
+        """Say that it is a whole checkpoint of this library."""
+        return SourceInfo(f"{FORMAT} checkpoint")
+
+    def bind(self, live: Manifest) -> None:
+        """Learn nothing: the manifest names everything."""
+
+    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Do nothing: every byte is verified when it is read."""
+
+    def layout(self) -> Layout:
+        """Which files hold which elements of masters and optimizer state."""
+        return self._layout
+
+    def frozen_layout(self) -> Layout:
+        """Which files hold which elements of the frozen weights."""
+        return self._frozen_layout
+
+    # -- checks before the first byte is read ------------------------------------------------
+
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
+        """Check that every file of these source ranks is there, with its size.
+
+        Raises:
+            CheckpointCorruptedError: one is missing or has another size; all of them are named.
+        """
+        names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
+        models = sorted({0, *frozen})  # rank 0's has what is held once
+        names += [model_file(rank, self.manifest.stage) for rank in models]
+        self._check_sizes(names)
+
+    def check_all(self) -> None:
+        """Check every file that the manifest names: once, on one rank.
+
+        Raises:
+            CheckpointCorruptedError: as ``check``.
+        """
+        self._check_sizes(entry.name for entry in self.manifest.files)
+
+    def _check_sizes(self, names: Iterable[str]) -> None:
+        wrong = [text for name in names if (text := self._wrong_size(name))]
+        if wrong:
+            msg = (
+                f"{self._directory} is damaged: {'; '.join(wrong)}. "
+                "Resume from another checkpoint, or copy these files again from where they are "
+                "whole"
+            )
+            raise CheckpointCorruptedError(msg)
+
+    def _wrong_size(self, name: str) -> str:
+        entry = self._entry(name)
+        self._on_work()
+        try:
+            size_bytes = (self._directory / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if size_bytes == entry.size_bytes:
+            return ""
+        return f"{name} has {size_bytes} bytes where {entry.size_bytes} were written"
+
+    # -- runs of elements --------------------------------------------------------------------
+
+    def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
+        """Fill all targets, file by file; give the bytes read from disk.
+
+        Raises:
+            CheckpointCorruptedError: what is on disk is not what was written.
+        """
+        in_order = sorted(requests, key=self._file_of)
+        bytes_read = 0
+        for name, of_file in itertools.groupby(in_order, key=self._file_of):
+            file = self._file(name)
+            before = file.bytes_read
+            file.read_into(
+                [(request.target, self._piece(file, request)) for request in of_file], on_bytes
+            )
+            bytes_read += file.bytes_read - before
+        return bytes_read
+
+    def _file_of(self, request: ReadRequest) -> str:
+        transfer, manifest = request.transfer, self.manifest
+        if request.key == WEIGHT and transfer.name not in self._optimized:
+            return model_file(transfer.source_rank, manifest.stage)
+        return optimizer_file(transfer.source_rank, manifest.precision)
+
+    def _piece(self, file: TorchFile, request: ReadRequest) -> Piece:
+        """Say where in the file a run lies."""
+        transfer = request.transfer
+        if transfer.name not in self._optimized:
+            pieces = file.tree[FROZEN]
+            stored, base = (
+                pieces[transfer.name].view(-1),
+                self._frozen_start(transfer.name, transfer.source_rank),
+            )
+        elif request.key == WEIGHT:
+            stored = file.tree[OPTIMIZER][fp32_key(self.manifest.stage)][transfer.source_buffer]
+            base = transfer.start - transfer.source_offset
+        else:
+            shards = file.tree[OPTIMIZER][STATES][transfer.source_buffer]
+            stored = shards[transfer.name][request.key]
+            base = file.tree[OURS]["fragments"][transfer.source_buffer][transfer.name][0]
+        start, stop = transfer.start - base, transfer.stop - base
+        if not 0 <= start <= stop <= stored.numel():
+            msg = (
+                f"{file.path} holds {stored.numel()} elements of {transfer.name} from {base} on, "
+                f"the manifest wants [{transfer.start}, {transfer.stop}) of it: they are not of "
+                "one save"
+            )
+            raise CheckpointFormatError(msg)
+        return Piece(stored, start, stop, transfer.target_offset)
+
+    def _frozen_start(self, name: str, rank: int) -> int:
+        """Give the first element that a rank's file holds of a frozen weight."""
+        if self.manifest.stage != STAGE_WEIGHTS:
+            return 0
+        return rank * piece_numel(self._frozen_numel[name], self.manifest.world_size)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        file = self._file(optimizer_file(at.rank, self.manifest.precision))
+        shard = file.tree[OPTIMIZER][STATES][at.buffer][at.name]
+        group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
+        keys = [key.name for key in group.state if key.kind == "scalar"]
+        return {
+            key: file.load(shard[key]) if isinstance(shard[key], torch.Tensor) else shard[key]
+            for key in keys
+        }
+
+    # -- what is held once -------------------------------------------------------------------
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        """Give what is held once, with what this rank had of its own where ranks match."""
+        file = self._file(model_file(0, self.manifest.stage))
+        ours = file.tree[OURS]
+        module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
+        client = file.load_tree(ours["client_state"])
+        scheduler = file.tree["lr_scheduler"]
+        loss_scaler, lr_scheduler = ours["loss_scaler"], scheduler and file.load_tree(scheduler)
+        if self.manifest.client_objects:
+            client = join_objects(client, self._objects())
+        if rank and world_size == self.manifest.world_size and self.manifest.rank_state:
+            own = self._own(rank)
+            module.update(own["buffers"])
+            client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
+            if "objects" in own:
+                where = f"rank {rank}'s own objects in {self._directory}"
+                client = join_objects(client, self._build(own["objects"], where))
+        return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of)
+
+    def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
+        """Give an entry of the client state as a rank had it; None where it had none."""
+        file = self._file(model_file(0, self.manifest.stage))
+        holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
+        for key in reversed(path):
+            holder = {key: holder}
+        if rank and "client_state" in self.manifest.rank_state:
+            file = self._file(optimizer_file(rank, self.manifest.precision))
+            own = [
+                (tuple(at), file.load_tree(value))
+                for at, value in file.tree[OURS]["own"]["client_state"]
+                if tuple(at[: len(path)]) == path[: len(at)]
+            ]
+            join_objects(holder, tuple(own))
+        return _entry(holder, path)
+
+    def _own(self, rank: int) -> dict[str, Any]:
+        """Give what a rank kept for itself because it differed from rank 0's."""
+        file = self._file(optimizer_file(rank, self.manifest.precision))
+        own: dict[str, Any] = file.load_tree(file.tree[OURS]["own"])
+        return own
+
+    def _objects(self) -> Objects:
+        """Give the client objects, if they are harmless or allowed."""
+        file = self._file(CLIENT_OBJECTS)
+        # What is refused is named by itself; what fails in Python's own unpickler is one of these.
+        these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
+        where = f"{file.path}{these}"
+        return self._build(file.load(file.tree["pickle"]), where)
+
+    def _build(self, data: torch.Tensor, where: str) -> Objects:
+        """Unpickle objects, if they are harmless or allowed."""
+        pickled = data.numpy().tobytes()
+        objects: Any = load_objects(pickled, where, allow_pickle=self._allow_pickle)
+        return tuple(objects)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _entry(self, name: str) -> FileEntry:
+        """Give what the manifest says of a file.
+
+        Raises:
+            CheckpointFormatError: it names no such file.
+        """
+        if name not in self._files:
+            msg = f"{self._directory}: the manifest names no {name}: it was not written whole"
+            raise CheckpointFormatError(msg)
+        return self._files[name]
+
+    def _record(self, name: str) -> FileRecord:
+        entry = self._entry(name)
+        return FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
+
+    def _file(self, name: str) -> TorchFile:
+        """Open a file, or give it where it is open; the one that was used longest ago is closed."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        file = TorchFile.open(
+            self._directory, self._record(name), self.manifest.save_id, self._on_work
+        )
+        stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
+        wanted = self.manifest.save_id, self.manifest.progress.global_steps
+        # Files from before the first release do not name the step.
+        held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
+        if held != wanted:
+            file.close()
+            msg = (
+                f"{self._directory / name} belongs to save {held[0]!r} of step {held[1]}, the "
+                f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
+                "were mixed; resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
+        if OPTIMIZER in file.tree:
+            self._check_fragments(file, stamp)
+        self._open[name] = file
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
+        """Compare what a shard says it holds with what the manifest's layout says.
+
+        Raises:
+            CheckpointCorruptedError: they differ, so that one of them is not what was written.
+        """
+        held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
+        for fragment in self._layout.on_rank(stamp["rank"]):
+            held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
+        if stamp["fragments"] != held:
+            file.close()
+            msg = (
+                f"{file.path} holds other elements than the manifest says of rank "
+                f"{stamp['rank']}: one of them was changed; resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever was saved)
+    """Give what is at a path of nested dicts; None where nothing is."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,1 @@
+"""Full state dicts in one file: Lightning's, consolidated ones, plain ones."""

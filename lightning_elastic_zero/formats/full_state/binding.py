@@ -1,0 +1,242 @@
+"""What checkpoints without partitions share: whole tensors by name, and a torch optimizer's state.
+
+One holder has everything, each parameter in a flat buffer of its own. Whether a tensor is a weight
+or a buffer, which names mean one tied weight, and which group a parameter belongs to is known to
+the live model only: the manifest is built when it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.full_state.torch_optimizer import (
+    FRESH_OPTIMIZER_HINT,
+    MEMBERS,
+    by_position,
+    is_optimizer,
+    name_states,
+)
+from lightning_elastic_zero.formats.shared_tensors import duplicate_names
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.tensor_state import dtype_name, plain, precision_of
+
+COMPARED_ELEMENTS = 1 << 20
+"""Elements of two copies of a tied weight that are compared at a time."""
+
+NO_STATE = "optimizer state"
+"""What ``SourceInfo.lacks`` says of weights alone."""
+
+CURRENT, AVERAGING = "current_model_state", "averaging_state"
+"""Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
+average then."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullState:
+    """What was found in a checkpoint."""
+
+    weights: Mapping[str, torch.Tensor]
+    """Parameters and buffers by name, in the model's order (``ordered``); they need no values."""
+    optimizers: Sequence[Mapping[str, Any]]
+    """State dicts of torch optimizers; their tensors need no values, but for hyperparameters."""
+    save_id: str
+    progress: Progress
+    writer: Writer
+    ordered: bool = True
+    """False: nothing says in which order the model's parameters were."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """What was found, in the words of the live model."""
+
+    manifest: Manifest
+    weight_of: Mapping[str, str] = field(default_factory=dict)
+    """The checkpoint's name of each parameter."""
+    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the optimizer keeps for each parameter that it owns."""
+    ties: tuple[tuple[str, str], ...] = ()
+    """Two names of the checkpoint that mean one tied weight: their values must be the same."""
+    unmatched: str = ""
+    """Why the optimizer's state cannot be told apart by parameter; empty where it can."""
+
+
+def unbound(full_state: FullState) -> BoundState:
+    """Describe what was found before it is known what it is to be loaded into."""
+    names = {name: name for name in full_state.weights}
+    return BoundState(_manifest(full_state, names, (), ()), names)
+
+
+def bind(full_state: FullState, live: Manifest) -> BoundState:
+    """Match what was found with a live model; what does not fit is left for ``check_compatible``.
+
+    Raises:
+        UnsupportedError: a hyperparameter is no plain data.
+    """
+    weight_of: dict[str, str] = {}
+    ties = []
+    canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
+    unknown = _second_names(full_state, live, canonical)
+    for name in (name for name in full_state.weights if name not in unknown):
+        first = weight_of.setdefault(canonical.get(name, name), name)
+        if first != name:
+            ties.append((first, name))
+    buffers = tuple(n for n in live.module_buffers if weight_of.get(n) == n)
+    for name in buffers:
+        del weight_of[name]
+    # Where a tied weight has lost its first name, its place among the others is lost too.
+    order = [name for name in weight_of if name in full_state.weights]
+    if not full_state.ordered:
+        order = [p.name for p in live.parameters if p.name in order]
+    named, unmatched = _groups(full_state, live, canonical, order)
+    groups, states = named
+    manifest = _manifest(full_state, weight_of, buffers, groups)
+    return BoundState(manifest, weight_of, states, tuple(ties), unmatched)
+
+
+def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str, str]) -> set[str]:
+    """Return the names of buffers of modules that have another one, by which the model has them."""
+    known = {*canonical, *live.module_buffers}
+    again = duplicate_names(full_state.weights)
+    return {n for n, first in again.items() if first in live.module_buffers and n not in known}
+
+
+def _groups(
+    full_state: FullState, live: Manifest, canonical: Mapping[str, str], order: Sequence[str]
+) -> tuple[tuple[tuple[Group, ...], Mapping[str, Mapping[str, Any]]], str]:
+    """Give the groups and the states of their members, or why there are no states."""
+    if not live.groups or not full_state.optimizers:
+        return (_without_state(live, {}), {}), ""
+    if len(full_state.optimizers) > 1:
+        why = (
+            f"it holds the states of {len(full_state.optimizers)} optimizers, here is one; "
+            f"{FRESH_OPTIMIZER_HINT}"
+        )
+        return (_without_state(live, {}), {}), why
+    saved = full_state.optimizers[0]
+    if not is_optimizer(saved):
+        return (_without_state(live, {}), {}), ""
+    if not full_state.ordered and (alike := _alike(saved, live)):
+        why = (
+            "the optimizer's state is kept by position, and nothing says in which order the "
+            f"parameters were saved: {alike[0]} and {alike[1]} have one shape, so that their "
+            f"states cannot be told apart; {FRESH_OPTIMIZER_HINT}"
+        )
+        return (_without_state(live, saved), {}), why
+    try:
+        named = name_states(saved, live, order, canonical)
+    except CheckpointMismatchError as error:
+        return (_without_state(live, saved), {}), str(error)
+    return (named.groups, named.states), ""
+
+
+def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
+    """Return two trained parameters that positions alone would not tell apart, if there are any."""
+    if not by_position(saved):
+        return None
+    first: dict[tuple[int, ...], str] = {}
+    for parameter in live.optimized:
+        if first.setdefault(parameter.shape, parameter.name) != parameter.name:
+            return first[parameter.shape], parameter.name
+    return None
+
+
+def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
+    """Give the live groups, with what was saved of as many groups but their members."""
+    groups = [
+        {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in MEMBERS}
+        for i, group in enumerate(saved.get("param_groups", ()))
+    ]
+    names = [group.names for group in live.groups]
+    if not groups:
+        return tuple(Group(members, {}, ()) for members in names)
+    names += [()] * len(groups)
+    return tuple(Group(names[i], fields, ()) for i, fields in enumerate(groups))
+
+
+def _manifest(
+    full_state: FullState,
+    weight_of: Mapping[str, str],
+    buffers: tuple[str, ...],
+    groups: tuple[Group, ...],
+) -> Manifest:
+    group_of = {name: index for index, group in enumerate(groups) for name in group.names}
+    parameters = tuple(
+        Parameter(
+            name,
+            tuple(full_state.weights[saved].shape),
+            dtype_name(full_state.weights[saved].dtype),
+            group_of.get(name),
+        )
+        for name, saved in weight_of.items()
+    )
+    held = {p.name for p in parameters}
+    groups = tuple(replace(g, names=tuple(n for n in g.names if n in held)) for g in groups)
+    dtype = _dtype_of([p for p in parameters if p.group is not None] or parameters)
+    return Manifest(
+        save_id=full_state.save_id,
+        stage=0,
+        world_size=1,
+        precision=precision_of(dtype),
+        master_dtype=dtype_name(dtype),
+        parameters=parameters,
+        groups=groups,
+        # One holder, and a buffer for each parameter: their scalar states may differ.
+        buffers=tuple(
+            FlatBuffer(p.group, (p.name,), (p.numel,), partition_numel=p.numel)
+            for p in parameters
+            if p.group is not None
+        ),
+        module_buffers=buffers,
+        files=(),
+        progress=full_state.progress,
+        writer=full_state.writer,
+        weights_only=not full_state.optimizers,
+    )
+
+
+def _dtype_of(parameters: Sequence[Parameter]) -> torch.dtype:
+    """Return the floating-point dtype that most elements have."""
+    numels: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        dtype: torch.dtype = getattr(torch, parameter.dtype)
+        if dtype.is_floating_point:
+            numels[dtype] = numels.get(dtype, 0) + parameter.numel
+    return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
+
+
+def progress_of(state: Mapping[str, Any]) -> Progress:
+    """Give how far Lightning counted; samples and passes are DeepSpeed's own counts."""
+    step = state.get("global_step")
+    return Progress(global_steps=step if type(step) is int else 0)
+
+
+def writer_of(state: Mapping[str, Any]) -> Writer:
+    """Give who wrote a checkpoint."""
+    return Writer(lightning=str(state.get("pytorch-lightning_version") or ""))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors of the same type hold the same bits."""
+    flats = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*flats)
+
+
+def refuse_untied(where: Path, first: str, other: str) -> NoReturn:
+    """Raise for a weight that is tied here and was not when it was saved.
+
+    Raises:
+        CheckpointMismatchError: always.
+    """
+    msg = (
+        f"{where}: {first} and {other} are one tied weight here, and have different values in the "
+        "checkpoint: untie them, or resume from a checkpoint of this model"
+    )
+    raise CheckpointMismatchError(msg)

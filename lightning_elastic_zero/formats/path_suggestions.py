@@ -1,0 +1,57 @@
+"""What lies near a path that is no checkpoint: the ones that may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from pathlib import Path
+
+from lightning_elastic_zero.formats.dcp_detection import METADATA_NAME
+from lightning_elastic_zero.formats.deepspeed.constants import LATEST
+from lightning_elastic_zero.formats.deepspeed.tag_folder import LATEST_UNIVERSAL, is_deepspeed
+from lightning_elastic_zero.formats.dumps.table import TABLE_NAME
+from lightning_elastic_zero.manifest import MANIFEST_NAME
+
+MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
+"""Files by which a directory shows what it is."""
+
+SUFFIX = ".ckpt"
+"""Of Lightning's single files."""
+
+MAX_ENTRIES = 1000
+MAX_NAMES = 5
+
+
+def describe_checkpoints_in(folder: Path) -> str:
+    """Say which checkpoints a folder holds; nothing where it holds none."""
+    if not (names := _checkpoints(folder)):
+        return ""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"It holds checkpoints: {', '.join(names[:MAX_NAMES])}{more}. Pass one of them"
+
+
+def describe_similar_paths(path: Path) -> str:
+    """Say what there is of a path that leads nowhere: its folder, and names like its own."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f", nor is there a folder {folder}"
+    names = _checkpoints(folder)
+    if like := difflib.get_close_matches(path.name, names, n=MAX_NAMES):
+        return f". Of a like name there is {', '.join(like)}"
+    if names:
+        return f". {folder} holds {', '.join(names[-MAX_NAMES:])}"
+    return f". {folder} holds none"
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    try:
+        entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
+        return sorted(e.name for e in entries if e.name[0] != "." and _is_checkpoint(e))
+    except OSError:
+        return []  # A folder that cannot be read has nothing to offer.
+
+
+def _is_checkpoint(entry: Path) -> bool:
+    if not entry.is_dir():
+        return entry.suffix == SUFFIX
+    return any((entry / mark).is_file() for mark in MARKS) or is_deepspeed(entry)

@@ -1,0 +1,151 @@
+"""A checkpoint whose layers have other names in the model: any format, under the model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_elastic_zero.formats.full_state.source import WEIGHTS
+from lightning_elastic_zero.formats.reader import (
+    CheckpointReader,
+    ReadRequest,
+    SharedState,
+    SourceInfo,
+)
+from lightning_elastic_zero.key_mapping import KeyMapping
+from lightning_elastic_zero.layout import Fragment, Layout
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.tensor_state import Scalar
+
+
+class RenamedReader:
+    """An open checkpoint (``CheckpointReader``) that speaks the model's names."""
+
+    def __init__(self, source: CheckpointReader, renaming: KeyMapping, where: str) -> None:
+        """Take an open checkpoint.
+
+        Raises:
+            CheckpointMismatchError: two of its names would become one, or some name is not there.
+        """
+        self._source = source
+        self._renaming = renaming
+        manifest = source.manifest
+        aliases = [alias for p in manifest.parameters for alias in p.aliases]
+        names = [p.name for p in manifest.parameters]
+        self._here = renaming.table([*names, *aliases, *manifest.module_buffers], where)
+        self._saved = {here: saved for saved, here in self._here.items()}
+        self._manifests = manifest, _with_names(manifest, self._name)
+
+    def _name(self, saved: str) -> str:
+        return self._here.get(saved) or self._renaming.here(saved)
+
+    def _saved_name(self, here: str) -> str:
+        """Return a name as it was saved; one that was not is none of the checkpoint's."""
+        if here in self._saved:
+            return self._saved[here]
+        return f"{here} (here)" if here in self._here else here
+
+    @property
+    def found(self) -> SourceInfo:
+        """What kind of checkpoint it is."""
+        return self._source.found
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it says of itself, under the model's names."""
+        if self._manifests[0] is not (found := self._source.manifest):  # it has met the model
+            self._manifests = found, _with_names(found, self._name)
+        return self._manifests[1]
+
+    def check_all(self) -> None:
+        """Check that every file is there."""
+        self._source.check_all()
+
+    def bind(self, live: Manifest) -> None:
+        """Let the checkpoint meet the model under the names that it knows."""
+        self._source.bind(_with_names(live, self._saved_name))
+
+    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Verify this rank's share."""
+        self._source.verify(rank, world_size, on_bytes)
+
+    def layout(self) -> Layout:
+        """Which files hold which elements of masters and optimizer state."""
+        return _RenamedLayout(self._source.layout(), self._name, self._saved_name)
+
+    def frozen_layout(self) -> Layout:
+        """Which files hold which elements of the frozen weights."""
+        return _RenamedLayout(self._source.frozen_layout(), self._name, self._saved_name)
+
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
+        """Check the files that are going to be read."""
+        self._source.check(masters, frozen)
+
+    def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
+        """Fill all targets."""
+        saved = [
+            replace(r, transfer=replace(r.transfer, name=self._saved_name(r.transfer.name)))
+            for r in requests
+        ]
+        return self._source.read(saved, on_bytes)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        return self._source.scalars(replace(at, name=self._saved_name(at.name)))
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        """Give what is held once; of the trainer's state, weights that lie in it are renamed."""
+        state = self._source.module_state(rank, world_size)
+        client = dict(state.client_state)
+        if isinstance(weights := client.get(WEIGHTS), dict):
+            client[WEIGHTS] = self._renamed(weights)
+        return replace(state, buffers=self._renamed(state.buffers), client_state=client)
+
+    def _renamed(self, of: Mapping[str, Any]) -> dict[str, Any]:
+        return {self._name(name): value for name, value in of.items()}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _RenamedLayout:
+    """A layout (``Layout``) under other names."""
+
+    held: Layout
+    here: Callable[[str], str]
+    saved: Callable[[str], str]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that hold something."""
+        return self.held.world_size
+
+    def on_rank(self, rank: int) -> Sequence[Fragment]:
+        """Give all that one rank holds."""
+        return [replace(f, name=self.here(f.name)) for f in self.held.on_rank(rank)]
+
+    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+        """Yield the runs that hold a part of a parameter."""
+        for fragment in self.held.covering(self.saved(name), start, stop):
+            yield replace(fragment, name=name)
+
+
+def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
+    """Return a manifest whose parameters and buffers have other names."""
+
+    def all_of(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(map(named, names))
+
+    return replace(
+        manifest,
+        parameters=tuple(
+            replace(p, name=named(p.name), aliases=all_of(p.aliases)) for p in manifest.parameters
+        ),
+        groups=tuple(replace(g, names=all_of(g.names)) for g in manifest.groups),
+        buffers=tuple(replace(b, names=all_of(b.names)) for b in manifest.buffers),
+        module_buffers=all_of(manifest.module_buffers),
+        excluded=all_of(manifest.excluded),
+    )

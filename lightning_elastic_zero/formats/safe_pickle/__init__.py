@@ -1,0 +1,1 @@
+"""Unpickling that builds plain data and named classes only, without running other code."""

@@ -1,0 +1,147 @@
+"""Layers that have other names now: which name of a checkpoint's is which one of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+
+MOST_SUGGESTED = 3
+"""Renamed beginnings that an error suggests; of many layers the first ones show what to do."""
+
+_MOST_COMPARED = 256
+"""Names of each side that a guess is made from."""
+
+_MOST_TRIED = 16
+"""Names that are explained, and beginnings that are tried for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMapping:
+    """What users call ``rename``: beginnings of a checkpoint's names, and what they are here.
+
+    A beginning is whole names between dots, or a whole name; the longest one that fits counts.
+    ``""`` stands before every name.
+    """
+
+    of: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Tell whether anything is renamed."""
+        return bool(self.of)
+
+    def here(self, saved: str) -> str:
+        """Return what a name of the checkpoint's is in the model."""
+        beginning = self._beginning(saved)
+        if beginning is None:
+            return saved
+        return _joined(self.of[beginning].rstrip("."), _rest(saved, beginning))
+
+    def table(self, saved: Iterable[str], where: str) -> dict[str, str]:
+        """Return the model's name for each of a checkpoint's.
+
+        Raises:
+            CheckpointMismatchError: two would have one name, or a beginning fits none.
+        """
+        names = list(saved)
+        found = {name: self.here(name) for name in names}
+        used = {self._beginning(name) for name in names}
+        if strange := [beginning for beginning in self.of if beginning not in used]:
+            msg = (
+                f"{where}: rename names {strange[0]!r}, and no name in the checkpoint begins with "
+                f"that; its names are {', '.join(names[:4])}, ..."
+            )
+            raise CheckpointMismatchError(msg)
+        first: dict[str, str] = {}
+        for name, here in found.items():
+            if here in first:
+                msg = f"{where}: rename makes {here!r} of both {first[here]!r} and {name!r}"
+                raise CheckpointMismatchError(msg)
+            first[here] = name
+        return found
+
+    def _beginning(self, name: str) -> str | None:
+        """Return the longest beginning that a name has, of those that are renamed."""
+        fitting = [b for b in self.of if _rest(name, b) is not None]
+        return max(fitting, key=len, default=None)
+
+
+def _rest(name: str, beginning: str) -> str | None:
+    """Return what follows a beginning in a name; None where it does not begin so."""
+    parts = beginning.rstrip(".")
+    if name == parts:
+        return ""
+    if not parts:
+        return name
+    return name[len(parts) + 1 :] if name.startswith(f"{parts}.") else None
+
+
+def _joined(beginning: str, rest: str | None) -> str:
+    return ".".join(part for part in (beginning, rest) if part)
+
+
+def guess_key_mapping(
+    unexpected: Mapping[str, Any] | Iterable[str],
+    missing: Mapping[str, Any] | Iterable[str],
+    common: Iterable[str] = (),
+) -> dict[str, str]:
+    """Return a ``rename`` that may explain what only one side has; a guess, for a message.
+
+    Args:
+        unexpected: names that only the checkpoint has, with their shapes if they have any.
+        missing: those that only the model has.
+        common: names that both have, which are not to be renamed.
+    """
+    kept = set(common)
+    left, free = _with_shapes(unexpected), _with_shapes(missing)
+    found: dict[str, str] = {}
+    for name in list(left)[:_MOST_TRIED]:
+        if name not in left or len(found) == MOST_SUGGESTED:
+            continue
+        others = [other for other in free if _may_be(name, other, left, free)]
+        pairs = [_differing(name, other, kept) for other in others[:_MOST_TRIED]]
+        tried = dict.fromkeys(pairs)
+        best = max(tried, key=lambda pair: len(_explained(pair, left, free)), default=None)
+        if best is None or found.get(best[0], best[1]) != best[1]:
+            continue
+        found[best[0]] = best[1]
+        for was, now in _explained(best, left, free).items():
+            del left[was], free[now]
+    return found
+
+
+def _with_shapes(names: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+    of = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
+    return dict(islice(of.items(), _MOST_COMPARED))
+
+
+def _may_be(name: str, other: str, left: Mapping[str, Any], free: Mapping[str, Any]) -> bool:
+    """Tell whether a name may be another one's: of one shape, with the same end."""
+    return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
+
+
+def _differing(name: str, other: str, kept: AbstractSet[str]) -> tuple[str, str]:
+    """Return the shortest beginnings in which two names differ, and which no kept name has."""
+    was, now = name.split("."), other.split(".")
+    same = 0
+    while same < min(len(was), len(now)) and was[-1 - same] == now[-1 - same]:
+        same += 1
+    pairs = [
+        (".".join(was[: len(was) - end]), ".".join(now[: len(now) - end]))
+        for end in range(same, -1, -1)
+    ]
+    fitting = (p for p in pairs if not any(_rest(name, p[0]) is not None for name in kept))
+    return next(fitting, pairs[-1])
+
+
+def _explained(
+    pair: tuple[str, str], left: Mapping[str, Any], free: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the names that a renamed beginning leads to one that is missing."""
+    renaming = KeyMapping(dict([pair]))
+    renamed = {name: renaming.here(name) for name in left}
+    return {was: now for was, now in renamed.items() if now in free and left[was] == free[now]}

@@ -1,0 +1,123 @@
+"""What users pass to constructors and functions, checked where it is passed."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=str)
+
+_NOT_OPTIONS = {"self", "args", "kwargs"}
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return an option that is True or False.
+
+    Raises:
+        ValueError: it is something else. Strings and numbers too: ``"false"`` would count as True.
+    """
+    if isinstance(value, bool):
+        return value
+    raise _refusal(name, value, "True or False")
+
+
+def check_count(name: str, value: object, *, least: int, unit: str) -> int | None:
+    """Return an option that is a whole number, or None where it is not used.
+
+    Args:
+        name: of the option.
+        value: as passed; what counts as an index for Python (NumPy's integers) is one.
+        least: the smallest number that makes sense.
+        unit: what it counts, for the message.
+
+    Raises:
+        ValueError: it is something else, or too small.
+    """
+    if value is None:
+        return None
+    number = None if isinstance(value, bool) else _index(value)
+    if number is None or number < least:
+        raise _refusal(name, value, f"a whole number of {unit}, at least {least}, or None")
+    return number
+
+
+def check_choice(name: str, value: object, choices: Sequence[T]) -> T:
+    """Return an option that is one of some words.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for known in choices:
+        if isinstance(value, str) and value == known:
+            return known
+    raise _refusal(name, value, " or ".join(map(repr, choices)))
+
+
+def check_rename(value: object) -> dict[str, str]:
+    """Return which layers of a checkpoint have other names in the model; None: none.
+
+    Raises:
+        ValueError: it is no mapping of names to names.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(type(n) is str for pair in value.items() for n in pair):
+        return dict(value)
+    wanted = "a dictionary of names in the checkpoint to names here, or None"
+    msg = f"rename={value!r}: it must be {wanted}"
+    raise ValueError(msg)
+
+
+def check_known_options(of: type, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse options that there are not, with the one that was probably meant.
+
+    Args:
+        of: the class that they were passed to.
+        given: names that its constructor does not take itself.
+        known: names that it passes on to its parents.
+
+    Raises:
+        TypeError: one is unknown to all of them.
+    """
+    parents = set(known)
+    if not (strange := [name for name in given if name not in parents]):
+        return
+    signatures = [
+        inspect.signature(vars(c)["__init__"]) for c in of.__mro__ if "__init__" in vars(c)
+    ]
+    names = parents.union(*(signature.parameters for signature in signatures)) - _NOT_OPTIONS
+    like = difflib.get_close_matches(strange[0], sorted(names), n=1)
+    hint = f"; there is {like[0]!r}" if like else ""
+    msg = f"{of.__name__} takes no option {strange[0]!r}{hint}"
+    raise TypeError(msg)
+
+
+def check_client_state(value: object) -> Mapping[str, Any]:
+    """Return what a user wants to have back, as a dictionary; None is an empty one.
+
+    Raises:
+        ValueError: it is something else, such as the tag that ``engine.save_checkpoint`` takes.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    wanted = "a dictionary, or None; there is no tag: each checkpoint has a path of its own"
+    msg = f"client_state={value!r}: it must be {wanted}"
+    raise ValueError(msg)
+
+
+def _index(value: object) -> int | None:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # it says whether it is one
+    except TypeError:
+        return None
+
+
+def _refusal(name: str, value: object, allowed: str) -> ValueError:
+    quoted = isinstance(value, str) and not allowed.startswith("'")
+    hint = ", and no string: leave out the quotes" if quoted else ""
+    return ValueError(f"{name}={value!r}: it must be {allowed}{hint}")

@@ -1,0 +1,148 @@
+"""The runs that save into a folder: each leaves a note there while it lives, and sees the others'.
+
+Two runs in one folder take turns in overwriting ``last.ckpt``, and each deletes by its own top-k. A
+run that was killed leaves its note behind, and the one that goes on in its place must not be warned
+of it. So a process of this machine is asked of the system; one of another machine is alive when its
+note has been touched since it was first seen, whatever the clocks say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.process_identity import (
+    TOUCH_INTERVAL_S,
+    ProcessIdentity,
+    filesystem_time_s,
+    new_id,
+)
+
+RUN_MARKER_PREFIX = ".zero-run-"
+"""Prefix of the note that a run leaves in each folder into which it saves."""
+
+_END_S = 1.0
+"""How long the end of a run waits for a disk that does not answer."""
+
+log = logging.getLogger(__name__)
+
+
+class ConcurrentRunMonitor:
+    """A run's stay in the folders into which it saves; on one rank."""
+
+    def __init__(self, folders: Iterable[object]) -> None:
+        """Take the folders; those on a remote storage, where nothing can be saved, are left out.
+
+        Args:
+            folders: Paths; None for a callback that has none.
+
+        """
+        self._markers: dict[Path, Path | None] = {}
+        for folder in folders:
+            with suppress(UnsupportedError):
+                if folder:
+                    self._markers.setdefault(check_local_path(os.fspath(str(folder))), None)
+        self._seen: dict[Path, int] = {}
+        self._warned: set[tuple[Path, ProcessIdentity]] = set()
+        self._over = threading.Event()
+        self._at_work = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[type[ConcurrentRunMonitor], tuple[tuple[()]]]:
+        """Copy as one that has no folders: a run's stay is its own."""
+        return ConcurrentRunMonitor, ((),)
+
+    def begin(self) -> None:
+        """Move in, and look at the folders now and then until the end."""
+        if not self._markers:
+            return
+        self.look()
+        self._thread = threading.Thread(
+            target=self._stay, name="elastic-zero watches its folders", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Move out: nothing of this run's is left but what it saved. May be called twice."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+            self._thread = None
+        if self._at_work.acquire(timeout=_END_S):
+            try:
+                for folder, marker in self._markers.items():
+                    if marker is not None:
+                        _remove(marker)
+                        self._markers[folder] = None
+            finally:
+                self._at_work.release()
+
+    def look(self) -> None:
+        """Show that this run lives, and warn of others that do."""
+        with self._at_work:
+            if self._over.is_set():
+                return
+            for folder in self._markers:
+                # It may not be there yet, and what is wrong with a disk is a save's to tell.
+                with suppress(OSError, SaveError):
+                    self._look_at(folder)
+
+    def _stay(self) -> None:
+        while not self._over.wait(TOUCH_INTERVAL_S):
+            self.look()
+
+    def _look_at(self, folder: Path) -> None:
+        if not folder.is_dir():
+            return
+        marker, mine = self._markers[folder], ProcessIdentity.of_this_process(folder.name)
+        if marker is None or not marker.exists():
+            self._markers[folder] = marker = folder / f"{RUN_MARKER_PREFIX}{new_id()}.json"
+            write_durably(marker, mine.to_json())
+        os.utime(marker)
+        for path in sorted(folder.glob(f"{RUN_MARKER_PREFIX}*.json")):
+            owner = ProcessIdentity.read(path)
+            if owner is None or owner.is_same_process(mine):
+                continue
+            if self._is_left(path, owner, folder):
+                _remove(path)
+            elif self._lives(path, owner) and (folder, owner) not in self._warned:
+                self._warned.add((folder, owner))
+                _warn(folder, owner)
+
+    def _is_left(self, path: Path, owner: ProcessIdentity, folder: Path) -> bool:
+        """Tell whether a note is of a run that has ended."""
+        if owner.is_dead():
+            return True
+        if owner.is_on_this_machine() or path in self._seen:
+            return False
+        now_s = filesystem_time_s(folder / f"{RUN_MARKER_PREFIX}{new_id()}.clock")
+        return owner.is_dead(now_s - path.lstat().st_mtime)
+
+    def _lives(self, path: Path, owner: ProcessIdentity) -> bool:
+        """Tell whether a run that has not ended is known to be alive."""
+        touched_ns = path.lstat().st_mtime_ns
+        return owner.is_on_this_machine() or self._seen.setdefault(path, touched_ns) != touched_ns
+
+
+def _remove(marker: Path) -> None:
+    """Remove a note, if it is one at this instant."""
+    with suppress(OSError):
+        if ProcessIdentity.read(marker) is not None and not marker.is_symlink():
+            marker.unlink()
+
+
+def _warn(folder: Path, owner: ProcessIdentity) -> None:
+    log.warning(
+        "Another run saves into %s: process %d on %s is alive. Both overwrite last.ckpt, and each "
+        "deletes what is not among its own best. Give each run a dirpath of its own, or end one.",
+        folder,
+        owner.pid,
+        owner.host,
+    )

@@ -1,0 +1,173 @@
+"""The process that works on a staged directory, and whether it still does.
+
+A process on the same machine is asked of the system. One on another machine keeps its file alive:
+it touches the file while it works, so that a file that has not been touched for long is a dead
+process's. Both times are those of the file system, whose clock need not be this machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+TOUCH_INTERVAL_S = 10.0
+"""How often a process touches its file while it works."""
+
+DEAD_AFTER_S = 1800.0
+"""A process that has not touched its file for this long is taken for dead: 180 beats.
+
+Machines of one job need not agree on the time: on Lustre, times come from the client that sets
+them. This is far more than clocks that are kept at all differ by. If a process that had stood still
+goes on after it, its save fails, and nothing is published."""
+
+_END_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, distinguished from every other one that ever ran."""
+
+    target: str
+    """The name of what it is going to publish."""
+
+    machine: str
+    """Its host, the host's current run, and its process namespace: a number counts only there."""
+
+    pid: int
+    """Its number."""
+
+    started: str
+    """When it started, in the system's own count: numbers are given out again."""
+
+    beats: bool = False
+    """Whether it touches its file while it works; the first release did not."""
+
+    @classmethod
+    def of_this_process(cls, target: str) -> ProcessIdentity:
+        """Describe the process that runs this."""
+        return cls(target, _machine(), os.getpid(), _started(os.getpid()) or "", beats=True)
+
+    @classmethod
+    def read(cls, path: Path) -> ProcessIdentity | None:
+        """Return an owner; None if there is none, or none that can be understood."""
+        try:
+            fields = json.loads(path.read_bytes())
+            owner = cls(
+                fields["target"],
+                fields["machine"],
+                int(fields["pid"]),
+                fields["started"],
+                fields.get("beats") is True,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        # A name that leads out of the directory was not written by us.
+        return owner if os.path.basename(owner.target) == owner.target else None  # noqa: PTH119
+
+    def to_json(self) -> bytes:
+        """Return what ``read`` reads."""
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def host(self) -> str:
+        """The name of its host."""
+        return self.machine.split(" ", maxsplit=1)[0]
+
+    def is_on_this_machine(self) -> bool:
+        """Whether it is of this machine, so that the system can be asked for it."""
+        return self.machine == _machine()
+
+    def is_same_process(self, other: ProcessIdentity) -> bool:
+        """Whether both are one process, whatever it publishes."""
+        return replace(self, target=other.target) == other
+
+    def is_dead(self, untouched_s: float = 0.0) -> bool:
+        """Whether the process has ended.
+
+        Args:
+            untouched_s: for how long it has not touched its file: all that is known of a process on
+                another machine.
+        """
+        if not self.is_on_this_machine():
+            return self.beats and untouched_s > DEAD_AFTER_S
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        started = _started(self.pid)
+        return started is not None and started != self.started
+
+
+@contextmanager
+def touch_regularly(path: Path) -> Iterator[None]:
+    """Touch a file now and then in here: its time is then the file system's of that moment.
+
+    A thread does this, since the work may wait for other ranks. The file may vanish.
+    """
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(TOUCH_INTERVAL_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, name="elastic-zero owns a save", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        # A disk that does not answer holds the thread, and must not hold the save's end.
+        thread.join(_END_S)
+
+
+def filesystem_time_s(probe: Path) -> float:
+    """Return the time by the file system's clock: that of a file that is made for it.
+
+    Args:
+        probe: the name of the file, which must not exist; it is removed.
+    """
+    try:
+        probe.touch(exist_ok=False)
+    except OSError:
+        # A disk that is full or read-only: this machine's clock is the best that is left.
+        return time.time()
+    try:
+        return probe.lstat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def new_id() -> str:
+    """Return an id that no save has."""
+    return uuid.uuid4().hex
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    except OSError:
+        parts.append("unknown")
+    return " ".join(parts)
+
+
+def _started(pid: int) -> str | None:
+    """Return the start time of a process, or None where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, which may hold spaces.
+    return status.rpartition(")")[2].split()[19]

@@ -1,0 +1,249 @@
+"""Reading runs of bytes from a file, without mapping it and with bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from typing_extensions import Self
+
+from lightning_elastic_zero.errors import CheckpointCorruptedError
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
+from lightning_elastic_zero.storage.deleting import ignore_progress
+
+READ_BYTES = 8 << 20
+"""The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
+
+_HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
+
+
+def open_file(path: Path) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; give its descriptor and its status.
+
+    Anything else is refused without waiting: a pipe that lies in a file's place would be opened
+    when somebody writes into it, which is never.
+
+    Raises:
+        OSError: It cannot be opened, or is no file.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return descriptor, status
+
+
+def read_file(path: Path) -> bytes:
+    """Read a small file.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+
+    """
+    with os.fdopen(open_file(path)[0], "rb") as file:
+        return file.read()
+
+
+class _BoundedFile(io.FileIO):
+    """A file of which no read is long; whoever wants more goes on reading."""
+
+    def __init__(self, path: Path, on_progress: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._on_work = on_progress
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 (any buffer)
+        """Read, at most ``READ_BYTES``."""
+        count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
+        self._on_work()
+        return count
+
+    def fileno(self) -> int:
+        """Refuse: who reads by the descriptor passes this by."""
+        raise io.UnsupportedOperation
+
+
+def bounded_stream(path: Path, on_progress: Callable[[], None]) -> io.BufferedReader:
+    """Open a file that is read in bounded parts; ``on_progress`` is called after each.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return io.BufferedReader(_BoundedFile(path, on_progress), CHUNK_BYTES)
+
+
+class RangeFile:
+    """A file open for reading by ranges, whose bytes nobody has recorded checksums of.
+
+    Pages are never mapped, so a damaged disk or a file that shrinks is an exception, not a signal.
+
+    Attributes:
+        path: Where the file is.
+
+        size_bytes: Its size.
+
+        bytes_read: How many bytes were read so far.
+
+    """
+
+    def __init__(self, path: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
+        """Open a file.
+
+        Args:
+            path: Where it is.
+
+            on_progress: Called after every read.
+
+        Raises:
+            CheckpointCorruptedError: It is missing, cannot be read, or is no file.
+
+        """
+        self.path = path
+        self.bytes_read = 0
+        self._on_work = on_progress
+        self._buffer: mmap.mmap | None = None
+        self._descriptor = -1
+        self._descriptor, self.size_bytes = self._open()
+
+    def _open(self) -> tuple[int, int]:
+        """Open the file; give its descriptor and its size."""
+        try:
+            descriptor, status = open_file(self.path)
+        except FileNotFoundError:
+            self._refuse("it is missing")
+        except OSError as error:
+            self._refuse(f"it cannot be opened ({error.strerror})")
+        return descriptor, status.st_size
+
+    def _check_block(self, block: memoryview, start: int) -> None:
+        """Accept what was read: there is nothing to compare it with."""
+
+    def read_runs(self, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
+        """Read runs of bytes, in pieces of at most ``READ_BYTES``.
+
+        Whole chunks are read, none twice, and none without a wanted byte.
+
+        Args:
+            runs: Half-open, sorted by their start, without overlap; empty ones give nothing.
+
+        Yields:
+            The offset in the file, and the bytes from there on: writable, and valid until the next
+            piece is asked for. A piece never reaches across a run's border.
+
+        Raises:
+            CheckpointCorruptedError: The file is cut short, or not what was written.
+            ValueError: The runs are not sorted, overlap, or leave the file.
+
+        """
+        wanted = self._check_runs(runs)
+        # Two readers at once, each in the midst of a piece, must not share a buffer.
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            # A mapping begins on a page, so what is aligned in the file is so in memory;
+            # and it takes up only the pages that are used.
+            buffer = mmap.mmap(-1, READ_BYTES)
+        try:
+            for block_start, block_stop, first, last in _blocks(wanted, self.size_bytes):
+                block = memoryview(buffer)[: block_stop - block_start]
+                self._read_block(block, block_start)
+                for start, stop in wanted[first:last]:
+                    low, high = max(start, block_start), min(stop, block_stop)
+                    yield low, block[low - block_start : high - block_start]
+        finally:
+            self._buffer = buffer
+
+    def _check_runs(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        previous = 0
+        for start, stop in runs:
+            if not previous <= start <= stop <= self.size_bytes:
+                msg = (
+                    f"The run [{start}, {stop}) overlaps the one before, is not sorted, or leaves "
+                    f"{self.path} with its {self.size_bytes} bytes."
+                )
+                raise ValueError(msg)
+            previous = stop
+        return [run for run in runs if run[0] < run[1]]
+
+    def _read_block(self, block: memoryview, start: int) -> None:
+        filled = 0
+        while filled < block.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [block[filled:]], start + filled)
+            except OSError as error:
+                stop = start + block.nbytes
+                self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
+            if not count:
+                self._refuse(
+                    f"it ends at byte {start + filled}, recorded are {self.size_bytes} bytes"
+                )
+            filled += count
+        self.bytes_read += filled
+        self._on_work()
+        self._check_block(block, start)
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Read the bytes ``[start, stop)`` into memory of their own.
+
+        Raises:
+            CheckpointCorruptedError: They are not what was written, or are cut short.
+            ValueError: They lie outside of the file.
+
+        """
+        data = bytearray(max(stop - start, 0))
+        for offset, view in self.read_runs([(start, stop)]):
+            data[offset - start : offset - start + view.nbytes] = view
+        return data
+
+    def _refuse(self, reason: str) -> NoReturn:
+        msg = f"{self.path} is damaged: {reason}. {_HELP}"
+        raise CheckpointCorruptedError(msg)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        self._buffer = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        """Give the file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+def _blocks(
+    runs: Sequence[tuple[int, int]], size_bytes: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut the chunks that runs touch into blocks: start, stop, and its runs' ``[first, last)``.
+
+    Runs whose chunks are the same or neighbours are read together.
+    """
+    first = 0
+    done = 0
+    while first < len(runs):
+        start = max(runs[first][0] // CHUNK_BYTES * CHUNK_BYTES, done)
+        limit = start + READ_BYTES
+        stop, last = start, first
+        while last < len(runs) and runs[last][0] < min(stop + CHUNK_BYTES, limit):
+            stop = min(max(stop, -(-runs[last][1] // CHUNK_BYTES) * CHUNK_BYTES), limit)
+            last += 1
+        yield start, min(stop, size_bytes), first, last
+        # A run that reaches beyond this block goes on in the next one.
+        first = last if runs[last - 1][1] <= stop else last - 1
+        done = stop

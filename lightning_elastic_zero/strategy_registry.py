@@ -1,0 +1,94 @@
+"""Names the strategy to Lightning, whichever of the two is imported first.
+
+Lightning has no entry point for strategies, and importing it takes seconds, which the command line
+does not pay for. So where it is not loaded yet, its import is waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.strategy_names import STRATEGY_ARGUMENTS
+
+PYTORCH_LIGHTNING = "pytorch_lightning"
+"""The package of the same content and other classes: its Trainer takes no strategy of ours."""
+
+
+def register(make: Callable[..., object]) -> None:
+    """Let each of Lightning's two packages know the names, now or when it is imported.
+
+    The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a
+    module of this package that the strategy needs whole.
+
+    Args:
+        make: imports the strategy, and returns one with the arguments that it is called with.
+    """
+
+    def name_it() -> None:
+        registry = sys.modules["lightning.pytorch"].strategies.StrategyRegistry
+        for name, arguments in STRATEGY_ARGUMENTS.items():
+            registry.register(name, make, "Elastic DeepSpeed", override=True, **arguments)
+
+    for package, then in {"lightning.pytorch": name_it, PYTORCH_LIGHTNING: _refuse_in_twin}.items():
+        if package in sys.modules:
+            then()
+        else:
+            sys.meta_path.insert(0, _ImportHook(package, then))
+
+
+def _refuse_in_twin() -> None:
+    """Let the twin say what to import, where it would say that there is no such name."""
+    registry = sys.modules[f"{PYTORCH_LIGHTNING}.strategies"].StrategyRegistry
+    for name in STRATEGY_ARGUMENTS:
+        registry.register(name, _refuse, "needs lightning.pytorch", override=True)
+
+
+def _refuse(**_: Any) -> NoReturn:
+    msg = (
+        f"this is the Trainer of {PYTORCH_LIGHTNING}, whose classes are not those of "
+        f"lightning.pytorch: use "
+        "`import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`, for "
+        "modules, callbacks and loggers too"
+    )
+    raise UnsupportedError(msg)
+
+
+class _ImportHook(MetaPathFinder):
+    """Calls a function right after a package has been imported, once."""
+
+    def __init__(self, package: str, then: Callable[[], object]) -> None:
+        self._package = package
+        self._then = then
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 (the others look there)
+        target: ModuleType | None = None,  # noqa: ARG002 (likewise)
+    ) -> ModuleSpec | None:
+        """Let the others find the package, and run the function after its code."""
+        if fullname != self._package:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            _run_after(spec.loader, self._then)
+        return spec
+
+
+def _run_after(loader: Loader, then: Callable[[], object]) -> None:
+    """Let a loader, which is one package's, call a function when the package is there."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        then()
+
+    vars(loader)["exec_module"] = exec_module

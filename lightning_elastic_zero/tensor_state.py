@@ -1,0 +1,241 @@
+"""What a rank holds and what it is given, as tensors: the words between engine and formats.
+
+``RankState`` is what one rank of a live engine holds, by reference. ``RestoreTargets`` is what it
+is to be given: buffers to fill, before anything live is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.manifest import Plain, Progress, StateKey
+
+Scalar: TypeAlias = "torch.Tensor | int | float | bool | None"
+"""An optimizer state that is one value per flat buffer: a 0-dimensional tensor or a number."""
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """One flat buffer of one rank: masters, and the states that share its fragments."""
+
+    fragments: tuple[Fragment, ...]
+    """What of which parameter lies where; what they leave out is padding."""
+    master: torch.Tensor
+    """Master weights, shape ``(partition elements,)``, usually fp32."""
+    elementwise: Mapping[str, torch.Tensor]
+    """Optimizer states of the same shape as ``master``."""
+    scalars: Mapping[str, Scalar]
+    """Optimizer states that are one value for the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """All that one rank holds of a run, by reference: nothing is copied."""
+
+    flats: tuple[FlatState, ...]
+    frozen: Mapping[str, torch.Tensor]
+    """Weights that the optimizer does not own: this rank's piece, 1-D without padding."""
+    module_buffers: Mapping[str, torch.Tensor]
+    """Persistent module buffers, with their shapes. They may differ between ranks."""
+    module_weights: Mapping[str, torch.Tensor]
+    """Low-precision weights as the module has them; filled only where they are to be kept too."""
+    loss_scaler: Mapping[str, Plain]
+    """The fields of DeepSpeed's loss scaler, and its class."""
+    lr_scheduler: Mapping[str, object] | None = None
+    """State of a scheduler that the engine itself steps (not with Lightning)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreTargets:
+    """The buffers that a load fills; live state changes when they are committed."""
+
+    fragments: tuple[Fragment, ...]
+    """What is wanted of the weights; ``Fragment.buffer`` counts in ``weights``."""
+    weights: tuple[torch.Tensor, ...]
+    """1-D targets: masters per flat buffer, then frozen weights, one each."""
+    states: tuple[Mapping[str, torch.Tensor], ...]
+    """Per flat buffer: a 1-D target for each element-wise optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreValues:
+    """What a load brings beside the filled buffers: small, and committed with them."""
+
+    scalars: tuple[Mapping[str, Scalar], ...]
+    """Per flat buffer: the optimizer states that are one value; empty without optimizer state."""
+    hyperparameters: tuple[Mapping[str, Plain], ...] | None
+    """Per parameter group; None: the live ones stay."""
+    module_buffers: Mapping[str, torch.Tensor]
+    progress: Progress
+    loss_scaler: Mapping[str, Plain] = field(default_factory=dict)
+    lr_scheduler: Mapping[str, object] | None = None
+    optimizer: str = ""
+    """Class name of the optimizer that saved the hyperparameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerScope:
+    """What a load wants of the optimizer that a checkpoint was saved with."""
+
+    state: bool
+    hyperparameters: bool
+    stepped: bool
+    """Whether the saved run may have taken a step."""
+
+
+def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
+    """Describe one optimizer state, by a value of it."""
+    if isinstance(value, torch.Tensor):
+        dtype = dtype_name(value.dtype)
+    else:
+        dtype = "None" if value is None else type(value).__name__
+    return StateKey(name, "elementwise" if elementwise else "scalar", dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return a manifest's word for the dtype of a module's weights."""
+    return _PRECISIONS.get(dtype, dtype_name(dtype))
+
+
+def check_cast(saved: torch.dtype, wanted: torch.dtype, where: str) -> None:
+    """Refuse to cast between numbers and integers: quantized weights have scales beside them.
+
+    Raises:
+        CheckpointMismatchError: one of two types is not floating-point.
+    """
+    floating = saved.is_floating_point and wanted.is_floating_point
+    if saved != wanted and not floating and not (saved.is_complex and wanted.is_complex):
+        msg = (
+            f"{where} holds elements of {saved} where {wanted} is wanted: only floating-point "
+            "types are cast. Quantized weights have scales beside them: save them dequantized"
+        )
+        raise CheckpointMismatchError(msg)
+
+
+def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a type cannot hold all of a tensor's values; NaN stays NaN."""
+    if values.dtype == dtype:
+        return False
+    if values.is_complex() and not dtype.is_complex:
+        return True
+    found, kept = values, values.to(dtype).to(values.dtype)
+    if values.is_floating_point():  # 8-bit types cannot be compared.
+        found, kept = found.double(), kept.double()
+    return bool(((found != kept) & ~((found != found) & (kept != kept))).any())  # noqa: PLR0124 (NaN)
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a tensor lie in one place, as in an expanded view."""
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def plain(value: object, where: str) -> Plain:
+    """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
+
+    A number or text of NumPy's becomes Python's own, where that is exact.
+
+    Raises:
+        UnsupportedError: it is neither; ``where`` says which one it is.
+    """
+    value = numpy_to_python(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, tuple):
+        return tuple(plain(v, where) for v in value)
+    if isinstance(value, list):
+        return [plain(v, where) for v in value]
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: plain(v, where) for k, v in value.items()}
+    msg = (
+        f"{where} is a {type(value).__name__}: an optimizer's hyperparameters must be numbers, "
+        "strings, or lists, tuples and dicts of them, to be saved as plain data"
+    )
+    raise UnsupportedError(msg)
+
+
+def canonical_repr(value: object, where: str = "a value") -> str:
+    """Return the text by which ranks, or shards, compare a scalar or a hyperparameter.
+
+    Type and exact value, and not where a tensor lies: each rank has a device of its own. NaN is
+    like NaN, and -0.0 like 0.0.
+
+    Raises:
+        UnsupportedError: it is no plain data; ``where`` says which one it is.
+    """
+    return repr(_without_negative_zero(plain(value, where)))
+
+
+def _without_negative_zero(value: Plain) -> Plain:
+    if type(value) is float:
+        return value + 0.0  # -0.0 + 0.0 is 0.0
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_negative_zero(v) for v in value)
+    if isinstance(value, dict):
+        return {key: _without_negative_zero(v) for key, v in sorted(value.items())}
+    return value
+
+
+def numpy_to_python(value: Any) -> Any:  # noqa: ANN401 (any value)
+    """Return a value with Python's numbers and texts in the place of NumPy's.
+
+    Only where that is exact, and within dicts, lists and tuples; all else stays what it is.
+    """
+    if isinstance(value, np.generic):
+        return _exact(value)
+    if isinstance(value, dict):
+        items = [(numpy_to_python(k), numpy_to_python(v)) for k, v in value.items()]
+        if all(k is n and v is m for (k, v), (n, m) in zip(value.items(), items, strict=True)):
+            return value
+        changed = copy.copy(value)
+        changed.clear()
+        for key, inner in items:
+            changed[key] = inner  # A Counter would count what it is updated with.
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(map(numpy_to_python, value))
+    return value
+
+
+def _exact(value: np.generic) -> Any:  # noqa: ANN401 (a number or a text)
+    """Return Python's value where it is the same; a long double may have more digits."""
+    if isinstance(value, (np.datetime64, np.timedelta64, np.void)):
+        return value
+    kinds = {np.longdouble: float, np.clongdouble: complex}
+    found: Any = kinds.get(type(value), type(value).item)(value)
+    return found if found == value or found != found else value  # noqa: PLR0124 (NaN)
+
+
+def cast_like(value: Any, live: object) -> Any:  # noqa: ANN401 (any value)
+    """Return a value with its numbers in the NumPy types that the live one has in their places.
+
+    What ``numpy_to_python`` took away: a rate of ``np.float32`` steps otherwise than Python's float
+    of the same value. Only where that is exact, and within dicts, lists and tuples.
+    """
+    if isinstance(live, np.number) and type(value) in (int, float):
+        found = type(live)(value)
+        # NumPy would compare in the narrower type.
+        return found if found.item() == value or found != found else value  # noqa: PLR0124 (NaN)
+    if isinstance(value, dict) and isinstance(live, dict):
+        return {key: cast_like(v, live.get(key)) for key, v in value.items()}
+    if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(value) == len(live):
+        return type(value)(map(cast_like, value, live))
+    return value

@@ -1,0 +1,1 @@
+"""Lightning's trainer: the strategy, its data, its loops; the only user of Lightning."""

@@ -1,0 +1,210 @@
+"""The global batch of a run, and the trainer's settings that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_elastic_zero.data_progress import BatchPlan, plan_batches
+from lightning_elastic_zero.errors import UnsupportedError
+
+
+class UserSettings:
+    """The trainer's settings as the user has them, whatever was made of them for this fit."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Any]] = {}
+        self._past: dict[str, tuple[Any, Any]] = {}
+
+    def get(self, trainer: pl.Trainer, name: str) -> Any:
+        """Give what the user has set; what was not made here is the user's."""
+        value = getattr(trainer, name, None)
+        given, made = self._made.get(name, (value, value))
+        return given if value == made else value
+
+    def make(self, trainer: pl.Trainer, name: str, value: object) -> None:
+        """Set a setting for this fit."""
+        self._made[name] = (self.get(trainer, name), value)
+        self._past = {}
+        setattr(trainer, name, value)
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Put the user's settings back, when the fit is over."""
+        if self._made:
+            for name in self._made:
+                setattr(trainer, name, self.get(trainer, name))
+            self._past, self._made = self._made, {}
+
+    @contextmanager
+    def reapplied(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Let the last fit's settings hold again: its loops count by them, which a save records."""
+        before = {name: getattr(trainer, name, None) for name in self._past}
+        for name, (_, made) in self._past.items():
+            setattr(trainer, name, made)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(trainer, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How many samples a loader gives at once, and how a step is made of them."""
+
+    loader_batch_size: int | None
+    """The first training loader's ``batch_size``; None where it does not say."""
+    plan: BatchPlan | None
+    """How the global batch is cut; None where no ``global_batch_size`` was given."""
+    world_size: int
+    accumulate: int
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per optimizer step over all ranks, where they are known."""
+        if self.plan is not None:
+            return self.plan.global_batch_size
+        if self.loader_batch_size is None:
+            return None
+        return self.loader_batch_size * self.world_size * self.accumulate
+
+    def check_fixed_batches(self, loader: object) -> None:
+        """Refuse a loader that cuts its own batches, where they do not make up the global batch.
+
+        Raises:
+            UnsupportedError: the plan has other micro-batches than the loader gives.
+        """
+        # A loader that says nothing is taken at the word of the user.
+        plan, size = self.plan, batch_size_of(loader) or self.loader_batch_size
+        if plan is None or (plan.is_even and plan.largest_micro_batch == size):
+            return
+        even = "" if plan.is_even else "up to "
+        msg = (
+            f"global_batch_size={plan.global_batch_size} on {self.world_size} devices needs "
+            f"micro-batches of {even}{plan.largest_micro_batch} samples, and the "
+            f"{type(loader).__name__}, whose order is its own, gives {size}: set its batch_size so "
+            f"that devices x batch_size divides {plan.global_batch_size}"
+        )
+        raise UnsupportedError(msg)
+
+    def plan_for(self, batch_size: int) -> BatchPlan:
+        """Give the plan of a loader, which may not be the first one.
+
+        Raises:
+            UnsupportedError: several loaders with batches of different sizes, which cannot all keep
+                their global batch.
+        """
+        if self.plan is None:
+            return BatchPlan(
+                batch_size * self.world_size * self.accumulate, self.world_size, self.accumulate
+            )
+        if batch_size == self.loader_batch_size:
+            return self.plan
+        if self.plan.is_even and self.plan.largest_micro_batch == self.loader_batch_size:
+            return BatchPlan(
+                batch_size * self.world_size * self.accumulate, self.world_size, self.accumulate
+            )
+        msg = (
+            f"global_batch_size={self.plan.global_batch_size} is cut into micro-batches of "
+            f"{self.plan.largest_micro_batch} samples for a loader with batch_size="
+            f"{self.loader_batch_size}; a loader with batch_size={batch_size} cannot follow: "
+            f"give the "
+            "training loaders one batch_size, or one that global_batch_size / devices is a "
+            "multiple of"
+        )
+        raise UnsupportedError(msg)
+
+
+def resolve_batch_settings(
+    trainer: pl.Trainer,
+    settings: UserSettings,
+    world_size: int,
+    loader_batch_size: int | None,
+    global_batch_size: int | None,
+    *,
+    allow_uneven: bool,
+) -> BatchSettings:
+    """Set the trainer's accumulation from the global batch, and what counts batches with it.
+
+    With a global batch, the integers ``limit_train_batches`` and ``val_check_interval`` count
+    global batches: the same number of samples on any number of devices.
+
+    Raises:
+        UnsupportedError: the global batch cannot be cut, or the accumulation was given too.
+    """
+    given = int(settings.get(trainer, "accumulate_grad_batches"))
+    if global_batch_size is None:
+        accumulate = given
+        return BatchSettings(loader_batch_size, None, world_size, accumulate)
+    if loader_batch_size is None:
+        msg = (
+            f"global_batch_size={global_batch_size} needs a training loader that tells its "
+            "batch_size; pass logging_batch_size_per_gpu to the strategy if it cannot"
+        )
+        raise UnsupportedError(msg)
+    plan = plan_batches(global_batch_size, loader_batch_size, world_size, allow_uneven=allow_uneven)
+    by_itself = not trainer.lightning_module.automatic_optimization
+    if by_itself and not (plan.accumulate == 1 and plan.is_even):
+        msg = (
+            f"the module optimizes by itself, so each of its batches is a step: "
+            f"global_batch_size={global_batch_size} on {world_size} devices needs a loader with "
+            f"batch_size={-(-global_batch_size // world_size)}, and devices that divide it"
+        )
+        raise UnsupportedError(msg)
+    if given not in (1, plan.accumulate):
+        msg = (
+            f"Trainer(accumulate_grad_batches={given}) and "
+            f"global_batch_size={global_batch_size} contradict each other: {world_size} devices "
+            f"and micro-batches of {plan.largest_micro_batch} make it {plan.accumulate}. Leave "
+            "accumulate_grad_batches out"
+        )
+        raise UnsupportedError(msg)
+    _scale_settings(trainer, settings, plan.accumulate)
+    settings.make(trainer, "accumulate_grad_batches", plan.accumulate)
+    even = "" if plan.is_even else "up to "
+    rank_zero_info(
+        f"Global batch of {global_batch_size}: {world_size} devices x {plan.accumulate} "
+        f"micro-batches of {even}{plan.largest_micro_batch} samples"
+    )
+    return BatchSettings(loader_batch_size, plan, world_size, plan.accumulate)
+
+
+def _scale_settings(trainer: pl.Trainer, settings: UserSettings, accumulate: int) -> None:
+    """Turn counts of global batches into counts of micro-batches, which is what Lightning takes.
+
+    Where validation is a matter of time, Lightning's trainer has no ``val_check_interval``.
+    """
+    for name in ("limit_train_batches", "val_check_interval"):
+        if type(value := settings.get(trainer, name)) is int:
+            settings.make(trainer, name, value * accumulate)
+
+
+def scale_scheduler_frequency(configs: list[Any], accumulate: int) -> None:
+    """Let ``frequency`` of a scheduler with interval "step" count optimizer steps, as it says.
+
+    Lightning compares it with the number of micro-batches.
+    """
+    for config in configs:
+        if config.interval == "step":
+            config.frequency *= accumulate
+
+
+def batch_size_of(loaders: Any) -> int | None:
+    """Give the batch size of the first loader that tells it.
+
+    Args:
+        loaders: what a ``train_dataloader`` hook returns.
+    """
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    for loader in combined.flattened:
+        for source in (getattr(loader, "batch_sampler", None), loader):
+            size = getattr(source, "batch_size", None)
+            if type(size) is int and size > 0:
+                return size
+    return None

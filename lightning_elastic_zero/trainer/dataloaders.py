@@ -1,0 +1,185 @@
+"""Training loaders that take up an epoch at any sample."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_elastic_zero.data_progress import (
+    BatchPlan,
+    ElasticBatchSampler,
+    ElasticSampler,
+    derive_seed,
+)
+from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+
+
+@runtime_checkable
+class ResumesAtSample(Protocol):
+    """What a sampler, batch sampler, data set or loader of yours offers to be taken up exactly."""
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Let the next iteration of that epoch begin after so many samples of it.
+
+        Args:
+            epoch: index of the epoch; later ones begin at their beginning.
+            samples: consumed in it by all ranks together, a multiple of the global batch.
+        """
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that keeps a state of its own, which Lightning saves and restores."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        ...
+
+
+def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int) -> object:
+    """Put an ``ElasticSampler`` in the place of Lightning's (or torch's) distributed one.
+
+    Args:
+        loader: as Lightning prepared it for training; of any kind.
+        batches: how a step is made of micro-batches.
+        rank: this rank.
+        seed: of the run, for what the loader's workers draw.
+
+    Returns:
+        A copy with the sampler, or the loader as it was where its order is not ours to say.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = with_own_generator(loader, seed, rank)
+    sampler = loader_sampler(own)
+    if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
+        return own
+    if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
+        return own
+    size = getattr(own.batch_sampler, "batch_size", None)
+    plan = batches.plan_for(size or 1)
+    elastic = ElasticSampler(
+        own.dataset,
+        plan,
+        rank,
+        shuffle=sampler.shuffle,
+        seed=sampler.seed,
+        drop_last=getattr(own.batch_sampler, "drop_last", own.drop_last) or sampler.drop_last,
+        sampler=_wrapped(sampler),
+        seed_workers=own.num_workers > 0,
+    )
+    return _with_sampler(own, elastic, plan)
+
+
+def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader's samples come in the order of a sampler that can be replaced."""
+    if isinstance(loader.dataset, IterableDataset) or resumable_part_of(loader) is not None:
+        return False
+    if not _cuts_plainly(loader.batch_sampler):
+        return False
+    sampler = loader_sampler(loader)
+    if type(sampler) is DistributedSamplerWrapper:
+        return hasattr(_wrapped(sampler), "__len__")
+    return type(sampler) in (DistributedSampler, ElasticSampler)
+
+
+def _cuts_plainly(batch_sampler: Any) -> bool:
+    """Tell whether batches are just so many samples in a row; torchdata has a class of its own."""
+    cls = type(batch_sampler)
+    is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
+    return batch_sampler is None or cls is BatchSampler or is_torchdatas
+
+
+def loader_sampler(loader: object) -> Any:
+    """Return the sampler that a loader's batches are made of; None where it has none."""
+    own = getattr(loader, "sampler", None)
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
+
+
+def _wrapped(sampler: Any) -> Sampler[Any] | None:
+    """Give the user's own sampler, where Lightning has wrapped it to share it out."""
+    if type(sampler) is ElasticSampler:
+        return sampler.sampler
+    if type(sampler) is DistributedSamplerWrapper:
+        own: Sampler[Any] = sampler.dataset._sampler  # type: ignore[attr-defined]  # noqa: SLF001
+        return own
+    return None
+
+
+def _with_sampler(
+    loader: DataLoader[Any], elastic: ElasticSampler, plan: BatchPlan
+) -> DataLoader[Any]:
+    """Put a sampler into a loader that is nobody else's.
+
+    torch forbids to assign these once a loader is made, so that they do not contradict each other.
+    They do not here; and to make the loader anew would need what its class was made with.
+    """
+    new: dict[str, Any] = {"sampler": elastic, "drop_last": False}
+    if loader.batch_sampler is not None:
+        even = plan.is_even
+        size = plan.largest_micro_batch
+        new["batch_sampler"] = (
+            BatchSampler(elastic, size, drop_last=False) if even else ElasticBatchSampler(elastic)
+        )
+        new["batch_size"] = size
+    for name, value in new.items():
+        object.__setattr__(loader, name, value)
+    # By these two Lightning knows a loader that can be resumed in the middle of an epoch.
+    loader.state_dict = elastic.state_dict
+    loader.load_state_dict = elastic.load_state_dict
+    return loader
+
+
+L = TypeVar("L")
+
+
+def with_own_generator(loader: L, *seeds: int) -> L:
+    """Give a copy of a loader that draws its workers' seeds from a generator of its own.
+
+    Else each start of an iteration draws from torch's global stream, and a resumed run, which
+    starts iterations at other places, would draw other numbers from then on.
+    """
+    if not isinstance(loader, DataLoader) or loader.generator is not None:
+        return loader
+    own = copy.copy(loader)
+    own._iterator = None  # noqa: SLF001 - of persistent workers, which belong to the original
+    own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
+    return own
+
+
+def elastic_sampler_of(loader: object) -> ElasticSampler | None:
+    """Give the ``ElasticSampler`` of a loader, if it has one."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def describe_loader(loader: object) -> str:
+    """Name a loader of any kind, by its class and its data set's."""
+    data = getattr(loader, "dataset", None)
+    return (
+        f"{type(loader).__name__} of {type(data).__name__}"
+        if data is not None
+        else (type(loader).__name__)
+    )
+
+
+def resumable_part_of(loader: object) -> ResumesAtSample | None:
+    """Give the part of a loader that can be told where to go on, if it has one."""
+    for part in (
+        loader,
+        getattr(loader, "batch_sampler", None),
+        getattr(loader, "sampler", None),
+        getattr(loader, "dataset", None),
+    ):
+        if isinstance(part, ResumesAtSample):
+            return part
+    return None

@@ -1,0 +1,264 @@
+"""What an epoch has summed up so far, as of the instant that a checkpoint is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_elastic_zero.data_progress import Position
+from lightning_elastic_zero.trainer.logged_results import EPOCH_END, ResumableResults, SavedResult
+from lightning_elastic_zero.trainer.metric_states import MetricStates, RankShare
+
+RESULTS = "results"
+"""Entry of this library's part of the checkpoint dictionary."""
+
+RESULTS_BY_RANK = "results_of_ranks"
+"""Entry of the same, once loaded on another number of ranks: the results by saving rank."""
+
+ENDING = "plateau_epoch_pending"
+"""Entry of the same: the epoch had ended, and its values were about to be looked at."""
+
+NOT_SHARED = "have other states, or states that cannot be parted among other devices"
+ONLY_AFTER = "cover the batches after the resume only"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetrics:
+    """What the ranks had whose part this rank takes over."""
+
+    of_ranks: Mapping[int, Mapping[str, Any]]
+    """By rank of the run that saved: what ``EpochMetrics.state`` gave there."""
+    shared: RankShare | None
+    """How they are shared; None on the number of ranks that saved."""
+    ending: bool
+    """The epoch had ended, and its values were about to be looked at."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], rank: int, world_size: int, saved: int) -> SavedMetrics:
+        """Make one of this library's part of a checkpoint, for a rank of so many.
+
+        Args:
+            state: what was loaded on this rank.
+            rank: this one.
+            world_size: ranks of this run.
+            saved: ranks of the run that saved.
+        """
+        ending = bool(state.get(ENDING))
+        if saved == world_size:
+            return cls({rank: state[RESULTS]} if RESULTS in state else {}, None, ending)
+        of_ranks = state.get(RESULTS_BY_RANK, {})
+        parts = len(range(rank % saved, world_size, saved))
+        even = saved % world_size == 0 or world_size % saved == 0
+        return cls(of_ranks, RankShare(rank // saved, parts, even), ending)
+
+    def logged(self) -> dict[str, SavedResult]:
+        """Return this rank's running results."""
+        keys = dict.fromkeys(key for held in self.of_ranks.values() for key in held["logged"])
+        all_of = {
+            key: [h["logged"][key] for h in self.of_ranks.values() if key in h["logged"]]
+            for key in keys
+        }
+        if self.shared is None:
+            return {key: held[0] for key, held in all_of.items()}
+        parts = {key: _part(held, self.shared) for key, held in all_of.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+
+
+def _part(sources: list[SavedResult], shared: RankShare) -> SavedResult | None:
+    """Return a rank's part of running results: sums and weights in equal shares."""
+    first = sources[0]
+    if first["rank_zero_only"] and shared.part:
+        return None
+    if first["is_metric"] or any(other["by"] != first["by"] for other in sources):
+        return first
+    values = torch.stack([source["value"] for source in sources])
+    joined = {**first, "updates": sum(source["updates"] for source in sources)}
+    parts = 1 if first["rank_zero_only"] else shared.parts
+    match first["by"]:
+        case "max" | "min":
+            return {**joined, "value": values.amax(0) if first["by"] == "max" else values.amin(0)}
+        case "sum":
+            return {**joined, "value": values.sum(0) / parts}
+    weight = torch.stack([source["weight"] for source in sources]).sum(0)
+    mine = weight / parts
+    if not weight.is_floating_point():
+        mine = weight // parts + (shared.part < weight % parts).to(weight.dtype)
+    value = values.sum(0)
+    if parts > 1:
+        value = torch.where(weight == 0, value, value * mine / weight)
+    return {**joined, "value": value, "weight": mine}
+
+
+def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what loggers and the progress bar show, as plain data."""
+    connector = trainer._logger_connector  # noqa: SLF001 - the public names would compute
+    log, bar = connector._logged_metrics, connector._progress_bar_metrics  # noqa: SLF001
+    return {
+        "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
+        "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
+    }
+
+
+class EpochMetrics:
+    """Lightning's running results and the module's metrics, now and at the last optimizer step."""
+
+    def __init__(self) -> None:
+        self._metrics: MetricStates | None = None
+        self._noted: dict[str, Any] | None = None
+        self._noted_at = -1
+        self._before_validation: dict[str, Any] | None = None
+        self._at_end: dict[str, Any] = {}
+        self._of_epoch: set[str] = set()
+        """Metrics that began with the epoch, and that no validation has changed since."""
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Begin a fit."""
+        self._metrics = metrics = MetricStates(trainer.lightning_module)
+        self._noted, self._noted_at, self._before_validation = None, -1, None
+        self._at_end, self._of_epoch = {}, set()
+
+        def at_end() -> None:
+            self._at_end = metrics.now()
+
+        ResumableResults.of(trainer).on_end = at_end
+
+    def note(self, trainer: pl.Trainer) -> None:
+        """Keep what there is before the first micro-batch of a window, and before its hooks."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        done, total = progress.current.processed, progress.total.processed
+        if self._metrics is None or self._noted_at == total:
+            return
+        if done % trainer.accumulate_grad_batches == 0:
+            if done == 0:
+                self._metrics.find_new_metrics()
+                self._of_epoch = {n for n, h in self._metrics.now().items() if not h["updates"]}
+            results = ResumableResults.of(trainer)
+            results.begin_batch()
+            self._at_end = {}
+            self._noted = {"logged": results.to_plain(), "metrics": self._metrics.now()}
+            self._noted_at = total
+
+    def validating(self) -> None:
+        """Set the metrics aside: a run that is taken up inside a validation begins it anew."""
+        self._before_validation = self._metrics.now() if self._metrics is not None else None
+
+    def validated(self) -> None:
+        """Note that the validation is over."""
+        if self._metrics is not None and (before := self._before_validation) is not None:
+            for name, held in self._metrics.now().items():
+                if name not in before or held["updates"] != before[name]["updates"]:
+                    self._of_epoch.discard(name)
+        self._before_validation = None
+
+    def state(
+        self, trainer: pl.Trainer, *, inside: bool, validated: bool, ending: bool
+    ) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank, as plain data; nothing outside of a fit.
+
+        Args:
+            trainer: the trainer.
+            inside: the checkpoint is of the step before the window that is under way.
+            validated: the validation that is under way, if one is, is over.
+            ending: the epoch has ended, and the hooks at its end run.
+        """
+        if self._metrics is None:
+            return {}
+        if inside and self._noted is not None:
+            logged, metrics = self._noted["logged"], self._noted["metrics"]
+        else:
+            logged = ResumableResults.of(trainer).to_plain()
+            metrics = {**self._metrics.now(), **self._ended(logged)}
+            if self._before_validation is not None:
+                metrics = self._in_validation(trainer, metrics, validated=validated)
+            elif ending:
+                # The module's own hook, which comes after those of callbacks, resets them.
+                logs = {s["metadata"]["metric_attribute"] for s in logged.values()}
+                over = self._of_epoch - logs
+                metrics = {name: held for name, held in metrics.items() if name not in over}
+        plain, lacking = self._metrics.to_plain(metrics)
+        return {
+            RESULTS: {
+                "logged": logged,
+                "metrics": plain,
+                "lacking": lacking,
+                "of_epoch": sorted(self._of_epoch),
+                **displayed_metrics(trainer),
+            }
+        }
+
+    def _ended(self, logged: Mapping[str, SavedResult]) -> dict[str, Any]:
+        """Return the metrics that an epoch's end has reset perhaps, as they were before."""
+        names = {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
+        return {name: held for name, held in self._at_end.items() if name in names}
+
+    def _in_validation(
+        self, trainer: pl.Trainer, live: dict[str, Any], *, validated: bool
+    ) -> dict[str, Any]:
+        """Return the metrics as a run has them that makes this validation anew, or had made it."""
+        if not validated:
+            return self._before_validation or {}
+        assert self._metrics is not None  # noqa: S101 - for mypy
+        results = trainer.fit_loop.epoch_loop.val_loop._results  # noqa: SLF001
+        # Lightning resets these right after the hooks that save.
+        ending = self._metrics.names(r.value for r in results.values() if not r.is_tensor)
+        return {name: held for name, held in live.items() if name not in ending}
+
+    def resume_from(self, source: SavedMetrics, trainer: pl.Trainer, position: Position) -> None:
+        """Go on from what was saved, at a position."""
+        if self._metrics is None:
+            return
+        inside = position.steps > 0 or position.is_over
+        if not source.of_ranks:
+            if inside:
+                rank_zero_info(
+                    "The checkpoint holds no running results: values that are logged with "
+                    f"on_epoch=True {ONLY_AFTER}, for this epoch"
+                )
+            return
+        first = next(iter(source.of_ranks.values()))
+        trainer.logged_metrics.update(first.get("log", {}))
+        trainer.progress_bar_metrics.update(first.get("bar", {}))
+        logged = source.logged()
+        # Of an epoch that is over or starts anew, Lightning resets them.
+        keeps_all = inside or source.ending
+        over = {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
+        wanted = [
+            {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
+            for of in source.of_ranks.values()
+        ]
+        self._warn_metrics_reset(source, self._metrics.load_saved(wanted, source.shared))
+        if inside:
+            kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
+            ResumableResults.of(trainer).load_saved(kept, trainer)
+            # Else the first value that is logged resets what was there.
+            trainer._logger_connector._first_loop_iter = False  # noqa: SLF001
+            self._of_epoch = set(first.get("of_epoch", ()))
+            _show(trainer, ResumableResults.of(trainer), on_step=True)
+        elif source.ending:
+            ended = ResumableResults()
+            ended.load_saved(logged, trainer)
+            _show(trainer, ended, on_step=False)
+            ended.reset()
+
+    def _warn_metrics_reset(self, source: SavedMetrics, lost: list[str]) -> None:
+        """Warn of metrics that begin anew."""
+        lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
+        for names, why in (
+            (sorted(lacking), "their states are not tensors, and were not saved"),
+            (lost, f"they are not in the module here, {NOT_SHARED}"),
+        ):
+            if names:
+                rank_zero_warn(f"The metrics {', '.join(names)} {ONLY_AFTER}: {why}")
+
+
+def _show(trainer: pl.Trainer, results: ResumableResults, *, on_step: bool) -> None:
+    """Show values to callbacks, loggers and the progress bar, as at the end of a batch or epoch."""
+    values = results.metrics(on_step=on_step)
+    trainer.callback_metrics.update(values["callback"])
+    trainer.logged_metrics.update(values["log"])
+    trainer.progress_bar_metrics.update(values["pbar"])

@@ -1,0 +1,185 @@
+"""Each private name of Lightning's that is relied upon, what for, and the releases that have it.
+
+Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here.
+``tests/house/test_private_names.py`` finds every private name that is used and does not stand here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops import fetchers
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torchmetrics import MeanMetric
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.requirements import LIGHTNING, missing_names
+
+RESUME_END = "_CheckpointConnector.resume_end"
+"""Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
+
+PRIVATE_NAMES: dict[str, dict[str, str]] = {
+    "the fit loop": {
+        "_combined_loader": "reach the training loaders that Lightning made",
+        "_combined_loader_states_to_load": "load the states of loaders once, not twice",
+        "_data_fetcher": "begin an epoch in its middle, and know of batches fetched ahead",
+        "_data_source": "know the batch size before there are loaders",
+        "_restarting": "go on in mid-epoch without one batch too many",
+        "_should_accumulate": "step where a window of micro-batches ends",
+    },
+    "the training epoch loop": {
+        "_batches_that_stepped": "let the loggers' axis go on",
+        "_results": "sum an epoch's values up from where they were",
+        "_should_check_val_fx": "know whether a validation is due where a run is taken up",
+    },
+    "CombinedLoader": {
+        "_mode": "know where shorter loaders begin again",
+        "_state_dicts": "keep the states of loaders that have their own",
+    },
+    "the logger connector": {
+        "_callback_metrics": "save what callbacks look at",
+        "_first_loop_iter": "keep an epoch's first value from resetting those before",
+        "_logged_metrics": "save what loggers had last",
+        "_progress_bar_metrics": "save what the progress bar had last",
+    },
+    "lightning.pytorch's running results": {
+        "_Metadata": "say again how a value is logged",
+        "_ResultCollection": "sum an epoch's values up from where they were",
+        "_ResultMetric": "sum an epoch's values up from where they were",
+        "_Sync": "reduce values over the ranks as they are logged",
+    },
+    "a metric of torchmetrics": {
+        "_computed": "compute a metric anew once its states are restored",
+        "_defaults": "know which states a metric has",
+        "_forward_cache": "show the last step's value",
+        "_reductions": "share a metric's states out among other ranks",
+        "_update_count": "know which metrics have seen anything",
+    },
+    "lightning.pytorch.loops.fetchers": {
+        "_DataFetcher": "fetch one batch of a stream ahead",
+        "_PrefetchDataFetcher": "know the last batch of data without a length",
+    },
+    "lightning.pytorch.trainer.call": {
+        "_call_lightning_module_hook": "update ReduceLROnPlateau as Lightning does",
+    },
+    "the trainer": {
+        "_checkpoint_connector": "see that every rank has resumed",
+        "_logger_connector": "save what callbacks look at",
+    },
+    "ModelCheckpoint": {
+        "_get_metric_interpolated_filepath_name": "give no name away that is kept",
+        "_link_checkpoint": "change last.ckpt in one step",
+        "_save_checkpoint": "save the last one where the best k did not keep it",
+        "file_exists": "replace no file of anybody else's",
+    },
+    "a ModelCheckpoint": {
+        "_enable_version_counter": "refuse at once what a save would replace",
+        "_every_n_epochs": "save the last one where a save was due",
+        "_every_n_train_steps": "save no step twice",
+        "_last_global_step_saved": "save no step twice",
+    },
+    "DeepSpeedStrategy": {
+        "_auto_select_batch_size": "call no user's loader for DeepSpeed's log",
+        "_config_initialized": "tell the user's batch size from this library's",
+        "_format_batch_size_and_grad_accum_config": "settle the batch before DeepSpeed does",
+        "_init_config_if_needed": "check DeepSpeed's config at setup",
+        "_parallel_devices": "run on CPUs",
+    },
+    "a WeightAveraging": {"_average_model": "save and evaluate the average"},
+    "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
+}
+"""By owner, each with what this library needs it for; all since 2.5 or before, but for
+``WeightAveraging``, which came with 2.6.0."""
+
+NOT_CHECKED = {
+    "_iterator": "torch's DataLoader: a copy is to have none; there it is written only",
+}
+"""Private names of others that nothing depends on."""
+
+WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
+"""Lightning's callback that averages weights, which came with 2.6.0; None before."""
+
+EXCLUDE_FROZEN = "exclude_frozen_parameters"
+"""An argument of ``DeepSpeedStrategy`` since 2.5.5; before it, this library takes it itself."""
+
+
+def check_lightning_release(trainer: pl.Trainer) -> None:
+    """Refuse a release of Lightning that this library does not work with.
+
+    Raises:
+        UnsupportedError: it is outside the range that is wanted, or lacks a private name.
+    """
+    found = installed_release()
+    reasons = (
+        [reason] if (reason := LIGHTNING.incompatibility(found)) else [*_missing(trainer, found)]
+    )
+    if reasons:
+        raise UnsupportedError("\n".join(reasons))
+
+
+def installed_release() -> str:
+    """Return the installed release of Lightning; empty where it is not known."""
+    try:
+        return metadata.version(LIGHTNING.package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _missing(trainer: pl.Trainer, found: str) -> Iterator[str]:
+    """Yield the names that are not there, a sentence for each owner."""
+    for owner, live in _owners(trainer).items():
+        names = PRIVATE_NAMES[owner]
+        lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
+        if sentence := LIGHTNING.missing_names_message(found, owner, lost):
+            yield sentence
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    if not _says(getattr(connector, "resume_end", None), RESUME_END):
+        lost = [f"barrier {RESUME_END!r} (to see that every rank has resumed)"]
+        yield from filter(
+            None, [LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)]
+        )
+
+
+def _owners(trainer: pl.Trainer) -> dict[str, object]:
+    """Return what has the names, by the owners that ``PRIVATE_NAMES`` speaks of."""
+    fit = trainer.fit_loop
+    return {
+        "the fit loop": fit,
+        "the training epoch loop": fit.epoch_loop,
+        "CombinedLoader": CombinedLoader([]),
+        "the logger connector": getattr(trainer, "_logger_connector", None),
+        "lightning.pytorch's running results": result,
+        "a metric of torchmetrics": MeanMetric(),
+        "lightning.pytorch.loops.fetchers": fetchers,
+        "lightning.pytorch.trainer.call": call,
+        "the trainer": trainer,
+        "ModelCheckpoint": ModelCheckpoint,
+        "a ModelCheckpoint": ModelCheckpoint(),
+        "DeepSpeedStrategy": trainer.strategy,
+        "a wrapped sampler": DistributedSamplerWrapper(range(1), num_replicas=1, rank=0).dataset,
+        **({"a WeightAveraging": WEIGHT_AVERAGING()} if WEIGHT_AVERAGING is not None else {}),
+    }
+
+
+def _says(function: object, text: str) -> bool:
+    """Tell whether a function has a text among its constants."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return text in getattr(code, "co_consts", ())
+
+
+def pop_options_unknown_to_parent(options: dict[str, Any]) -> dict[str, Any]:
+    """Take out of a strategy's options those that its parent does not know yet."""
+    known = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    if EXCLUDE_FROZEN in known:
+        return {}
+    return {EXCLUDE_FROZEN: options.pop(EXCLUDE_FROZEN, False)}

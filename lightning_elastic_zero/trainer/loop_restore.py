@@ -1,0 +1,245 @@
+"""Lightning's live loops, set to go on at a position.
+
+The counters were written when the checkpoint was loaded. What is set here is what only live loops
+have; every private name of Lightning's that this library writes to is in this file, as of 2.6, but
+for what ``answers`` answers in ``ModelCheckpoint``'s place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_elastic_zero.data_progress import Position, validation_counters_at
+from lightning_elastic_zero.trainer.prefetch import prefetch_next_batch
+from lightning_elastic_zero.trainer.step_intervals import optimizer_steps_in
+
+
+class LoopRestorer:
+    """The loops of a fit that is about to take its first batch after a resume."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._fit = trainer.fit_loop
+        self._epoch = trainer.fit_loop.epoch_loop
+
+    def restart_at(self, position: Position, axis: int | None) -> None:
+        """Let the loops begin there.
+
+        Three things that Lightning would do otherwise: enter a finished epoch again for one more
+        batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
+        interrupted, and leave out the next update of ``ReduceLROnPlateau``.
+
+        Args:
+            position: where to go on.
+            axis: of the loggers, where it is not the number of optimizer steps; None if unknown.
+        """
+        fit, epoch = self._fit, self._epoch
+        # Also where the loops were told to begin at a step of an epoch that starts over.
+        if position.steps == 0 and not position.is_over:
+            epoch.restarting = False
+        fit._restarting = False  # noqa: SLF001
+        if self._trainer.lightning_module.automatic_optimization:
+            axis = self._trainer.global_step
+        if axis is not None:
+            epoch._batches_that_stepped = axis - self._will_end_batch()  # noqa: SLF001
+
+    def within_limit(self, position: Position) -> Position:
+        """Take an epoch for over that is shorter now than what was trained of it."""
+        reached = position.steps * self._trainer.accumulate_grad_batches
+        if position.is_over or not position.steps or reached < self._fit.max_batches:
+            return position
+        rank_zero_warn(
+            f"{position.steps} optimizer steps of epoch {position.epoch} were taken, and an epoch "
+            "has no more of them now: it ends here"
+        )
+        self._epoch.batch_progress.is_last_batch = True
+        return replace(position, is_over=True)
+
+    def start_progress_bar(self, position: Position) -> None:
+        """Let the progress bar begin an epoch in its middle; else it does not know its length.
+
+        Lightning does not call ``on_train_epoch_start`` for an epoch that had begun before.
+        """
+        bar = self._trainer.progress_bar_callback
+        if bar is not None and (position.steps or position.is_over):
+            bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+
+    def skip_repeated_saves(self) -> None:
+        """Let no ``ModelCheckpoint`` save the step again that it had saved.
+
+        It does not keep that step; inside the next window of micro-batches it would write the same
+        state once more, over the checkpoint that the run was taken up from.
+        """
+        step = self._trainer.global_step
+        for callback in self._trainer.checkpoint_callbacks:
+            every = getattr(callback, "_every_n_train_steps", 0)
+            if isinstance(callback, ModelCheckpoint) and every >= 1 and step % every == 0:
+                callback._last_global_step_saved = step  # noqa: SLF001
+
+    def complete_counters(self, position: Position) -> None:
+        """Show an epoch that is over as full, where its length is not what it was."""
+        if not position.is_over or self._fit.max_batches == float("inf"):
+            return
+        progress, full = self._epoch.batch_progress, int(self._fit.max_batches)
+        more = full - progress.current.ready
+        for counts in (progress.current, progress.total):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counts, name, getattr(counts, name) + more)
+
+    def _will_end_batch(self) -> bool:
+        """Tell whether the loop, restarted, first ends the last batch, with or without validation.
+
+        Then it counts that batch for the loggers itself.
+        """
+        epoch, fetcher = self._epoch, self._fit._data_fetcher  # noqa: SLF001
+        return bool(
+            epoch.restarting and fetcher is not None and epoch._should_check_val_fx(fetcher)  # noqa: SLF001
+        )
+
+    def restore_validation_counters(
+        self, counted: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        """Count the validation's batches as the run that was not stopped had counted them here.
+
+        Lightning has looked at its counters by now, to decide whether to validate first.
+
+        Args:
+            counted: the counters as saved.
+            state: what else was saved of that moment.
+        """
+        loop = self._epoch.val_loop
+        began = bool(state.get("validation_began"))
+        was = int(state.get("validation_batches", 0))
+        now = validation_batches(self._trainer)
+        loop.batch_progress.load_state_dict(
+            validation_counters_at(counted, began=began, was=was, now=now)
+        )
+        loop.restarting = False
+
+    def restore_metrics(self, state: Mapping[str, Any]) -> None:
+        """Put back what callbacks and plateau schedulers look at."""
+        metrics = state.get("metrics", {})
+        self._trainer.callback_metrics.update(
+            {name: value.to(self._trainer.strategy.root_device) for name, value in metrics.items()}
+        )
+
+    def run_pending_plateau_steps(self, state: Mapping[str, Any], position: Position) -> None:
+        """Make the updates of plateau schedulers that were about to be made."""
+        if state.get("plateau_step_pending") and not self._will_end_batch():
+            self._step_plateaus("step", self._epoch.batch_idx + 1)
+        if state.get("plateau_epoch_pending"):
+            self._step_plateaus("epoch", position.epoch)
+
+    def suspend_plateau_steps(self, state: Mapping[str, Any]) -> list[tuple[Any, int]]:
+        """Keep Lightning from updating plateaus where it ends a batch that had ended before.
+
+        Returns:
+            The schedulers' configs, with the frequency that they are to have again.
+        """
+        if not self._will_end_batch() or state.get("plateau_step_pending", True):
+            return []
+        configs = [
+            config
+            for config in self._trainer.lr_scheduler_configs
+            if config.reduce_on_plateau and config.interval == "step"
+        ]
+        held = [(config, config.frequency) for config in configs]
+        for config in configs:
+            config.frequency = self._epoch.batch_idx + 2  # does not divide the batches so far
+        return held
+
+    def _step_plateaus(self, interval: str, done: int) -> None:
+        """Update the ``ReduceLROnPlateau`` schedulers that were about to be, when it was saved."""
+        trainer = self._trainer
+        for config in trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau or config.interval != interval:
+                continue
+            metric = trainer.callback_metrics.get(config.monitor or "")
+            if done % config.frequency == 0 and metric is not None:
+                self._epoch.scheduler_progress.increment_ready()
+                call._call_lightning_module_hook(  # noqa: SLF001
+                    trainer, "lr_scheduler_step", config.scheduler, metric
+                )
+                self._epoch.scheduler_progress.increment_completed()
+
+    def restart_data(self, position: Position) -> None:
+        """Make the iterator anew: its samplers begin elsewhere now, and are of another epoch."""
+        fit = self._fit
+        if fit._combined_loader is None:  # noqa: SLF001
+            return
+        fit._combined_loader_states_to_load = []  # noqa: SLF001 - they are loaded by now
+        for loader in fit._combined_loader.flattened:  # noqa: SLF001
+            for sampler in (
+                getattr(loader, "sampler", None),
+                getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+            ):
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(position.epoch)
+        self._make_iterator(position)
+
+    def _make_iterator(self, position: Position) -> None:
+        """Make the iterator that is used from here on, and none that nobody would use."""
+        if (fetcher := self._fit._data_fetcher) is None:  # noqa: SLF001
+            return
+        if position.is_over:
+            # Lightning ends such an epoch by asking for one more batch, which is not to be drawn;
+            # and the iteration after that is the next epoch's, also of data that count them.
+            fetcher.reset()
+            fetcher.iterator, fetcher.done = iter(()), True
+        elif self._begins_epoch():
+            fetcher.reset()
+        else:
+            iter(fetcher)
+            if position.steps:
+                prefetch_next_batch(
+                    self._trainer
+                )  # as the run that was not stopped did a batch before
+
+    def _begins_epoch(self) -> bool:
+        """Tell whether Lightning makes the iterator itself, as at each epoch's start but the first.
+
+        Releases without ``is_resuming`` do so after a resume as well.
+        """
+        is_resuming = getattr(self._fit, "is_resuming", False)
+        return self._trainer.current_epoch > 0 and not is_resuming and not self._epoch.restarting
+
+
+def restore_frequencies(held: list[tuple[Any, int]]) -> None:
+    """Give schedulers back the frequency that they had; none is held after that."""
+    while held:
+        config, frequency = held.pop()
+        config.frequency = frequency
+
+
+def logger_step(trainer: pl.Trainer) -> int:
+    """Give the loggers' step for the next batch, which is counted when a batch has ended."""
+    epoch = trainer.fit_loop.epoch_loop
+    current = epoch.batch_progress.state_dict()["current"]
+    ending = current["completed"] < current["processed"] or trainer.validating
+    return int(epoch._batches_that_stepped) + ending  # noqa: SLF001
+
+
+def validation_batches(trainer: pl.Trainer) -> int:
+    """Give the batches of a validation on this rank; 0 where that is not known."""
+    batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
+    return 0 if float("inf") in batches else int(sum(batches))
+
+
+def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
+    """Give the optimizer steps that the whole run is to take, where that is known."""
+    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
+    by_epochs = (
+        None
+        if batches == float("inf") or epochs is None or epochs < 0
+        else optimizer_steps_in(batches, accumulate) * epochs
+    )
+    if most < 0:
+        return by_epochs
+    return most if by_epochs is None else min(most, by_epochs)

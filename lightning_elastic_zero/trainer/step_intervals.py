@@ -1,0 +1,154 @@
+"""Windows of micro-batches that are short, at the end of an epoch, and what is counted by windows.
+
+An epoch ends with an optimizer step. Of data without a length, or with fewer batches than the
+accumulation, that step may be of fewer micro-batches than the others. Lightning counts by
+micro-batches when schedulers and validation are due, and would pass over such a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_elastic_zero.trainer.batch_settings import UserSettings
+
+
+def optimizer_steps_in(batches: float, accumulate: int) -> int:
+    """Return the optimizer steps that so many micro-batches of an epoch make, to its end."""
+    return -(-int(batches) // accumulate)
+
+
+def pending_micro_batches(trainer: pl.Trainer) -> int:
+    """Return how many micro-batches were trained on since the last optimizer step."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    done = progress.current.processed
+    ends = progress.is_last_batch or done == trainer.num_training_batches
+    is_over = ends and done == progress.current.ready
+    return 0 if is_over else int(done % trainer.accumulate_grad_batches)
+
+
+def align_validation_interval(trainer: pl.Trainer) -> None:
+    """Let a fraction of an epoch, after which to validate, end with an optimizer step.
+
+    It is then the same step on every number of devices.
+    """
+    # Where validation is a matter of time, there is no such attribute.
+    interval = getattr(trainer, "val_check_interval", None)
+    accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if not isinstance(interval, float) or batches == float("inf"):
+        return
+    trainer.val_check_batch = (
+        max(1, int(optimizer_steps_in(batches, accumulate) * interval)) * accumulate
+    )
+
+
+class StepIntervals:
+    """Lets schedulers and validation be due at optimizer steps, also where a window is short.
+
+    What Lightning compares with its count of micro-batches is another number then, for that batch.
+    """
+
+    def __init__(self, given: UserSettings) -> None:
+        self._user_settings = given
+        self._is_planned = False
+        self._frequencies: list[tuple[Any, int]] = []
+        self._interval: int | float | None = None
+
+    def begin_fit(self, trainer: pl.Trainer, *, is_planned: bool) -> None:
+        """Begin a fit.
+
+        Args:
+            trainer: what it counts by is settled, and its loaders are made.
+            is_planned: there is a global batch, which integers count.
+        """
+        self._is_planned = is_planned
+        self._frequencies, self._interval = [], None
+        align_validation_interval(trainer)
+
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Settle what is due after the batch that is about to be trained on."""
+        self._put_back(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.ready == 1:
+            align_validation_interval(trainer)  # Lightning sets it anew where it makes loaders anew
+        self._apply(trainer, is_last=progress.is_last_batch, steps=trainer.global_step + 1)
+
+    def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
+        """Settle what is due after the batch that was the last one when the run was saved."""
+        self._put_back(trainer)
+        self._apply(trainer, is_last=is_last, steps=trainer.global_step)
+
+    def before_batch_transfer(self, trainer: pl.Trainer) -> None:
+        """Put back what was settled for the batch before: one that is None has no start."""
+        self._put_back(trainer)
+
+    def _put_back(self, trainer: pl.Trainer) -> None:
+        """Put back what the batch before had another number for."""
+        while self._frequencies:
+            config, frequency = self._frequencies.pop()
+            config.frequency = frequency
+        if self._interval is not None:
+            trainer.val_check_batch, self._interval = self._interval, None
+
+    def _apply(self, trainer: pl.Trainer, *, is_last: bool, steps: int) -> None:
+        """Settle what is due after a batch.
+
+        Args:
+            trainer: its counters include the batch.
+            is_last: the data ends with it.
+            steps: of the whole run, where a window ends with it.
+        """
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        is_last = is_last or ready == trainer.num_training_batches
+        if is_last and ready % trainer.accumulate_grad_batches:
+            self._settle_schedulers(trainer, ready)
+        self._settle_validation(trainer, ready, steps, is_last=is_last)
+
+    def _settle_schedulers(self, trainer: pl.Trainer, ready: int) -> None:
+        """Let schedulers step whose turn it is, at the end of a short window."""
+        accumulate = trainer.accumulate_grad_batches
+        for config in trainer.lr_scheduler_configs:
+            if config.interval != "step":
+                continue
+            self._frequencies.append((config, config.frequency))
+            is_due = (
+                optimizer_steps_in(ready, accumulate) % max(1, config.frequency // accumulate) == 0
+            )
+            config.frequency = _interval_for(ready, divides=is_due)
+
+    def _settle_validation(
+        self, trainer: pl.Trainer, ready: int, steps: int, *, is_last: bool
+    ) -> None:
+        """Let validation be due where it is by steps; Lightning's own number stays where it does.
+
+        An integer without a global batch counts micro-batches, as in Lightning.
+        """
+        interval, live = (
+            self._user_settings.get(trainer, "val_check_interval"),
+            trainer.val_check_batch,
+        )
+        if not isinstance(live, int) or interval is None:
+            return  # by the clock, or at the end of data of which nothing is known
+        accumulate, counted = trainer.accumulate_grad_batches, ready
+        is_end = is_last or ready % accumulate == 0
+        if isinstance(interval, float):
+            every = live // accumulate
+            at_steps = optimizer_steps_in(ready, accumulate) % max(1, every) == 0
+            is_due = is_last if interval == 1.0 else is_end and at_steps
+        elif not self._is_planned or not trainer.lightning_module.automatic_optimization:
+            return  # a module that optimizes by itself has no windows
+        elif trainer.check_val_every_n_epoch is None:
+            counted = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            is_due = is_end and steps % interval == 0
+        else:
+            is_due = is_end and optimizer_steps_in(ready, accumulate) % interval == 0
+        if is_due != (counted % live == 0):
+            self._interval = live
+            trainer.val_check_batch = _interval_for(counted, divides=is_due)
+
+
+def _interval_for(count: int, *, divides: bool) -> int:
+    """Return a number that divides a count, or one that divides none that can be reached."""
+    return count if divides else sys.maxsize

@@ -1,0 +1,217 @@
+"""Saves of a state that lies on a device, each in a process of its own.
+
+Run as ``python -m tests.core._device_snapshot_programs cases LIBRARY FOLDER``; every case asserts
+by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.checkpoint.async_save import AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
+from lightning_elastic_zero.checkpoint.rank_tables import (
+    RankZeroTables,
+    table_digests,
+    write_tables,
+)
+from lightning_elastic_zero.checkpoint.saving import ShardContents
+from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.data_progress import collect_rng_states, set_rng_states
+from lightning_elastic_zero.engine.optimizer_state import split_state
+from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
+from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.tensor_state import FlatState, RankState
+from tests.core import _late_device
+
+NUMEL = 1000
+
+
+class Metric:
+    """An object of a user's that holds tensors."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total
+
+
+@dataclass
+class OnOneDevice:
+    """A live state on a device: one parameter, Adam's moments and step."""
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.master = torch.arange(float(NUMEL)).to(self.device)
+        self.moment = (torch.arange(float(NUMEL)) * 2).to(self.device)
+        self.step = torch.tensor(3.0).to(self.device)
+
+    def describe(self) -> Manifest:
+        keys = (
+            StateKey("exp_avg", "elementwise", "float32"),
+            StateKey("step", "scalar", "float32"),
+        )
+        parameter = Parameter("w", (NUMEL,), "float32", 0)
+        buffer = FlatBuffer(0, ("w",), (NUMEL,), (), NUMEL)
+        group = Group(("w",), {"lr": 0.1}, keys)
+        return Manifest("", 1, 1, "fp32", "float32", (parameter,), (group,), (buffer,), (), ())
+
+    def rank_state(self, **_: bool) -> RankState:
+        fragment = Fragment("w", 0, NUMEL, 0, 0, 0)
+        flat = FlatState((fragment,), self.master, {"exp_avg": self.moment}, {"step": self.step})
+        return RankState((flat,), {}, {}, {}, {})
+
+    def contents(self) -> ShardContents:
+        return ShardContents(self.describe(), self.rank_state(), {}, ())
+
+    def step_on(self) -> None:
+        """Change everything in place, as an optimizer does."""
+        for tensor in (self.master, self.moment, self.step):
+            tensor.add_(1000.0)
+
+    def offload(self) -> None:
+        """Give the memory back, as DeepSpeed's ``offload_states`` does.
+
+        It moves to the host; torch moves no tensor of a backend of one's own there by ``data``.
+        """
+        for tensor in (self.master, self.moment):
+            tensor.data = tensor.data.cpu() if tensor.is_cuda else tensor.data.clone()
+
+
+def check(state: RankState) -> None:
+    """Fail unless a state is what ``OnOneDevice`` began with, on the host or not."""
+    (flat,) = state.flats
+    assert torch.equal(flat.master.cpu(), torch.arange(float(NUMEL)))
+    assert torch.equal(flat.elementwise["exp_avg"].cpu(), torch.arange(float(NUMEL)) * 2)
+
+
+def copies(device: torch.device, _: Path) -> None:
+    """Copies that are made late hold what was there when the snapshot was taken."""
+    live, camera = OnOneDevice(device), Snapshotter()
+    for _turn in range(2):  # the second one takes the same memory
+        snapshot = camera.take(live.contents(), with_weights=True)
+        snapshot.wait(lambda: False)
+        live.step_on()
+        check(snapshot.contents.state)
+        live = OnOneDevice(device)
+    camera.close()
+
+
+def offload(device: torch.device, _: Path) -> None:
+    """Memory that is given back behind a snapshot is read before anybody else has it."""
+    for memory_bytes in (None, 0):  # copied, and written from where it is
+        live, camera = OnOneDevice(device), Snapshotter(memory_bytes)
+        if device.type == "cuda":
+            # Copies begin when this is over.
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        snapshot = camera.take(live.contents(), with_weights=True)
+        live.offload()
+        others = [torch.full((NUMEL,), torch.nan).to(device) for _ in range(4)]
+        snapshot.wait_for_copies()
+        del others
+        live.step_on()
+        check(snapshot.contents.state)
+        camera.close()
+
+
+def write(device: torch.device, folder: Path) -> None:
+    """What is written behind training, and in which thread on which device."""
+    use_device(device)
+    assert current_device() == device
+    for name, memory_bytes in (("copied", None), ("live", 0)):
+        live, ended = OnOneDevice(device), _Ended()
+        writer = AsyncCheckpointer(OneRank(), ended, memory_bytes)
+        state = {
+            "best": torch.tensor(0.25).to(device),
+            "weight": torch.nn.Parameter(torch.ones(2).to(device)),
+            "metric": Metric(torch.ones(3).to(device)),
+        }
+        path = folder / f"{name}.ckpt"
+        writer.save(path, lambda held=live: held, OneRank(), state, options=SaveOptions())  # type: ignore[misc]
+        writer.wait_for_copies()
+        live.step_on()
+        writer.wait_until_finished(OneRank())
+        assert ended.figures is not None
+        assert writer.stop() is None
+    assert current_device() == device
+    assert _contexts(device) == [device.index], _contexts(device)
+
+
+class _Ended:
+    figures: CheckpointStats | None = None
+
+    def __call__(self, _: Path, figures: CheckpointStats | None) -> None:
+        self.figures = figures
+
+
+def _contexts(device: torch.device) -> list[int]:
+    if device.type == "cuda":
+        cuda: Any = torch._C
+        count = range(torch.cuda.device_count())
+        return [index for index in count if cuda._cuda_hasPrimaryContext(index)]
+    return _late_device.contexts()
+
+
+def scalars(device: torch.device, folder: Path) -> None:
+    """Scalars that an optimizer keeps on its parameter's device are compared by value."""
+    drafts = []
+    for index in range(2):
+        own = torch.device(device.type, index)
+        flat = torch.ones(8).to(own).requires_grad_()
+        optimizer = torch.optim.ASGD([flat], foreach=False)
+        flat.grad = torch.ones(8).to(own)
+        optimizer.step()
+        elementwise, values = split_state(optimizer.state[flat], flat, "ASGD")
+        assert {str(v.device) for v in values.values() if isinstance(v, torch.Tensor)} & {str(own)}
+        state = RankState((FlatState((), flat.detach(), elementwise, values),), {}, {}, {}, {})
+        manifest = Manifest("", 1, 2, "fp32", "float32", (), (), (), (), ())
+        drafts.append(ShardContents(manifest, state, {}, ()))
+    first, mine = (contents.tables() for contents in drafts)
+    write_tables(folder, first)
+    drafts[1].check_consistent_with(RankZeroTables(table_digests(first), mine, folder), 1)
+
+
+def randomness(device: torch.device, _: Path) -> None:
+    """A device's generator is kept by the device's kind: ranks have other indices than before."""
+    if device.type == "late":
+        module = torch.get_device_module(device)
+        module.set_rng_state(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), device)
+        state = collect_rng_states(device)
+        other = torch.device(device.type, 0)
+        set_rng_states(state, other)
+        assert module.get_rng_state(other).tolist() == [1, 2, 3, 4]
+
+
+CASES: dict[str, Callable[[torch.device, Path], Any]] = {
+    "copies": copies,
+    "offload": offload,
+    "write": write,
+    "scalars": scalars,
+    "randomness": randomness,
+}
+
+
+def main(cases: str, library: str, folder: str) -> None:
+    """Run cases, separated by commas, on a late device, or on ``cuda:N`` in the library's place."""
+    if library.startswith("cuda"):
+        device = torch.device(library)
+    else:
+        _late_device.register(Path(library))
+        device = torch.device("late", 2)
+    for case in cases.split(","):
+        CASES[case](device, Path(folder))
+
+
+if __name__ == "__main__":
+    # Objects are pickled by their module's name.
+    from tests.core import _device_snapshot_programs
+
+    _device_snapshot_programs.main(*sys.argv[1:])

@@ -1,0 +1,472 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.compatibility import (
+    LISTED,
+    BufferPair,
+    RestoreScope,
+    check_compatible,
+    describe,
+    describe_unrestored,
+    rounded_buffers,
+)
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Writer
+from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.tensor_state import dtype_name, has_internal_overlap, is_lossy_cast
+from tests.core.strategies import manifests
+
+EVERYTHING = RestoreScope(optimizer_state=True)
+NO_STATE = (
+    "it holds no optimizer state (it was saved with save_weights_only=True, or is a file of "
+    "weights): test or predict with it, or pass load_optimizer_state=False to start a new run on "
+    "its weights"
+)
+WEIGHTS = RestoreScope(optimizer_state=False, hyperparameters=False)
+
+
+def model(*groups: list[str], frozen: tuple[str, ...] = (), **fields: Any) -> Manifest:
+    """Describe a model whose parameters have four elements each."""
+    parameters = [
+        Parameter(name, (4,), "float32", index)
+        for index, names in enumerate(groups)
+        for name in names
+    ]
+    parameters += [Parameter(name, (4,), "float32", None) for name in frozen]
+    described = Manifest(
+        save_id="",
+        stage=3,
+        world_size=2,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(parameters),
+        groups=tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups),
+        buffers=tuple(
+            FlatBuffer(index, tuple(names), (4,) * len(names)) for index, names in enumerate(groups)
+        ),
+        module_buffers=("bn.mean",),
+        files=(),
+        writer=Writer(optimizer="AdamW"),
+    )
+    return replace(described, **fields)
+
+
+def differences(saved: Manifest, live: Manifest, wanted: RestoreScope = EVERYTHING) -> list[str]:
+    """Give the differences that a load would be told of."""
+    try:
+        check_compatible(saved, live, wanted, "a.ckpt")
+    except CheckpointMismatchError as error:
+        listed = [line for line in str(error).splitlines() if line.startswith("  - ")]
+        assert listed
+        return [line.removeprefix("  - ") for line in listed]
+    return []
+
+
+def reshaped(manifest: Manifest, *names: str) -> Manifest:
+    """Give some parameters another shape."""
+    changed = (replace(p, shape=(2, 2)) if p.name in names else p for p in manifest.parameters)
+    return replace(manifest, parameters=tuple(changed))
+
+
+OWNERS = (
+    "; let requires_grad be what it was before the optimizer is made, or pass "
+    "load_optimizer_state=False: a fresh optimizer on the saved weights"
+)
+GROUPS = (
+    "; give the optimizer the groups of the save, or pass load_optimizer_state=False and "
+    "load_hyperparameters=False: a fresh optimizer with the groups as they are configured here"
+)
+LENIENT = (
+    "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
+)
+NEW = f"; new ones start as they are by {LENIENT}"
+LEFT_OUT = (
+    "left out when saved (exclude_frozen_parameters), but trained here: b; freeze them here too, "
+    "or load a checkpoint that holds them, or train the model's own from where they are: "
+    f"{LENIENT}"
+)
+
+
+def perhaps(renamed: dict[str, str]) -> str:
+    """Give the line that suggests a renaming."""
+    return f"perhaps renamed since the save; if so, load with rename={renamed!r}"
+
+
+class TestWhatFits:
+    @given(manifests())
+    def test_a_checkpoint_fits_the_model_that_saved_it(self, manifest: Manifest) -> None:
+        """Whatever its tables say, a manifest does not differ from itself."""
+        saved = replace(manifest, weights_only=False)
+        assert differences(saved, saved) == []
+
+    def test_what_may_change_between_save_and_load(self) -> None:
+        """Stage, devices, precision, order and hyperparameters are no differences."""
+        saved = model(["a", "b"], ["c"])
+        live = model(["b", "a"], ["c"], stage=2, world_size=7, precision="bf16", excluded=())
+        live = replace(live, groups=tuple(replace(g, hyperparameters={}) for g in live.groups))
+        live = replace(live, parameters=tuple(reversed(live.parameters)))
+        assert differences(saved, live) == []
+
+    def test_an_engine_without_optimizer_has_no_groups_to_compare(self) -> None:
+        """To test or predict, all parameters are just weights: trained, frozen, or zero-size."""
+        live = model(frozen=("a", "b"), stage=0, world_size=1)
+        assert differences(model(["a"], frozen=("b",)), live, WEIGHTS) == []
+
+    def test_weights_alone_do_not_need_the_same_groups(self) -> None:
+        """A fresh optimizer may own the weights in other groups, or only some of them."""
+        saved = model(["a", "b"], ["c"])
+        assert differences(saved, model(["a"], frozen=("b", "c")), WEIGHTS) == []
+
+    def test_hyperparameters_need_the_same_groups_of_what_is_trained(self) -> None:
+        """Without state, a parameter may be frozen or thawed, but not have moved."""
+        wanted = RestoreScope(optimizer_state=False)
+        saved = model(["a", "b"], ["c"], frozen=("d",))
+        assert differences(saved, model(["a", "d"], ["c"], frozen=("b",)), wanted) == []
+        assert differences(saved, model(["a"], ["c", "b"], frozen=("d",)), wanted) == [
+            "in parameter group 1 here, in 0 when saved: b" + GROUPS
+        ]
+
+    def test_frozen_weights_that_were_left_out_stay_as_they_are(self) -> None:
+        """A checkpoint without its frozen weights fits the model that has them from elsewhere."""
+        saved = model(["a"], frozen=("f",), excluded=("f",))
+        assert differences(saved, model(["a"], frozen=("f",))) == []
+
+
+class TestDifferences:
+    @pytest.mark.parametrize(
+        ("saved", "live", "expected"),
+        [
+            (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b" + NEW]),
+            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f" + NEW]),
+            (model(["a", "b"]), model(["a"]), ["in the checkpoint, but not in the model: b"]),
+            (
+                model(["a"], frozen=("f",)),
+                model(["a"]),
+                ["in the checkpoint, but not in the model: f"],
+            ),
+            (
+                model(["a", "b"]),
+                reshaped(model(["b", "a"]), "a", "b"),
+                ["of other shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"],
+            ),
+            (
+                model(["a", "b"]),
+                model(["a"], frozen=("b",)),
+                ["trained when saved, frozen here: b" + OWNERS],
+            ),
+            (
+                model(["a"], frozen=("b",)),
+                model(["a", "b"]),
+                ["frozen when saved, trained here: b" + OWNERS],
+            ),
+            (
+                model(["a"], frozen=("b",), excluded=("b",)),
+                model(["a", "b"]),
+                [
+                    "frozen when saved, trained here: b" + OWNERS,
+                    LEFT_OUT,
+                ],
+            ),
+            (
+                model(["a", "b"]),
+                model(["a"], ["b"]),
+                ["saved with 1 parameter groups, here are 2" + GROUPS],
+            ),
+            (
+                model(["a", "b"], ["c"], ["d"]),
+                model(["a", "c"], ["b", "d"], []),
+                [
+                    "in parameter group 0 here, in 1 when saved: c" + GROUPS,
+                    "in parameter group 1 here, in 0, 2 when saved: b, d" + GROUPS,
+                ],
+            ),
+            (
+                model(["a"], module_buffers=("mean", "old")),
+                model(["a"], module_buffers=("var", "mean")),
+                [
+                    "buffers missing from the checkpoint: var",
+                    "buffers in the checkpoint, but not in the model: old",
+                ],
+            ),
+            (
+                model(["a"], weights_only=True),
+                model(["a"]),
+                [NO_STATE],
+            ),
+        ],
+        ids=[
+            "missing",
+            "missing frozen",
+            "unexpected",
+            "unexpected frozen",
+            "shapes",
+            "frozen here",
+            "trained here",
+            "left out",
+            "number of groups",
+            "moved",
+            "buffers",
+            "weights only",
+        ],
+    )
+    def test_each_kind_is_named(self, saved: Manifest, live: Manifest, expected: list[str]) -> None:
+        """Each kind of difference has its line, with the names and nothing else."""
+        assert differences(saved, live) == expected
+
+    def test_weights_that_were_left_out_cannot_be_trained(self) -> None:
+        """A fresh optimizer does not make up for them, unless the model's own are to be trained."""
+        saved = model(["a"], frozen=("b",), excluded=("b",))
+        assert differences(saved, model(["a", "b"]), WEIGHTS) == [LEFT_OUT]
+        lenient = replace(WEIGHTS, strict=False)
+        live = model(["a", "b"])
+        assert differences(saved, live, lenient) == []
+        assert [*describe_unrestored(saved, live, lenient)] == [
+            "not in the checkpoint, and trained from what they are here: b"
+        ]
+
+    @pytest.mark.parametrize(("saved", "here"), [("int8", "bfloat16"), ("float32", "uint8")])
+    def test_integers_are_no_weights(self, saved: str, here: str) -> None:
+        """Quantized weights are refused by name; floating-point types may differ."""
+
+        def typed(dtype: str) -> Manifest:
+            whole = model(["a"], frozen=("b",))
+            changed = tuple(replace(p, dtype=dtype) for p in whole.parameters if p.name == "b")
+            return replace(whole, parameters=(whole.parameters[0], *changed))
+
+        (found,) = differences(typed(saved), typed(here))
+        assert found == (
+            f"of other types, and integers are not cast: b (saved {saved}, here {here}); quantized "
+            "weights have scales beside them: save them dequantized"
+        )
+        assert not differences(typed("float16"), typed("float64"))
+        assert not differences(typed("int8"), typed("int8"))
+
+    def test_all_differences_stand_in_one_message(self) -> None:
+        """One error tells all: what was saved, what is here, and each difference."""
+        saved = model(
+            ["a", "gone", "shape"],
+            ["moved", "then frozen"],
+            frozen=("unfrozen",),
+            module_buffers=("old",),
+        )
+        live = reshaped(
+            model(
+                ["a", "moved", "new", "shape"],
+                ["unfrozen"],
+                frozen=("then frozen",),
+                module_buffers=("young",),
+                stage=2,
+                world_size=1,
+                precision="bf16",
+                writer=Writer(optimizer="SGD"),
+            ),
+            "shape",
+        )
+        with pytest.raises(CheckpointMismatchError) as caught:
+            check_compatible(saved, live, EVERYTHING, "runs/last.ckpt")
+        assert str(caught.value) == (
+            "runs/last.ckpt does not fit this model.\n"
+            "Saved: ZeRO-3 on 2 devices, fp32, 6 parameters with 24 elements, 2 parameter groups, "
+            "AdamW\n"
+            "Here: ZeRO-2 on 1 device, bf16, 6 parameters with 24 elements, 2 parameter groups, "
+            "SGD\n"
+            f"  - missing from the checkpoint: new{NEW}\n"
+            "  - in the checkpoint, but not in the model: gone\n"
+            "  - of other shapes: shape (saved (4,), here (2, 2))\n"
+            f"  - trained when saved, frozen here: then frozen{OWNERS}\n"
+            f"  - frozen when saved, trained here: unfrozen{OWNERS}\n"
+            "  - buffers missing from the checkpoint: young\n"
+            "  - buffers in the checkpoint, but not in the model: old\n"
+            f"  - in parameter group 0 here, in 1 when saved: moved{GROUPS}"
+        )
+
+    @pytest.mark.parametrize("kind", ["missing", "unexpected", "shapes", "frozen", "moved"])
+    def test_long_lists_are_cut(self, kind: str) -> None:
+        """A thousand names of a kind are one line: the first twenty, and how many more."""
+        names = [f"w{i}" for i in range(1000)]
+        saved, live = {
+            "missing": (model(["a"]), model(["a", *names])),
+            "unexpected": (model(["a", *names]), model(["a"])),
+            "shapes": (model(names), reshaped(model(names), *names)),
+            "frozen": (model(["a", *names]), model(["a"], frozen=tuple(names))),
+            "moved": (model(["a", *names], ["b"]), model(["a"], ["b", *names])),
+        }[kind]
+        (line,) = differences(saved, live)
+        assert "w19" in line
+        assert "w20" not in line
+        assert f" and {1000 - LISTED} more" in line
+
+
+class TestNotStrict:
+    """``strict=False`` is Lightning's ``strict_loading``: about what is not trained."""
+
+    lenient = replace(EVERYTHING, strict=False)
+
+    def test_frozen_weights_and_buffers_may_be_missing_or_beyond(self) -> None:
+        """What the optimizer does not own stays as it is, or is left out."""
+        saved = model(["a"], frozen=("old",), module_buffers=("old.mean",))
+        live = model(["a"], frozen=("new",), module_buffers=("new.mean",))
+        assert differences(saved, live, self.lenient) == []
+        assert len(differences(saved, live)) == 5  # one of them suggests a renaming
+
+    def test_what_is_trained_may_not(self) -> None:
+        """A trained weight on either side is never skipped, and no shape is overlooked."""
+        saved = model(["a", "old"], frozen=("f",))
+        live = reshaped(model(["a", "new"], frozen=("f",)), "f")
+        assert differences(saved, live, self.lenient) == [
+            "missing from the checkpoint: new" + NEW,
+            "in the checkpoint, but not in the model: old",
+            "of other shapes: f (saved (4,), here (2, 2))",
+        ]
+
+    def test_with_a_fresh_optimizer_it_may(self) -> None:
+        """New layers begin as they are, old ones are left out; all of them are named."""
+        saved = model(["a", "old"], frozen=("f",))
+        live = model(["a", "new"], frozen=("g",), module_buffers=("bn.mean", "young"))
+        wanted = RestoreScope(optimizer_state=False, strict=False)
+        assert differences(saved, live, wanted) == []
+        assert [*describe_unrestored(saved, live, wanted)] == [
+            "not in the checkpoint, and trained from what they are here: new",
+            "not in the checkpoint, and left as they are here: g",
+            "in the checkpoint, and not in the model: old, f",
+            "buffers that are not in the checkpoint, left as they are here: young",
+        ]
+        assert [*describe_unrestored(saved, saved, EVERYTHING)] == []
+
+    def test_a_likely_renaming_is_suggested(self) -> None:
+        """Names of one shape that differ in their beginnings alone."""
+        saved = model(["model.enc.weight", "model.enc.bias"], module_buffers=("model.bn.mean",))
+        live = model(["enc.weight", "enc.bias"], module_buffers=("bn.mean",))
+        assert differences(saved, live) == [
+            "missing from the checkpoint: enc.weight, enc.bias" + NEW,
+            "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias",
+            perhaps({"model": ""}),
+            "buffers missing from the checkpoint: bn.mean",
+            "buffers in the checkpoint, but not in the model: model.bn.mean",
+            perhaps({"model": ""}),
+        ]
+
+
+class TestDescribe:
+    @pytest.mark.parametrize(
+        ("manifest", "expected"),
+        [
+            (
+                model(["a"], precision="bf16", groups=(), weights_only=True),
+                "ZeRO-3 on 2 devices, bf16, 1 parameters with 4 elements, AdamW, weights only",
+            ),
+            (
+                model(frozen=("a",), stage=0, world_size=1, writer=Writer()),
+                "no ZeRO, fp32, 1 parameters with 4 elements",
+            ),
+        ],
+    )
+    def test_one_line(self, manifest: Manifest, expected: str) -> None:
+        """A checkpoint, or an engine, is told in one line."""
+        assert describe(manifest) == expected
+
+
+def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
+    """Describe a buffer as it was saved, and as the model has it."""
+    return BufferPair(
+        name,
+        saved_shape=tuple(saved.shape),
+        shape=tuple(here.shape),
+        saved_dtype=dtype_name(saved.dtype),
+        dtype=dtype_name(here.dtype),
+        loses=is_lossy_cast(saved, here.dtype),
+        writable=not has_internal_overlap(here),
+    )
+
+
+def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
+    """Shapes that would be broadcast, values that would change, views that cannot be written."""
+    live = model(["a"])
+    saved = replace(live, parameters=(Parameter("a", (5,), "float32", 0),))
+    buffers = [
+        pair("wide", torch.zeros(1), torch.zeros(4)),
+        pair("square", torch.tensor(0), torch.zeros(2, 2, dtype=torch.int64)),
+        pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16)),
+        pair("count", torch.tensor(300), torch.tensor(0, dtype=torch.uint8)),
+        pair("view", torch.zeros(3), torch.zeros(1).expand(3)),
+        pair("fits", torch.tensor(200), torch.tensor(0, dtype=torch.uint8)),
+        pair("widens", torch.full((2,), 0.5).bfloat16(), torch.zeros(2)),
+    ]
+    with pytest.raises(CheckpointMismatchError) as refused:
+        check_compatible(saved, live, EVERYTHING, "a.ckpt", buffers)
+    assert str(refused.value).splitlines()[3:] == [
+        "  - of other shapes: a (saved (5,), here (4,))",
+        "  - buffers of other shapes: wide (saved (1,), here (4,)), square (saved (), here (2, 2))",
+        (
+            "  - buffers of types that cannot hold what was saved: half (saved float32, here "
+            "float16), count (saved int64, here uint8)"
+        ),
+        (
+            "  - buffers whose elements share their memory (expanded views), so that they cannot "
+            "be written: view; .clone() them where they are registered"
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("precision", "evaluates"), [("fp16", False), ("fp32", True)])
+def test_a_run_in_low_precision_rounds_buffers_like_weights(
+    precision: str, evaluates: bool
+) -> None:
+    """A module that is half as a whole has its buffers so; an evaluation may be in any type."""
+    live = replace(model(["a"]), precision=precision)
+    live = replace(live, groups=()) if evaluates else live
+    half = [pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16))]
+    check_compatible(model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", half)
+    assert rounded_buffers(half, live) == ["half"]
+    integer = [pair("integer", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int64))]
+    with pytest.raises(CheckpointMismatchError, match="integer"):
+        check_compatible(
+            model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", integer
+        )
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "precision", "fits"),
+    [
+        ("float32", "bfloat16", "bf16", True),
+        ("bfloat16", "float32", "fp32", True),
+        ("float32", "bfloat16", "fp32", False),
+        ("float16", "bfloat16", "fp32", False),
+        ("uint8", "float32", "fp32", False),
+        ("uint8", "uint8", "bf16", True),
+    ],
+)
+def test_types_of_frozen_weights(saved: str, here: str, precision: str, fits: bool) -> None:
+    """A frozen weight has no masters: a type that cannot hold it is refused, but for rounding."""
+    base = model(["a"])
+    frozen = [(*base.parameters, Parameter("f", (4,), dtype, None)) for dtype in (saved, here)]
+    live = replace(base, parameters=frozen[1], precision=precision)
+    held = replace(base, parameters=frozen[0])
+    if fits:
+        check_compatible(held, live, EVERYTHING, "a.ckpt")
+        return
+    with pytest.raises(CheckpointMismatchError, match=rf"f \(saved {saved}, here {here}\)"):
+        check_compatible(held, live, EVERYTHING, "a.ckpt")
+
+
+@given(st.integers(-(2**40), 2**40), st.floats(width=32))
+def test_what_a_cast_loses(integer: int, number: float) -> None:
+    """A cast loses a value exactly where NumPy's own comes back as another one."""
+    with np.errstate(over="ignore"):
+        back = float(np.float16(number))
+    fits = back == number or math.isnan(number)
+    assert is_lossy_cast(torch.tensor(number), torch.float16) == (not fits)
+    assert is_lossy_cast(torch.tensor([integer]), torch.int16) == (not -(2**15) <= integer < 2**15)
+    assert is_lossy_cast(torch.tensor(integer), torch.float32) == (
+        int(np.float32(integer)) != integer
+    )
+    assert not is_lossy_cast(torch.tensor([number]), torch.float64)

@@ -1,0 +1,203 @@
+"""Runs that save into one folder see each other, and never one that has ended."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, ConcurrentRunMonitor
+from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S, ProcessIdentity
+
+CHILD = """
+import sys
+from lightning_elastic_zero.storage import ConcurrentRunMonitor
+tenancy = ConcurrentRunMonitor(sys.argv[1:])
+tenancy.begin()
+print("in", flush=True)
+for _ in sys.stdin:
+    tenancy.look()
+    print("looked", flush=True)
+tenancy.end()
+"""
+
+
+@contextmanager
+def another_run(*folders: Path) -> Iterator[subprocess.Popen[str]]:
+    """Let another process save into folders."""
+    pipe = subprocess.PIPE
+    call = [sys.executable, "-c", CHILD, *map(str, folders)]
+    with subprocess.Popen(call, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "in\n"
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def markers(folder: Path) -> list[Path]:
+    """Return the notes in a folder."""
+    return sorted(folder.glob(f"{RUN_MARKER_PREFIX}*"))
+
+
+def left(folder: Path, owner: ProcessIdentity) -> Path:
+    """Leave the note of some run."""
+    path = folder / f"{RUN_MARKER_PREFIX}{owner.pid}.json"
+    path.write_bytes(owner.to_json())
+    return path
+
+
+def test_a_live_run_is_named_once_on_both_sides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Process, host and folder; the one that was there first is told as well."""
+    ours = ConcurrentRunMonitor([tmp_path, str(tmp_path), None])
+    ours.begin()
+    assert len(markers(tmp_path)) == 1
+    with another_run(tmp_path) as child:
+        for _ in range(3):
+            ours.look()
+        assert len(markers(tmp_path)) == 2
+        assert child.stdin is not None
+        said, told = child.communicate("look\nlook\n")
+        assert said == "looked\nlooked\n"
+    host = os.uname().nodename
+    (record,) = caplog.records
+    assert f"into {tmp_path}: process {child.pid} on {host} is alive" in record.getMessage()
+    assert told.count(f"process {os.getpid()} on {host} is alive") == 1
+    ours.end()
+    ours.end()
+    assert not list(tmp_path.iterdir())
+
+
+def goes_unheard(marker: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """See that a note of a dead run is removed by the next one, without a word."""
+    ours = ConcurrentRunMonitor([marker.parent])
+    ours.look()
+    assert marker not in markers(marker.parent)
+    ours.end()
+    assert not list(marker.parent.iterdir())
+    assert not caplog.records
+
+
+def test_a_run_that_was_killed_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its note goes with the run that comes after it."""
+    with another_run(tmp_path):
+        (marker,) = markers(tmp_path)
+    assert marker.exists()
+    goes_unheard(marker, caplog)
+
+
+def test_a_process_has_one_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A second fit, or Trainer, of one process is not another run; nor is another folder's."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    first, second = (
+        ConcurrentRunMonitor([tmp_path / "a"]),
+        ConcurrentRunMonitor([tmp_path / "link", tmp_path]),
+    )
+    for tenancy in (first, second, first):
+        tenancy.look()
+    first.end()
+    second.end()
+    assert not caplog.records
+    assert not markers(tmp_path)
+    assert not markers(tmp_path / "a")
+
+
+def test_another_machines_run_is_alive_when_it_shows_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A note that is young says nothing: its run may have been killed just now."""
+    owner = replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]", pid=77)
+    marker = left(tmp_path, owner)
+    ours = ConcurrentRunMonitor([tmp_path])
+    for _ in range(3):
+        ours.look()
+    assert not caplog.records
+    os.utime(marker)
+    for _ in range(3):
+        ours.look()
+    (record,) = caplog.records
+    assert f"into {tmp_path}: process 77 on node7 is alive" in record.getMessage()
+    ours.end()
+    assert markers(tmp_path) == [marker]
+
+
+def test_another_machines_run_that_fell_silent_is_dead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its note goes after half an hour, by the file system's clock."""
+    marker = left(
+        tmp_path, replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]")
+    )
+    long_ago = marker.stat().st_mtime - DEAD_AFTER_S - 60
+    os.utime(marker, (long_ago, long_ago))
+    goes_unheard(marker, caplog)
+
+
+def test_what_only_has_such_a_name_stays(tmp_path: Path) -> None:
+    """A user's file, folder or link under a note's name is nobody's note."""
+    mine = {
+        f"{RUN_MARKER_PREFIX}mine.json": "the user's only one",
+        f"{RUN_MARKER_PREFIX}list.json": json.dumps([1]),
+    }
+    for name, text in mine.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / f"{RUN_MARKER_PREFIX}folder.json").mkdir()
+    real = tmp_path / "real.json"
+    real.write_bytes(replace(ProcessIdentity.of_this_process("a"), pid=2**22 + 1).to_json())
+    (tmp_path / f"{RUN_MARKER_PREFIX}link.json").symlink_to(real)
+    before = {path.name for path in tmp_path.iterdir()}
+    ours = ConcurrentRunMonitor([tmp_path])
+    ours.look()
+    (own,) = {path.name for path in tmp_path.iterdir()} - before
+    (tmp_path / own).write_text("a user has written into it")
+    ours.end()
+    assert {path.name for path in tmp_path.iterdir()} == before | {own}
+    assert {name: (tmp_path / name).read_text() for name in mine} == mine
+
+
+def test_a_folder_that_comes_later(tmp_path: Path) -> None:
+    """Nothing is made for a run that saves nothing; a note is left when the folder is there."""
+    folder = tmp_path / "later"
+    ours = ConcurrentRunMonitor([folder, "s3://bucket/run"])
+    ours.look()
+    assert not folder.exists()
+    folder.mkdir()
+    ours.look()
+    assert len(markers(folder)) == 1
+    ours.end()
+    ours.look()
+    assert not markers(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_a_saves_to_tell(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is raised; what others have left there is none of this run's."""
+    (tmp_path / "file").write_text("")
+    ours = ConcurrentRunMonitor([tmp_path / "file" / "below", "/proc/self"])
+    ours.begin()
+    ours.end()
+    assert not caplog.records
+
+
+def test_a_copy_stays_nowhere(tmp_path: Path) -> None:
+    """A strategy is copied; the run is the one that has begun."""
+    ours = ConcurrentRunMonitor([tmp_path])
+    ours.begin()
+    other = copy.deepcopy(ours)
+    other.begin()
+    other.end()
+    assert len(markers(tmp_path)) == 1
+    ours.end()

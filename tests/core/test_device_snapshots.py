@@ -1,0 +1,91 @@
+"""Saves behind training of a state that is on a device: torch's interface, not one kind's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.checkpoint import device_streams
+from tests.core import _late_device
+from tests.engine._worker_pool import ROOT, environment
+
+TIMEOUT_S = 250
+
+
+def run_case(case: str, where: str, folder: Path) -> None:
+    """Run a case of ``_on_device`` in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.core._device_snapshot_programs",
+        case,
+        where,
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.fixture(scope="session")
+def late_device() -> str:
+    """Compile the device, which takes half a minute the first time."""
+    try:
+        return str(_late_device.build())
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["copies", "offload", "scalars", "randomness"])
+def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
+    """Copies that are made late, memory given back meanwhile, scalars and generators of a device.
+
+    In a process of its own each, since a process has one accelerator for good.
+    """
+    run_case(case, late_device, tmp_path)
+
+
+@pytest.mark.long
+def test_the_writer_works_on_its_ranks_device(late_device: str, tmp_path: Path) -> None:
+    """Nothing ever asks for device 0, and no file names a device: it loads where there is none."""
+    run_case("write", late_device, tmp_path)
+    for name in ("copied", "live"):
+        files = sorted((tmp_path / f"{name}.ckpt").rglob("*.pt"))
+        assert len(files) == 3
+        for path in files:
+            assert b"late" not in path.read_bytes()
+            torch.load(path, weights_only=True)
+
+
+def test_events_of_cuda_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.Event`` ignores ``blocking``, so that CUDA's own is made: a thread must not spin."""
+    made: list[dict[str, Any]] = []
+
+    class FakeEvent:
+        def __init__(self, **options: Any) -> None:
+            made.append(options)
+
+        def record(self) -> None:
+            made[-1]["recorded"] = True
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    device_streams.record_event(torch.device("cuda", 1))
+    assert made == [{"blocking": True, "recorded": True}]
+
+
+def test_without_an_accelerator_nothing_is_started() -> None:
+    """On the CPU there is no device, and no CUDA is initialised by asking for it."""
+    before = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not before:
+        assert device_streams.current_device() is None
+    device_streams.use_device(None)
+    assert torch.cuda.is_initialized() == before  # type: ignore[no-untyped-call]
+    assert not device_streams.is_on_device(torch.zeros(1))
+    assert not device_streams.is_on_device(torch.zeros(1, device="meta"))

@@ -1,0 +1,104 @@
+"""What is said of checkpoints that hold whole tensors by name: single files, and directories."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_elastic_zero.compatibility import describe
+from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.full_state.binding import FullState, bind
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
+
+DTYPES = [
+    (torch.float32, "fp32"),
+    (torch.bfloat16, "bf16"),
+    (torch.float16, "fp16"),
+    (torch.float64, "float64"),
+]
+
+
+def save_file(tree: dict[str, object], folder: Path) -> Path:
+    """Write a single file."""
+    path = folder / "model.ckpt"
+    torch.save({"state_dict": tree}, path)
+    return path
+
+
+def save_directory(tree: dict[str, object], folder: Path) -> Path:
+    """Write a directory of ``torch.distributed.checkpoint``, without a process group."""
+    path = folder / "model.distcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It says that there is no process group.
+        save({"model": tree}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+WRITERS = [save_file, save_directory]
+
+
+def live_of(tree: dict[str, torch.Tensor], owned: set[str]) -> Manifest:
+    """Describe a live model that trains some of its parameters; what is integral is a buffer."""
+    return Manifest(
+        save_id="",
+        stage=1,
+        world_size=1,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(
+            Parameter(name, tuple(t.shape), "float32", 0 if name in owned else None)
+            for name, t in tree.items()
+            if t.is_floating_point()
+        ),
+        groups=(Group(tuple(n for n in tree if n in owned), {}, ()),),
+        buffers=(),
+        module_buffers=tuple(n for n, t in tree.items() if not t.is_floating_point()),
+        files=(),
+        progress=Progress(),
+        writer=Writer(),
+    )
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(("dtype", "precision"), DTYPES, ids=str)
+def test_the_precision_is_that_of_the_weights(
+    dtype: torch.dtype, precision: str, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A checkpoint is described by the dtype that it has, before and after it meets a model."""
+    tree = {
+        # A buffer may come first, and is no weight.
+        "positions": torch.arange(3),
+        "frozen.scale": torch.ones(2),
+        "layer.weight": torch.ones(4, 3, dtype=dtype),
+        "layer.bias": torch.ones(4, dtype=dtype),
+    }
+    reader = open_checkpoint(write(tree, tmp_path))
+    assert reader.manifest.precision == precision
+    assert f", {precision}, " in describe(reader.manifest)
+    reader.bind(live_of(tree, {"layer.weight", "layer.bias"}))
+    found = reader.manifest
+    assert (found.precision, found.master_dtype) == (precision, str(dtype).removeprefix("torch."))
+    reader.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("alike", [True, False])
+def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
+    """Where nothing tells the order, states of one shape are refused; other ones are placed."""
+    shapes = {"a": (4, 3), "b": (4, 3) if alike else (3, 4)}
+    tree = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    state = {index: {"step": 1.0, "exp_avg": tree[name]} for index, name in enumerate(("a", "b"))}
+    optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    whole = FullState(tree, [optimizer], "", Progress(), Writer(), ordered=ordered)
+    bound = bind(whole, live_of(tree, {"a", "b"}))
+    if alike and not ordered:
+        assert "nothing says in which order the parameters were saved: a and b" in bound.unmatched
+        assert not bound.states
+    else:
+        assert not bound.unmatched
+        assert list(bound.states) == ["a", "b"]

@@ -1,0 +1,155 @@
+"""Hyperparameters that another optimizer saved: told by their names, or said in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from lightning_elastic_zero.engine.infer_optimizer import (
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
+)
+from lightning_elastic_zero.engine.weight_decay import weight_decay_change
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.manifest import Group, Manifest, Plain, StateKey, Writer
+
+Kind: TypeAlias = "type[torch.optim.Optimizer]"
+
+FUSED_LAMB: dict[str, Plain] = {
+    "lr": 0.1,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+}
+"""DeepSpeed's; its states are called as Adam's are."""
+
+FUSED_ADAM = {k: FUSED_LAMB[k] for k in ("lr", "bias_correction", "betas", "eps", "weight_decay")}
+
+
+def optimizer(kind: Kind, **options: Any) -> torch.optim.Optimizer:
+    """Make an optimizer of one parameter, of torch's."""
+    return kind([torch.nn.Parameter(torch.zeros(2))], **options)
+
+
+def own(inner: torch.optim.Optimizer, **changes: Any) -> Group:
+    """Describe an optimizer's group, with states as Adam's."""
+    fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
+    return Group(("a",), {**fields, **changes}, ())
+
+
+def manifest(group: Group, saved_by: str = "") -> Manifest:
+    """Describe a checkpoint."""
+    return Manifest(
+        save_id="",
+        stage=2,
+        world_size=2,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=(),
+        groups=(group,),
+        buffers=(),
+        module_buffers=(),
+        files=(),
+        writer=Writer(optimizer=saved_by),
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "kind", "said"),
+    [
+        (FUSED_LAMB, torch.optim.AdamW, "max_coeff"),
+        (own(optimizer(torch.optim.SGD, lr=0.7)).hyperparameters, torch.optim.AdamW, "momentum"),
+        (own(optimizer(torch.optim.NAdam)).hyperparameters, torch.optim.AdamW, "momentum_decay"),
+        (own(optimizer(torch.optim.AdamW)).hyperparameters, torch.optim.SGD, "amsgrad"),
+    ],
+)
+def test_another_optimizers_are_refused(held: Mapping[str, Plain], kind: Kind, said: str) -> None:
+    """Whether it kept state or not, and with what helps."""
+    inner = optimizer(kind)
+    with pytest.raises(CheckpointMismatchError, match=said) as raised:
+        check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
+    assert "load_hyperparameters=False" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "kind"),
+    [
+        ({**FUSED_ADAM, "step": 3, "initial_lr": 0.1}, torch.optim.AdamW),
+        ({**FUSED_ADAM, "amsgrad": False, "name": "decay"}, torch.optim.Adam),
+        (own(optimizer(torch.optim.Adam)).hyperparameters, torch.optim.AdamW),
+        (
+            own(optimizer(torch.optim.SGD), param_names=["a"]).hyperparameters,
+            torch.optim.SGD,
+        ),
+        ({}, torch.optim.SGD),
+    ],
+)
+def test_its_own_are_taken(held: Mapping[str, Plain], kind: Kind) -> None:
+    """Kinds of Adam are one; names of members, and labels, say nothing of an algorithm."""
+    inner = optimizer(kind)
+    check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "stepped", "refused"), [(0.9, True, True), (0.9, False, False), (0.0, True, False)]
+)
+def test_a_group_without_state(momentum: float, stepped: bool, refused: bool) -> None:
+    """It is refused where the optimizer keeps some, as its saved hyperparameters have it."""
+    inner = optimizer(torch.optim.SGD, momentum=0.9)
+    groups = [own(inner, momentum=momentum)]
+    if not refused:
+        check_unnamed_state(groups, inner, stepped=stepped)
+        return
+    with pytest.raises(CheckpointMismatchError, match=r"group 0 .a., and SGD keeps some"):
+        check_unnamed_state(groups, inner, stepped=stepped)
+    other = replace(groups[0], state=(StateKey("momentum_buffer", "elementwise", "float32"),))
+    inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(CheckpointMismatchError, match=r"group 1 .a., and SGD keeps some"):
+        check_unnamed_state([other, groups[0]], inner, stepped=False)
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Stands for DeepSpeed's: its kind of weight decay is an attribute."""
+
+    adam_w_mode = True
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "said"),
+    [
+        (torch.optim.Adam, torch.optim.AdamW, "goes on as it was saved, in the gradient"),
+        (torch.optim.AdamW, torch.optim.Adam, "goes on as it was saved, decoupled"),
+        (torch.optim.Adam, torch.optim.Adam, ""),
+        (torch.optim.AdamW, torch.optim.AdamW, ""),
+        (torch.optim.SGD, torch.optim.SGD, ""),
+    ],
+)
+def test_another_kind_of_weight_decay_is_said(saved: Kind, here: Kind, said: str) -> None:
+    """Adam's and AdamW's states are alike, and their weight decay is not."""
+    group = own(optimizer(saved, weight_decay=0.1))
+    for name in ("", saved.__name__):
+        found = weight_decay_change(manifest(group, name), optimizer(here, weight_decay=0.1))
+        assert (said in found) if said else not found
+    none = own(optimizer(saved, weight_decay=0.0))
+    assert not weight_decay_change(manifest(none), optimizer(here, weight_decay=0.1))
+
+
+def test_deepspeeds_kind_of_weight_decay() -> None:
+    """It is no hyperparameter, so that it stays as configured: steps are other ones."""
+    inner = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(2))])
+    del inner.param_groups[0]["decoupled_weight_decay"]
+    saved = own(optimizer(torch.optim.Adam, weight_decay=0.1))
+    found = weight_decay_change(manifest(saved), inner)
+    assert "was in the gradient (Adam's) when it was saved" in found
+    assert "steps are other ones from now on" in found
+    assert not weight_decay_change(
+        manifest(own(optimizer(torch.optim.AdamW, weight_decay=0.1))), inner
+    )

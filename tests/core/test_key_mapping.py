@@ -1,0 +1,80 @@
+"""Which name of a checkpoint's is which of the model's."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.key_mapping import MOST_SUGGESTED, KeyMapping, guess_key_mapping
+from lightning_elastic_zero.option_checks import check_rename
+
+
+@pytest.mark.parametrize(
+    ("of", "saved", "here"),
+    [
+        ({"enc": "back.enc"}, "enc.0.weight", "back.enc.0.weight"),
+        ({"enc.": "back.enc."}, "enc.0.weight", "back.enc.0.weight"),
+        ({"enc": "back.enc"}, "encoder.weight", "encoder.weight"),
+        ({"": "model"}, "a.weight", "model.a.weight"),
+        ({"model": ""}, "model.a.weight", "a.weight"),
+        ({"": "model", "a": "b"}, "a.weight", "b.weight"),
+        ({"a": "b", "a.q": "c"}, "a.q.weight", "c.weight"),
+        ({"a": "b", "b": "a"}, "b.weight", "a.weight"),
+        ({"one": "two"}, "one", "two"),
+        ({}, "one", "one"),
+    ],
+)
+def test_beginnings(of: dict[str, str], saved: str, here: str) -> None:
+    """Whole names between dots; the longest beginning that fits counts."""
+    assert KeyMapping(of).here(saved) == here
+
+
+@pytest.mark.parametrize(
+    ("of", "says"), [({"c": "d"}, "rename names 'c'"), ({"a": "b"}, "makes 'b.x' of both 'a.x'")]
+)
+def test_what_cannot_be(of: dict[str, str], says: str) -> None:
+    """A beginning that no name has, and two names that would be one, are refused."""
+    with pytest.raises(CheckpointMismatchError, match=says):
+        KeyMapping(of).table(["a.x", "b.x"], "last.ckpt")
+
+
+@pytest.mark.parametrize("value", [["a"], "a", {"a": 1}, {1: "a"}, True])
+def test_what_is_no_renaming(value: object) -> None:
+    """It is refused where it is passed."""
+    with pytest.raises(ValueError, match=r"^rename=.*: it must be a dictionary of names"):
+        check_rename(value)
+    assert check_rename(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("unexpected", "missing", "expected"),
+    [
+        ({"m.a.w": 1, "m.b": 2}, {"a.w": 1, "b": 2}, {"m": ""}),
+        ({"a.w": 1, "b": 2}, {"m.a.w": 1, "m.b": 2}, {"": "m"}),
+        ({"q.w": 1}, {"q.base.w": 1, "q.lora.w": 2}, {"q": "q.base"}),
+        ({"b.w": 1, "b.bias": 2}, {"c.w": 1, "c.bias": 2}, {"b": "c"}),
+        ({"head.w": 1}, {"top.w": 2}, {}),
+        ({"old.w": 1}, {}, {}),
+    ],
+)
+def test_what_is_likely(
+    unexpected: dict[str, int], missing: dict[str, int], expected: dict[str, str]
+) -> None:
+    """One change of a beginning that leads from names of one side to names of the other."""
+    assert guess_key_mapping(unexpected, missing) == expected
+
+
+def test_what_fits_is_not_renamed() -> None:
+    """Only as much of a name is renamed as no name has that both sides have."""
+    assert guess_key_mapping(
+        {"enc.w": 1, "enc.b": 2}, {"m.enc.w": 1, "m.enc.b": 2}, ["head.w", "head.b"]
+    ) == {"enc": "m.enc"}
+    assert guess_key_mapping({"a.w": 1}, {"b.w": 1}, ["a.v"]) == {"a.w": "b.w"}
+
+
+def test_of_many_the_first_are_suggested() -> None:
+    """An error shows what to do; it does not do it."""
+    found = guess_key_mapping(
+        {f"l{i}.w": 1 for i in range(999)}, {f"k{i}.w": 1 for i in range(999)}
+    )
+    assert found == {f"l{i}": f"k{i}" for i in range(MOST_SUGGESTED)}

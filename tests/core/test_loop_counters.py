@@ -1,0 +1,205 @@
+"""Lightning's counters are read as a position, and written for one, without its being there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.data_progress import (
+    DataProgress,
+    Position,
+    fit_loop_at,
+    read_position,
+    validation_counters_at,
+)
+from lightning_elastic_zero.errors import CheckpointFormatError
+
+
+def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
+    """Give one counter."""
+    return {"ready": ready, "started": started, "processed": processed, "completed": completed}
+
+
+def loops(
+    epoch: tuple[int, int, int, int],
+    batch: tuple[int, int, int, int],
+    *,
+    is_last: bool = False,
+    before: int = 0,
+    validated: int = 0,
+) -> dict[str, Any]:
+    """Give a fit loop's state; ``before``: micro-batches of the epochs before."""
+    current = counts(*batch)
+    val = counts(*[validated] * 4)
+    steps = {"total": {"ready": 1, "completed": 1}, "current": {"ready": 1, "completed": 1}}
+    # A window more has begun than steps were taken.
+    cleared = {part: {"ready": 2, "started": 2, "completed": 2} for part in steps}
+    return {
+        "state_dict": {"combined_loader": [{"some": "state"}]},
+        "epoch_progress": {"total": counts(*epoch), "current": counts(*epoch)},
+        "epoch_loop.batch_progress": {
+            "total": {key: value + before for key, value in current.items()},
+            "current": current,
+            "is_last_batch": is_last,
+        },
+        "epoch_loop.val_loop.batch_progress": {
+            "total": val,
+            "current": dict(val),
+            "is_last_batch": validated > 0,
+        },
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": steps, "zero_grad": cleared}
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "validating", "expected"),
+    [
+        (loops((0, 0, 0, 0), (0, 0, 0, 0)), False, Position(0, 0)),
+        (loops((1, 1, 0, 0), (4, 4, 4, 3)), False, Position(0, 2)),
+        (loops((1, 1, 0, 0), (5, 5, 5, 4)), False, Position(0, 2)),
+        (loops((1, 1, 0, 0), (5, 5, 4, 4)), False, Position(0, 2)),
+        (loops((1, 1, 0, 0), (10, 10, 10, 9), is_last=True), False, Position(0, 5, is_over=True)),
+        (loops((1, 1, 0, 0), (4, 4, 4, 4), validated=3), True, Position(0, 2, is_validated=True)),
+        (loops((1, 1, 0, 0), (5, 5, 5, 5), validated=3), True, Position(0, 2)),
+        (loops((1, 1, 0, 0), (4, 4, 4, 4)), True, Position(0, 2)),
+        (
+            loops((1, 1, 0, 0), (10, 10, 10, 10), is_last=True, validated=3),
+            True,
+            Position(0, 5, is_over=True, is_validated=True),
+        ),
+        (loops((1, 1, 1, 0), (10, 10, 10, 10), is_last=True), False, Position(1, 0)),
+        (loops((1, 1, 1, 1), (10, 10, 10, 10), is_last=True), False, Position(1, 0)),
+        (loops((2, 1, 1, 1), (10, 10, 10, 10), is_last=True), False, Position(1, 0)),
+        # max_steps stopped it in mid-epoch, and the epoch's end was gone through all the same.
+        (loops((1, 1, 1, 0), (4, 4, 4, 4)), False, Position(0, 2, is_validated=True)),
+        (loops((3, 3, 3, 3), (4, 4, 4, 4)), False, Position(2, 2, is_validated=True)),
+        # on_train_batch_start gave -1: the rest of the epoch is left out on purpose.
+        (loops((1, 1, 0, 0), (4, 3, 4, 3), is_last=True), False, Position(0, 2, is_over=True)),
+    ],
+)
+def test_positions_are_read(state: dict[str, Any], validating: bool, expected: Position) -> None:
+    """Every moment of a fit at which a checkpoint can be taken, with 2 micro-batches per step."""
+    assert read_position(state, 2, batches=10, validating=validating) == expected
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.booleans(),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(0, 7),
+)
+def test_what_is_written_is_read_again(
+    epoch: int, steps: int, is_over: bool, was: int, now: int, before: int
+) -> None:
+    """In the units of the new world, whatever the old one's were."""
+    position = Position(epoch, steps, is_over=is_over and steps > 0)
+    done = (steps * was,) * 4
+    state = loops((epoch + 1, epoch + 1, epoch, epoch), done, before=before * was)
+    written = fit_loop_at(state, position, was=was, now=now)
+    batches = steps * now if position.is_over else 10**6
+    assert read_position(written, now, batches=batches, validating=False) == position
+    batch = written["epoch_loop.batch_progress"]
+    in_epoch = steps > 0
+    assert batch["current"]["ready"] == steps * now
+    assert batch["total"]["ready"] == (before + steps) * now
+    assert written["epoch_progress"]["current"]["processed"] == epoch
+    assert written["epoch_progress"]["current"]["ready"] == epoch + in_epoch
+    assert written["state_dict"] == {}
+
+
+def test_totals_of_an_earlier_fit_stay_apart() -> None:
+    """The totals of a trainer that had fitted before are moved by as much as the current ones."""
+    state = loops((2, 2, 1, 1), (4, 4, 4, 3), before=20)
+    state["epoch_progress"]["total"] = counts(7, 7, 6, 6)
+    written = fit_loop_at(state, Position(1, 2), was=2, now=3)
+    assert written["epoch_progress"]["total"] == counts(7, 7, 6, 6)
+    assert written["epoch_loop.batch_progress"]["total"]["ready"] == 36
+
+
+RECORD = DataProgress(
+    Position(2, 5, is_over=False, is_validated=True),
+    global_step=25,
+    global_batch_size=12,
+    accumulate=3,
+    world_size=2,
+    steps_per_epoch=10,
+    planned_steps=40,
+    loaders=({"seed": 1, "dataset_length": 120},),
+    settings={"val_check_interval": 1.0},
+)
+
+
+def test_a_record_goes_through_the_manifest() -> None:
+    """What is written is what is read, and samples are what is told."""
+    content = RECORD.to_plain()
+    assert content["epoch_samples"] == 60
+    assert DataProgress.from_plain(content, "here") == RECORD
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": None},
+        {"epoch": "x"},
+        {"epoch_steps": -1},
+        {"accumulate": 0},
+        {"world_size": 0},
+        {"loaders": 3},
+        {"global_batch_size": "many"},
+    ],
+)
+def test_garbled_records_are_refused(change: dict[str, Any]) -> None:
+    """By the file's name."""
+    with pytest.raises(CheckpointFormatError, match="here"):
+        DataProgress.from_plain({**RECORD.to_plain(), **change}, "here")
+
+
+def test_a_missing_field_is_refused() -> None:
+    """By the file's name."""
+    content = RECORD.to_plain()
+    del content["global_step"]
+    with pytest.raises(CheckpointFormatError, match="global_step"):
+        DataProgress.from_plain(content, "here")
+
+
+@given(st.integers(1, 50), st.integers(0, 20))
+def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
+    """The position is rounded down; a validation counts only where it is the same place."""
+    record = DataProgress(Position(0, steps, is_validated=True), steps, 12, 1, 1)
+    position = record.at_batch_size(size)
+    assert position.steps * size <= steps * 12 < (position.steps + 1) * size
+    assert position.is_validated == (position.steps * size == steps * 12)
+
+
+def test_a_window_that_begins_anew_is_not_counted() -> None:
+    """Gradients were cleared for it; the run that goes on clears them again."""
+    written = fit_loop_at(loops((1, 1, 0, 0), (3, 3, 3, 2)), Position(0, 1), was=2, now=2)
+    optimizer = written["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    expected = {"ready": 1, "started": 1, "completed": 1}
+    assert optimizer["zero_grad"] == {"total": expected, "current": expected}
+
+
+def test_an_epochs_first_window_that_begins_anew_is_not_counted() -> None:
+    """Not in the batches of the whole run either, on as many devices as before."""
+    inside = loops((2, 2, 1, 1), (1, 1, 1, 0), before=6)
+    written = fit_loop_at(inside, Position(1, 0), was=3, now=3)["epoch_loop.batch_progress"]
+    assert written["total"] == counts(6, 6, 6, 6)
+    ended = loops((1, 1, 1, 0), (6, 6, 6, 6), before=0)
+    written = fit_loop_at(ended, Position(1, 0), was=3, now=3)["epoch_loop.batch_progress"]
+    assert written["total"] == counts(6, 6, 6, 6)
+
+
+def test_a_validation_that_is_made_anew_is_not_counted() -> None:
+    """Its batches are taken off; those of other validations are counted in this run's batches."""
+    saved = {"total": counts(9, 9, 9, 8), "current": counts(3, 3, 3, 2), "is_last_batch": False}
+    written = validation_counters_at(saved, began=True, was=6, now=4)
+    assert written["total"] == counts(4, 4, 4, 4)
+    assert validation_counters_at(saved, began=False, was=0, now=4) == saved
+    assert saved["total"] == counts(9, 9, 9, 8)

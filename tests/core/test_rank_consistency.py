@@ -1,0 +1,120 @@
+"""What ranks compare before they write one checkpoint: values, not where these lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.checkpoint.rank_tables import (
+    RankZeroTables,
+    table_digests,
+    write_tables,
+)
+from lightning_elastic_zero.checkpoint.saving import ShardContents
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.manifest import Group, Manifest, StateKey
+from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar, canonical_repr
+
+
+class OnDevice(torch.Tensor):
+    """A scalar whose repr names a device, as torch prints those of a GPU."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"tensor({self.item():.4f}, device='{self.at}')"
+
+    at: str
+
+
+def on(device: str, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Make a scalar that is printed as one of a device."""
+    tensor = torch.tensor(value, dtype=dtype).as_subclass(OnDevice)
+    tensor.at = device
+    return tensor
+
+
+def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContents:
+    """Make what a rank is about to write: one flat buffer with scalars, one group."""
+    group = Group((), hyperparameters, (StateKey("step", "scalar", "float32"),))
+    manifest = Manifest("", 1, 2, "fp32", "float32", (), (group,), (), (), ())
+    flat = FlatState((), torch.zeros(3), {}, scalars)
+    return ShardContents(manifest, RankState((flat,), {}, {}, {}, {}), {}, ())
+
+
+def compare(first: ShardContents, other: ShardContents, path: Path) -> None:
+    """Let rank 1 compare itself with rank 0."""
+    write_tables(path, first.tables())
+    other.check_consistent_with(
+        RankZeroTables(table_digests(first.tables()), other.tables(), path), 1
+    )
+
+
+@pytest.mark.parametrize("value", [3.0, math.nan, 0.1])
+def test_ranks_on_two_devices_are_alike(value: float, tmp_path: Path) -> None:
+    """Ranks of one node hold their scalars on devices of their own: that is no difference."""
+    first, other = (contents({"step": on(f"cuda:{rank}", value)}) for rank in range(2))
+    compare(first, other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "named"),
+    [
+        (on("cuda:1", 4.0), on("cuda:0", 3.0), ("'step'", "4.0", "3.0", "flat buffer 0")),
+        (on("cuda:1", 3.00001), on("cuda:0", 3.0), ("'step'", "3.0000100135803223", "3.0")),
+        (on("cuda:1", 3.0, torch.float64), on("cuda:0", 3.0), ("float64", "float32")),
+        (3.0, on("cuda:0", 3.0), ("'step'", "float32")),
+    ],
+    ids=["value", "a digit that is not printed", "dtype", "number and tensor"],
+)
+def test_scalars_that_differ_are_named(
+    mine: Scalar, theirs: Scalar, named: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The error says which state of which buffer differs, and both values."""
+    with pytest.raises(UnsupportedError) as raised:
+        compare(contents({"step": theirs}), contents({"step": mine}), tmp_path)
+    assert all(name in str(raised.value) for name in named), raised.value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: replace(m, stage=2),
+        lambda m: replace(m, module_buffers=("mean",)),
+        lambda m: replace(m, progress=replace(m.progress, global_steps=7)),
+        lambda m: replace(m, groups=(replace(m.groups[0], hyperparameters={"momentum": 0.1}),)),
+        lambda m: replace(m, groups=()),
+    ],
+    ids=["stage", "buffers", "steps", "another hyperparameter", "groups"],
+)
+def test_two_runs_are_refused(change: Callable[[Manifest], Manifest], tmp_path: Path) -> None:
+    """What is not one run's is refused, also where the hyperparameters' names differ."""
+    first = contents({}, lr=0.1)
+    other = replace(first, manifest=change(first.manifest))
+    with pytest.raises(UnsupportedError, match="do not hold one run"):
+        compare(first, other, tmp_path)
+
+
+def test_rates_that_drifted_are_no_reason_to_end_a_run(tmp_path: Path) -> None:
+    """A save goes on where ranks train with other rates."""
+    compare(contents({}, lr=0.1), contents({}, lr=0.01), tmp_path)
+
+
+numbers = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.none())
+
+
+@given(numbers, numbers)
+def test_values_are_compared_exactly(a: object, b: object) -> None:
+    """Two values compare alike just where type and value are: NaN is NaN, -0.0 is 0.0."""
+    both_nan = a != a and b != b  # noqa: PLR0124
+    assert (canonical_repr(a) == canonical_repr(b)) == (type(a) is type(b) and (a == b or both_nan))
+    if type(a) is float and type(b) is float:
+        tensors = (torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+        assert (canonical_repr(tensors[0]) == canonical_repr(tensors[1])) == (a == b or both_nan)
+    assert canonical_repr({"x": a, "y": (b,)}) == canonical_repr({"y": (b,), "x": a})

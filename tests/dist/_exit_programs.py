@@ -1,0 +1,165 @@
+"""Worlds of ranks that come to their end: one process after another, forked from one.
+
+Called with names of functions below and how many worlds shall run each, it prints the exit statuses
+of their ranks as JSON, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_elastic_zero.errors import RanksError
+from lightning_elastic_zero.coordination import Timeouts, StoreRanks, connect_ranks
+
+WORLD = 2
+SPIN_S = 0.2
+HELD_S = 7.0
+"""Longer than a line that is closed waits for its thread."""
+
+
+def stock() -> None:
+    """End while a worker of gloo waits for Python's lock, which it needs to free a tensor.
+
+    On a busy machine it happens by itself, when the worker is not scheduled for an instant. Here
+    this thread does not hand the lock over: it computes, and asks nothing of the system.
+    """
+    tensor = torch.ones(3)
+    seen = tensor.numpy()
+    dist.barrier()
+    sys.setswitchinterval(1000.0)
+    dist.all_reduce(tensor, async_op=True)
+    while seen[0] != dist.get_world_size():
+        pass
+    end = time.perf_counter() + SPIN_S
+    while time.perf_counter() < end:
+        pass
+
+
+def left_open() -> None:
+    """End like that after steps of this library, nothing closed."""
+    ranks = connect_ranks()
+    assert ranks.all_gather("meet", dist.get_rank) == [*range(dist.get_world_size())]
+    stock()
+
+
+def closed() -> None:
+    """End like that, the ranks closed."""
+    ranks = connect_ranks()
+    ranks.run_all("meet", lambda: None)
+    ranks.close()
+    stock()
+
+
+def destroyed() -> None:
+    """End like that, but somebody refers to the process group that is destroyed."""
+    closed()
+    sys.modules["__main__"].__dict__["kept"] = dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def exits() -> None:
+    """End like that by ``sys.exit``."""
+    left_open()
+    sys.exit(0)
+
+
+def raises() -> None:
+    """End like that by an exception; Python's own status for it is 1."""
+    left_open()
+    sys.stderr.close()
+    raise SystemExit(1) from OSError("disk")
+
+
+def host_is_stopped() -> None:
+    """Rank 1 is told to end while its thread waits for the store, whose host goes on meanwhile."""
+    times = Timeouts(heartbeat_interval_s=0.1)
+    ranks = StoreRanks(_get_default_store(), dist.get_rank(), dist.get_world_size(), times=times)
+    host = ranks.broadcast("host", os.getpid)
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
+
+    def stop() -> None:
+        if ranks.rank == 1:
+            sys.modules["__main__"].__dict__["last"] = _LastOfAll(host)
+            subprocess.Popen(["/bin/sh", "-c", f"sleep {HELD_S}; kill -CONT {host}"])
+            os.kill(host, signal.SIGSTOP)
+            signal.alarm(1)  # ten beats: the thread asks for the verdict by then
+
+    with suppress(RanksError):
+        ranks.run_all("stop", stop)
+
+
+class _LastOfAll:
+    """Keeps the interpreter from its end while a process is stopped, and a little longer."""
+
+    def __init__(self, pid: int) -> None:
+        self._look = Path(f"/proc/{pid}/stat").read_text
+        self._sleep = time.sleep
+
+    def __del__(self) -> None:
+        """Sleep, without Python's lock."""
+        for _ in range(300):
+            try:
+                state = self._look().rpartition(")")[2].split()[0]
+            except OSError:
+                break
+            if state != "T":
+                break
+            self._sleep(0.1)
+        self._sleep(0.5)
+
+
+def main(wanted: dict[str, int]) -> None:
+    """Run worlds, one after another; only the first process returns to print."""
+    found: dict[str, list[int]] = {}
+    for name, worlds in wanted.items():
+        for _ in range(worlds):
+            port = _free_port()
+            pids = []
+            for rank in range(WORLD):
+                pid = os.fork()
+                if not pid:
+                    _be_rank(globals()[name], rank, port)
+                    return
+                pids.append(pid)
+            ended = [os.waitstatus_to_exitcode(_wait(pid)) for pid in pids]
+            found.setdefault(name, []).extend(ended)
+    print(json.dumps(found), flush=True)
+
+
+def _wait(pid: int, timeout_s: float = 90.0) -> int:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _be_rank(program: Callable[[], None], rank: int, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=WORLD)
+    program()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

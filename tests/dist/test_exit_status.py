@@ -1,0 +1,59 @@
+"""A rank that is done ends with the status that it means, whatever threads have still to do.
+
+CPython ends a thread that comes back from C++ to an interpreter in its finalization; in the midst
+of C++, that aborts the process (SIGABRT, 134), which a launcher takes for a failed job. Here the
+threads are held up on purpose, so that it happens each time that nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.dist._launch import ROOT
+from tests.engine._worker_pool import environment
+
+WORLD = 2
+LONG_WORLDS = 250
+STATUS = {"left_open": 0, "closed": 0, "destroyed": 0, "exits": 0, "raises": 1}
+
+
+def statuses(wanted: dict[str, int], timeout_s: float) -> dict[str, list[int]]:
+    """Return the exit statuses of ranks by the program of ``_exits`` that their worlds run."""
+    call = [sys.executable, "-m", "tests.dist._exit_programs", json.dumps(wanted)]
+    done = subprocess.run(
+        call, cwd=ROOT, env=environment(), capture_output=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found: dict[str, list[int]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, list[int]]:
+    """Return the exit statuses of some worlds."""
+    return statuses({**dict.fromkeys(STATUS, 1), "host_is_stopped": 1}, 280)
+
+
+@pytest.mark.parametrize("program", STATUS)
+def test_a_rank_exits_with_its_own_status(program: str, ends: dict[str, list[int]]) -> None:
+    """Also where a worker of gloo has not let go of the last collective's tensors yet."""
+    assert ends[program] == [STATUS[program]] * WORLD
+
+
+def test_a_rank_waits_for_its_thread_before_it_ends(ends: dict[str, list[int]]) -> None:
+    """The store's host is stopped, and answers while the rank ends that was told to."""
+    assert ends["host_is_stopped"] == [0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_rank_of_many_aborts_at_exit() -> None:
+    """None of 500; beside it, what becomes of ranks that torch alone sees to their end."""
+    found = statuses({"left_open": LONG_WORLDS, "stock": 25}, 3500)
+    for program, ended in found.items():
+        print(f"{program}: {sum(map(bool, ended))} of {len(ended)} aborted")
+    assert found["left_open"] == [0] * LONG_WORLDS * WORLD

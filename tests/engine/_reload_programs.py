@@ -1,0 +1,145 @@
+"""What ranks do to load into runs that are under way: what they had must leave no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tests.engine._model import batch
+from tests.engine._oracle import differences, dump
+from tests.engine._save_load_programs import Saved, save
+from tests.engine._setup import Engine, Setup, engine_of, reset_secondary_partition, train
+from tests.engine._uninterrupted import Continued
+
+WINDOWS = 2
+"""Accumulation windows before and after the save."""
+
+
+def within_window(setup: Setup, saved: Saved) -> Continued:
+    """Train on after a save, and after a load that interrupts another run's window."""
+    from lightning_elastic_zero import load_checkpoint
+
+    middle, end = (n * WINDOWS * setup.accumulation for n in (1, 2))
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, middle)
+        save(engine, saved)
+        uninterrupted = train(engine, setup, middle, end)
+        wanted = dump(engine, setup)
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 100 + 2 * setup.accumulation - 1)
+        load_checkpoint(engine, saved.path)
+        resumed = train(engine, setup, middle, end)
+        found = dump(engine, setup)
+    differing = differences(wanted, found) if wanted and found else {}
+    return Continued((uninterrupted, resumed), differing)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Losses of one batch: of an untrained run, at the save, and after the load."""
+
+    untrained: float
+    saved: float
+    loaded: float
+
+
+def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
+    """Evaluate a run at its save, and an engine without an optimizer that has loaded it."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(source, 0) as engine:
+        train(engine, source, 0, 2)
+        for buffer in engine.module.buffers():  # An evaluation takes rank 0's everywhere.
+            distributed.broadcast(buffer, 0)
+        save(engine, saved)
+        at_save = loss_of(engine, source)
+    if target.hpz > 1:  # DeepSpeed's engine without an optimizer calls a method that is not there.
+        groups._create_zero_param_parallel_group(target.hpz)
+    engine, *_ = deepspeed.initialize(
+        model=target.model(7), config=target.config(), dist_init_required=False
+    )
+    untrained = loss_of(engine, target)
+    load_checkpoint(engine, saved.path)
+    loaded = loss_of(engine, target)
+    engine.destroy()
+    reset_secondary_partition(target)
+    return Evaluations(untrained, at_save, loaded)
+
+
+def loss_of(engine: Engine, setup: Setup) -> float:
+    """Evaluate a batch."""
+    engine.eval()
+    x, y = batch(500, distributed.get_rank(), setup.world)
+    with torch.no_grad():
+        loss = float((engine(x).float() - y).pow(2).mean())
+    engine.train()
+    return loss
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a run's memory held before and after loads over its own state."""
+
+    tensor_bytes: tuple[int, ...]
+    """Of all tensors in the process: before, and after each load."""
+    state_bytes: int
+    """Of the element-wise states before the loads."""
+    moved: tuple[str, ...]
+    """States whose memory is not what it was."""
+
+
+def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
+    """Load several times over live state."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 102)
+        places, state_bytes = _places(engine), _state_bytes(engine)
+        held = [tensor_bytes()]
+        for _ in range(loads):
+            load_checkpoint(engine, saved.path)
+            held.append(tensor_bytes())
+        after = _places(engine)
+    moved = tuple(key for key, place in places.items() if after.get(key) != place)
+    return Held(tuple(held), state_bytes, moved)
+
+
+def _places(engine: Engine) -> dict[str, int]:
+    return {key: state.data_ptr() for key, state in _states(engine).items()}
+
+
+def _state_bytes(engine: Engine) -> int:
+    return sum(state.nbytes for state in _states(engine).values())
+
+
+def _states(engine: Engine) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}/{key}": value
+        for index, state in enumerate(engine.optimizer.optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+
+
+def tensor_bytes() -> int:
+    """Add up the memory of all tensors that this process can reach."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        with contextlib.suppress(Exception):
+            if isinstance(found, torch.Tensor):
+                _count(found, storages)
+    return sum(storages.values())
+
+
+def _count(tensor: Any, storages: dict[int, int]) -> None:  # noqa: ANN401
+    storage = tensor.untyped_storage()
+    storages[storage.data_ptr()] = storage.nbytes()

@@ -1,0 +1,297 @@
+"""What ranks do: each function is run by all ranks of a world and gives plain data back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.engine._model import BUFFERS
+from tests.engine._oracle import (
+    Dump,
+    differences,
+    dump,
+    expected_in,
+    tensors_in,
+    unrounded,
+)
+from tests.engine._setup import Engine, Setup, engine_of, train
+
+STEPS = 3
+"""Trained before a save."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and what the engine held that saved it."""
+
+    setup: Setup
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dump_path(self) -> str:
+        """Where the oracle's dump lies."""
+        return f"{self.path}.dump"
+
+    def dump(self) -> Dump:
+        """Give the oracle's dump."""
+        found: Dump = torch.load(self.dump_path, weights_only=True)
+        return found
+
+
+@dataclass(frozen=True)
+class StateComparison:
+    """What the oracle says of a restored engine."""
+
+    tensors: int
+    """Tensors compared."""
+    differing: dict[str, int]
+    """What differs, and in how many bits."""
+    unrounded: list[str]
+    """Weights that are not their masters, rounded."""
+
+    def assert_same(self) -> None:
+        """Fail unless everything is the same, bit for bit."""
+        assert self.tensors > 0
+        assert not self.differing
+        assert not self.unrounded
+
+
+def compare_states(wanted: Dump, found: Dump) -> StateComparison:
+    """Compare what is wanted with what was found; BF16_Optimizer alone has no loss scaler."""
+    if not all(any(k.startswith("scaler/") for k in held) for held in (wanted, found)):
+        wanted = {k: v for k, v in wanted.items() if not k.startswith("scaler/")}
+        found = {k: v for k, v in found.items() if not k.startswith("scaler/")}
+    return StateComparison(tensors_in(wanted), differences(wanted, found), unrounded(found))
+
+
+def save(engine: Engine, saved: Saved) -> None:
+    """Save an engine and what it holds. Collective."""
+    from lightning_elastic_zero import save_checkpoint
+
+    before = dump(engine, saved.setup)
+    save_checkpoint(engine, saved.path, {"epoch": STEPS}, **saved.options)
+    after = dump(engine, saved.setup)
+    if before is not None and after is not None:
+        assert not differences(before, after), "saving changed the engine"
+        torch.save(before, saved.dump_path)
+
+
+def train_and_save(saved: Saved, *, steps: int = STEPS, seed: int = 0) -> None:
+    """Train a run from its start, and save it."""
+    with engine_of(saved.setup, seed) as engine:
+        train(engine, saved.setup, 0, steps)
+        save(engine, saved)
+
+
+def load(
+    setup: Setup,
+    saved: Saved,
+    *,
+    options: Mapping[str, Any] | None = None,
+    steps_before: int = 0,
+    copy_to: Saved | None = None,
+) -> StateComparison | None:
+    """Load into a run from another seed, with other hyperparameters; rank 0 judges.
+
+    Args:
+        setup: of the run that loads.
+        saved: what it loads.
+        options: of ``load_checkpoint``.
+        steps_before: trained before the load.
+        copy_to: save what was loaded there.
+    """
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 100 + steps_before)
+        loaded = load_checkpoint(engine, saved.path, **(options or {}))
+        assert loaded.client_state["epoch"] == STEPS
+        assert engine.module.scratch.tolist() == [7.0] * 3, "scratch is not persistent"
+        found = dump(engine, setup)
+        if copy_to is not None:
+            save(engine, copy_to)
+    if found is None:
+        return None
+    return compare_states(expected_in(saved.dump(), saved.setup, setup), found)
+
+
+def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
+    """Load nothing: the negative control."""
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 100 + steps)
+        found = dump(engine, setup)
+    if found is None:
+        return None
+    return compare_states(expected_in(saved.dump(), saved.setup, setup), found)
+
+
+def found_after_load(
+    setup: Setup, saved: Saved, options: Mapping[str, Any], *, steps_after: int = 0
+) -> tuple[Dump, Dump] | None:
+    """Give what a run held before, and after it loaded (and trained on)."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        before = dump(engine, setup)
+        load_checkpoint(engine, saved.path, **options)
+        train(engine, setup, STEPS, STEPS + steps_after)
+        after = dump(engine, setup)
+    return None if before is None or after is None else (before, after)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How a load or save was refused."""
+
+    error: str
+    message: str
+    seconds: float
+    unchanged: bool
+    """The engine held the same after as before."""
+
+
+def refusal(
+    setup: Setup,
+    act: Callable[[Engine], object],
+    *,
+    steps: int = 1,
+    look: bool = True,
+    prepare: Callable[[Engine], object] | None = None,
+) -> Refusal:
+    """Do what must be refused to a run that has trained, and look at what is left of it.
+
+    Args:
+        setup: of the run.
+        act: what must be refused.
+        steps: trained before.
+        look: compare what the run held before and after; the oracle cannot look at each.
+        prepare: done to the engine before it trains.
+    """
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        if prepare is not None:
+            prepare(engine)
+        train(engine, setup, 100, 100 + steps)
+        before = dump(engine, setup) if look else None
+        began = time.monotonic()
+        try:
+            act(engine)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            raised: Exception | None = error
+        else:
+            raised = None
+        seconds = time.monotonic() - began
+        after = dump(engine, setup) if look else None
+    changed = before is not None and after is not None and differences(before, after)
+    return Refusal(type(raised).__name__, str(raised), seconds, not changed)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """``load_checkpoint``, to be pickled."""
+
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, engine: Engine) -> object:
+        """Load."""
+        from lightning_elastic_zero import load_checkpoint
+
+        return load_checkpoint(engine, self.path, **self.options)
+
+
+class LoadingBesideSchedule(Loading):
+    """One that must leave the engine's scheduler, and the rates, as they are."""
+
+    def __call__(self, engine: Engine) -> object:
+        """Load, and compare."""
+
+        def rates() -> object:
+            lrs = [group["lr"] for group in engine.optimizer.param_groups]
+            return dict(engine.lr_scheduler.state_dict()), lrs
+
+        before = rates()
+        loaded = super().__call__(engine)
+        assert rates() == before
+        return loaded
+
+
+@dataclass(frozen=True)
+class Saving:
+    """``save_checkpoint``, to be pickled."""
+
+    path: str
+
+    def __call__(self, engine: Engine) -> object:
+        """Save."""
+        from lightning_elastic_zero import save_checkpoint
+
+        return save_checkpoint(engine, self.path)
+
+
+def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
+    """Load into an engine without an optimizer, and give what it holds."""
+    import deepspeed
+
+    from lightning_elastic_zero import load_checkpoint
+
+    config = setup.config()
+    if setup.zero == "0":
+        del config["zero_optimization"]
+    engine, *_ = deepspeed.initialize(model=setup.model(7), config=config, dist_init_required=False)
+    load_checkpoint(engine, saved.path)
+    parameters = dict(engine.module.named_parameters())
+    buffers = dict(engine.module.named_buffers())
+    context = (
+        deepspeed.zero.GatheredParameters(list(parameters.values()))
+        if setup.zero == "3"
+        else contextlib.nullcontext()
+    )
+    with context:
+        found = {f"weight/{name}": p.tolist() for name, p in parameters.items()}
+    engine.destroy()
+    return {**found, **{f"buffer/{name}": buffers[name].tolist() for name in BUFFERS}}
+
+
+def cpu_adam_builds() -> str:
+    """Say why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"DeepSpeedCPUAdam does not build here: {error}"
+    return ""
+
+
+def save_unlike(setup: Setup, path: str) -> None:
+    """Save a run whose last rank has a buffer of another shape."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 1)
+        if engine.global_rank == setup.world - 1:
+            engine.module.average = torch.full((1,), 0.5)
+        save_checkpoint(engine, path)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """Let DeepSpeed step a scheduler, to be pickled."""
+
+    kind: str
+
+    def __call__(self, engine: Engine) -> None:
+        """Give the engine its scheduler."""
+        from deepspeed.runtime.lr_schedules import WarmupLR
+
+        inner = engine.optimizer.optimizer
+        if self.kind == "warm-up":
+            engine.lr_scheduler = WarmupLR(inner, warmup_num_steps=10)
+        else:
+            engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)

@@ -1,0 +1,193 @@
+"""Worlds of ranks that stay for the whole session: a call is run on all ranks of a world.
+
+A process that has destroyed its process group cannot make DeepSpeed another one, so each world
+size has processes of its own. They are forked from one that has imported everything.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from tests.engine import _fork_server
+from tests.timeouts import HANG_TIMEOUT_S
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_S = 60.0
+"""For the others, once a rank has failed: their errors are told too."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one world size."""
+
+    pids: tuple[int, ...]
+    ranks: tuple[Connection, ...]
+    logs: tuple[Path, ...]
+
+    def end(self) -> None:
+        """Kill the ranks, by their ids."""
+        for pid, connection in zip(self.pids, self.ranks, strict=True):
+            connection.close()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def results(self, timeout_s: float) -> dict[int, tuple[str, Any]]:
+        """Wait for all ranks' answers; once one has failed, a little for the others'."""
+        found: dict[int, tuple[str, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self.ranks)}
+        end = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(cast("Connection", connection))
+                try:
+                    answer = cast("Connection", connection).recv_bytes()
+                    found[rank] = pickle.loads(answer)  # noqa: S301 - from a child of this process
+                except (EOFError, OSError):
+                    found[rank] = ("error", f"died\n{self.said()}")
+                if found[rank][0] == "error":
+                    end = min(end, time.monotonic() + GRACE_S)
+        return found
+
+    def said(self) -> str:
+        """Give the end of what each rank printed, with its stack if it hangs."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        texts = [path.read_text(errors="replace")[-3000:] for path in self.logs if path.exists()]
+        return "\n".join(f"-- rank {r}:\n{text}" for r, text in enumerate(texts))
+
+
+class Pools:
+    """Starts worlds when they are first asked for, and ends them all."""
+
+    def __init__(self, *modules: str) -> None:
+        """Take modules that ranks are to find imported, where many worlds are started."""
+        self._modules = modules
+        self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
+        self._worlds: dict[int, World] = {}
+        self._fork_server: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def run(self, world: int, call: Callable[[], T], timeout_s: float = HANG_TIMEOUT_S) -> list[T]:
+        """Run ``call`` on all ranks of a world; give what each returned.
+
+        Raises:
+            AssertionError: a rank raised, died, or took too long. Such a world is not used again.
+        """
+        if world not in self._worlds:
+            self._worlds[world] = self.start(world)
+        ranks = self._worlds[world]
+        for connection in ranks.ranks:
+            connection.send(call)
+        try:
+            results = ranks.results(timeout_s)
+            errors = [f"rank {r}: {a}" for r, (kind, a) in results.items() if kind == "error"]
+            assert not errors, "\n".join(errors)
+            assert len(results) == world, f"{sorted(results)} answered alone\n{ranks.said()}"
+        except BaseException:
+            self._worlds.pop(world).end()
+            raise
+        return [results[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        """End every process that this session started."""
+        for world in self._worlds.values():
+            world.end()
+        if self._fork_server is not None:
+            process, connection = self._fork_server
+            connection.close()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._folder.cleanup()
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def start(self, world: int) -> World:
+        """Start a world of ranks that is the caller's own, to end."""
+        if self._fork_server is None:
+            self._fork_server = self._start_fork_server()
+        folder = Path(self._folder.name)
+        logs = tuple(folder / f"{world}.{rank}.log" for rank in range(world))
+        with _listening(folder / str(world)) as listener:
+            self._fork_server[1].send((world, _free_port()))
+            pids = tuple(self._fork_server[1].recv())
+            try:
+                arrived = [_accept(listener) for _ in range(world)]
+                order = {connection.recv(): connection for connection in arrived}
+                ranks = World(pids, tuple(order[r] for r in range(world)), logs)
+                ready = ranks.results(HANG_TIMEOUT_S)
+                assert len(ready) == world, ranks.said()
+                assert {kind for kind, _ in ready.values()} == {"value"}, ready
+            except (OSError, EOFError) as error:
+                msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
+                raise AssertionError(msg) from error
+        return ranks
+
+    def _start_fork_server(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        folder = Path(self._folder.name)
+        with _listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, _fork_server.__file__, str(folder), *self._modules],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                connection = _accept(listener)
+            except TimeoutError as error:
+                process.kill()
+                process.wait()
+                said = (folder / "nursery.log").read_text(errors="replace")
+                raise AssertionError(said) from error
+            assert connection.recv() == process.pid
+        return process, connection
+
+
+def environment() -> dict[str, str]:
+    """Give the ranks what the Makefile exports, where a test is run without it."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")
+    defaults = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    # Other releases of DeepSpeed or Lightning may stand before the installed ones (tests/releases).
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    found = os.pathsep.join(dict.fromkeys([*filter(None, others), str(ROOT)]))
+    fixed = {"PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+    return {**defaults, **os.environ, **fixed}
+
+
+def _listening(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(16)
+    listener.settimeout(HANG_TIMEOUT_S)
+    return listener
+
+
+def _accept(listener: socket.socket) -> Connection:
+    accepted, _ = listener.accept()
+    accepted.setblocking(True)
+    return Connection(accepted.detach())
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,50 @@
+"""Rates that drift apart between ranks are told, and end no run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._drifted_ranks import resume_drifted, save_drifted
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("source", [Setup(3, "2"), Setup(3, "3", sub_group=700)], ids=str)
+def test_drifted_rates_are_told_and_rank_0s_are_saved(
+    source: Setup, pools: Pools, tmp_path: Path
+) -> None:
+    """The warning names group, key and each rank's value; a resume gives all ranks rank 0's.
+
+    So it does with the schedulers, whose states go with the rates. What else ranks had of their
+    own comes back to them where there are as many as before.
+    """
+    path, rates = str(tmp_path / "drifted.ckpt"), [0.5, 0.25, 0.25]
+    saved = pools.run(3, partial(save_drifted, source, path, rates))
+    assert [drifted.rates[0] for drifted in saved] == rates
+    (warning,) = saved[0].warnings
+    for named in ("lr", "parameter group 0", "0.5 on rank 0", "0.25 on ranks 1, 2", "sync_dist"):
+        assert named in warning
+    assert "parameter group 1" not in warning
+    assert not saved[1].warnings
+    wanted = [0.5, saved[0].rates[1]]
+    for world in (2, 3):
+        found = pools.run(world, partial(resume_drifted, Setup(world, "1"), path))
+        assert [rates for rates, _ in found] == [wanted] * world
+        states = [state["lr_schedulers"] for _, state in found]
+        assert states == [[{"_last_lr": [0.5], "num_bad_epochs": 0}]] * world
+        assert [state["mine"] for _, state in found] == ([0, 1, 2] if world == 3 else [0, 0])
+
+
+def test_ranks_that_agree_are_not_warned(pools: Pools, tmp_path: Path) -> None:
+    """Like rates are no news, and each rank's own part of the schedulers comes back to it."""
+    setup, path = Setup(2, "1"), str(tmp_path / "agreed.ckpt")
+    saved = pools.run(2, partial(save_drifted, setup, path, [0.5, 0.5]))
+    assert not any(drifted.warnings for drifted in saved)
+    found = pools.run(2, partial(resume_drifted, setup, path))
+    own = [state["lr_schedulers"][0]["num_bad_epochs"] for _, state in found]
+    assert own == [0, 1]

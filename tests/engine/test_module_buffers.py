@@ -1,0 +1,99 @@
+"""Buffers of other shapes, or of types that cannot hold what was saved, are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from tests.engine._model import Net
+from tests.engine._save_load_programs import Loading, Saved, refusal, save_unlike
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+from tests.foreign._fixtures import unpack
+from tests.foreign._load_assertions import refused_all
+
+pytestmark = pytest.mark.engine
+
+RUNS = [
+    (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
+    (Setup(3, "3", sub_group=700), Setup(2, "1")),
+    (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
+]
+RESHAPED = ("average (saved (65,), here (1,))", "seen (saved (), here (2, 2))")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("reshaped", RESHAPED),
+        ("narrow", ("average (saved float32, here float16)",)),
+        ("integer", ("average (saved float32, here int64)", "seen (saved int64, here bool)")),
+    ],
+)
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_other_buffers_are_refused(
+    source: Setup,
+    target: Setup,
+    change: str,
+    names: tuple[str, ...],
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """All of them are listed beside the other differences, and the run stays as it was."""
+    for other in (replace(target, buffers=change), replace(target, buffers=change, hidden=64)):
+        for refused in pools.run(
+            target.world, partial(refusal, other, Loading(saved_by(source).path))
+        ):
+            assert refused.error == "CheckpointMismatchError", refused
+            assert all(name in refused.message for name in names), refused.message
+            assert ("a.weight" in refused.message) == (other.hidden == 64)
+            assert refused.unchanged
+
+
+@pytest.mark.parametrize(("source", "target"), RUNS[:2], ids=str)
+def test_saved_buffers_that_would_be_broadcast(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """One value is no substitute for 65."""
+    saved = saved_by(replace(source, buffers="reshaped"))
+    for refused in pools.run(target.world, partial(refusal, target, Loading(saved.path))):
+        assert refused.error == "CheckpointMismatchError", refused
+        assert "average (saved (1,), here (65,))" in refused.message
+        assert "seen (saved (2, 2), here ())" in refused.message
+        assert refused.unchanged
+
+
+@pytest.mark.parametrize("setup", [Setup(2, "2"), Setup(2, "3")], ids=str)
+def test_buffers_of_one_rank_alone(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Where ranks have buffers of their own, each one's own are compared; all ranks refuse."""
+    path = str(tmp_path / "unlike.ckpt")
+    pools.run(setup.world, partial(save_unlike, setup, path))
+    for refused in pools.run(setup.world, partial(refusal, setup, Loading(path))):
+        assert refused.error == "CheckpointMismatchError", refused
+        assert "rank 1" in refused.message
+        assert "average (saved (1,), here (65,))" in refused.message
+        assert refused.unchanged
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_other_formats(pools: Pools, tmp_path: Path) -> None:
+    """Stock and universal checkpoints, single files, torch.distributed.checkpoint: all the same."""
+    recorded = ("zero2-ds0.19", "zero3-ds0.19", "universal2", "lightning1-fp32")
+    paths = [str(unpack(name, tmp_path / name).checkpoint) for name in recorded]
+    weights = Net(0, hidden=5).state_dict()
+    torch.save({"state_dict": weights}, tmp_path / "single.ckpt")
+    save_sharded(weights, checkpoint_id=tmp_path / "sharded")
+    paths += [str(tmp_path / "single.ckpt"), str(tmp_path / "sharded")]
+    target = Setup(2, "2", hidden=5, buffers="reshaped")
+    for path, refused in zip(paths, refused_all(pools, target, paths), strict=True):
+        assert refused.error == "CheckpointMismatchError", (path, refused)
+        listed = (
+            "buffers of other shapes: average (saved (5,), here (1,)), seen (saved (), here (2, 2))"
+        )
+        assert listed in refused.message, refused.message

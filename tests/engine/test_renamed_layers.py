@@ -1,0 +1,90 @@
+"""Layers with other names, and new ones: what a load can be told, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from tests.engine._oracle import Dump, differences, expected_in
+from tests.engine._save_load_programs import (
+    Loading,
+    Saved,
+    compare_states,
+    found_after_load,
+    refusal,
+)
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+RUNS = [
+    (Setup(2, "2"), Setup(3, "3", sub_group=700)),
+    (Setup(3, "3", "bf16", sub_group=700), Setup(2, "1", "bf16")),
+    (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
+]
+NEW = ("c.weight", "c.bias")
+"""Of the model that is called ``renamed``; the other has ``b`` in its place."""
+
+
+def found_after(pools: Pools, target: Setup, saved: Saved, **options: object) -> tuple[Dump, Dump]:
+    """Give what rank 0 of a run held before and after a load."""
+    found = pools.run(target.world, partial(found_after_load, target, saved, options))[0]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_renamed_layers_are_restored(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """With ``rename`` everything is what was saved, bit for bit, optimizer state too."""
+    saved, here = saved_by(source), replace(target, renamed=True)
+    _, found = found_after(pools, here, saved, rename={"b": "c"})
+    wanted = {
+        k.replace("/b.", "/c."): v for k, v in expected_in(saved.dump(), source, target).items()
+    }
+    compare_states(wanted, found).assert_same()
+    _, plainly = found_after(pools, target, saved)
+    assert any("/b." in key for key in plainly)
+
+
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_new_layers_begin_as_they_are(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """A fresh optimizer, not strictly: what the checkpoint lacks is trained from what it is."""
+    saved, here = saved_by(source), replace(target, renamed=True)
+    options = {"load_optimizer_state": False, "strict": False}
+    before, after = found_after(pools, here, saved, **options)
+    wanted = {
+        **{k: v for k, v in expected_in(saved.dump(), source, target).items() if "/b." not in k},
+        **{k: v for k, v in before.items() if "/c." in k},
+    }
+    kinds = ("master", "weight", "frozen", "buffer")
+    assert not differences(
+        *({k: v for k, v in of.items() if k.split("/")[0] in kinds} for of in (wanted, after))
+    )
+    assert {k for k in after if "/c." in k}
+
+
+@pytest.mark.parametrize(("source", "target"), RUNS[:1], ids=str)
+def test_what_helps_is_said(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """A likely renaming is named; a rename that fits nothing, or two names, is refused."""
+    saved, here = saved_by(source), replace(target, renamed=True)
+    for options, says in (
+        ({}, ("c.weight", "rename={'b': 'c'}")),
+        ({"strict": False}, ("c.weight", "rename={'b': 'c'}")),
+        ({"rename": {"x": "c"}}, ("rename names 'x'",)),
+        ({"rename": {"b": "a"}}, ("makes 'a.weight' of both",)),
+    ):
+        loading = Loading(saved.path, options)
+        for refused in pools.run(here.world, partial(refusal, here, loading)):
+            assert refused.error == "CheckpointMismatchError", refused
+            assert all(text in refused.message for text in says), refused.message
+            assert refused.unchanged

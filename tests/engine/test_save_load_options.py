@@ -1,0 +1,188 @@
+"""What a save or a load is asked to leave out, and runs that have no state yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine._oracle import Dump, differences, expected_in
+from tests.engine._save_load_programs import (
+    Loading,
+    Saved,
+    evaluated_weights,
+    found_after_load,
+    load,
+    refusal,
+)
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+ELSEWHERE = [
+    (Setup(2, "2", "bf16"), Setup(3, "3", "bf16", sub_group=700)),
+    (Setup(3, "3"), Setup(2, "1")),
+    (Setup(2, "B", "bf16"), Setup(4, "B", "bf16")),
+]
+STATES = ("exp_avg", "exp_avg_sq", "scalar")
+
+
+def of_kinds(found: Dump, *kinds: str) -> Dump:
+    """Give a part of a dump."""
+    return {key: value for key, value in found.items() if key.split("/")[0] in kinds}
+
+
+def before_and_after(
+    pools: Pools, setup: Setup, saved: Saved, *, steps_after: int = 0, **options: Any
+) -> tuple[Dump, Dump]:
+    """Give what a run held before and after a load."""
+    program = partial(found_after_load, setup, saved, options, steps_after=steps_after)
+    found = pools.run(setup.world, program)[0]
+    assert found is not None
+    return found
+
+
+def bytes_of(paths: Iterable[Path]) -> int:
+    """Add up the sizes of files."""
+    return sum(path.stat().st_size for path in paths)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
+def test_no_state_stays_no_state(
+    source: Setup, target: Setup, steps_before: int, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Saved before its first step, a run has no states after the load; one that had them, none."""
+    saved = saved_by(source, steps=0)
+    assert not of_kinds(saved.dump(), *STATES)
+    verdict = pools.run(target.world, partial(load, target, saved, steps_before=steps_before))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
+def test_a_run_that_has_stepped_is_restored(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Nothing of what it had is left."""
+    verdict = pools.run(target.world, partial(load, target, saved_by(source), steps_before=2))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
+def test_a_fresh_optimizer_on_saved_weights(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Without optimizer state all else is restored, and the optimizer makes its state anew."""
+    saved = saved_by(source)
+    _, after = before_and_after(pools, target, saved, load_optimizer_state=False)
+    wanted = expected_in(saved.dump(), source, target)
+    kinds = ("master", "weight", "frozen", "buffer", "group", "counter")
+    assert not differences(of_kinds(wanted, *kinds), of_kinds(after, *kinds))
+    assert not of_kinds(after, *STATES)
+    _, later = before_and_after(pools, target, saved, load_optimizer_state=False, steps_after=1)
+    assert set(of_kinds(later, "scalar").values()) == {"tensor(1.)"}
+
+
+@pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
+def test_configured_hyperparameters_with_restored_moments(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """The groups stay as they are configured; all that the optimizer has learned is restored."""
+    saved = saved_by(source)
+    before, after = before_and_after(pools, target, saved, load_hyperparameters=False)
+    wanted = expected_in(saved.dump(), source, target)
+    assert of_kinds(after, "group") == of_kinds(before, "group") != of_kinds(wanted, "group")
+    kinds = ("master", "weight", "frozen", "buffer", "counter", *STATES)
+    assert not differences(of_kinds(wanted, *kinds), of_kinds(after, *kinds))
+
+
+@pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
+def test_weights_only(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """No byte of optimizer state is on disk; a load for training says so, and what helps."""
+    saved, whole = saved_by(source, weights_only=True), saved_by(source)
+    folder = Path(saved.path) / "checkpoint"
+    for path in folder.glob("*_optim_states.pt"):
+        state = torch.load(path, weights_only=True)["optimizer_state_dict"]
+        assert not _tensors(state.get("base_optimizer_state"))
+    moments = of_kinds(whole.dump(), "exp_avg", "exp_avg_sq").values()
+    saving = bytes_of(Path(whole.path).rglob("*.pt")) - bytes_of(folder.glob("*.pt"))
+    assert saving >= sum(tensor.nbytes for tensor in moments)
+    for refused in pools.run(target.world, partial(refusal, target, Loading(saved.path))):
+        assert refused.error == "CheckpointMismatchError"
+        assert "load_optimizer_state=False" in refused.message
+        assert refused.unchanged
+    _, after = before_and_after(pools, target, saved, load_optimizer_state=False)
+    wanted = expected_in(saved.dump(), source, target)
+    kinds = ("master", "weight", "frozen", "buffer")
+    assert not differences(of_kinds(wanted, *kinds), of_kinds(after, *kinds))
+    assert not of_kinds(after, *STATES)
+
+
+def _tensors(state: object) -> list[torch.Tensor]:
+    """Give all tensors inside plain data."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [t for value in state.values() for t in _tensors(value)]
+    return [t for value in state for t in _tensors(value)] if isinstance(state, list) else []
+
+
+@pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
+def test_frozen_parameters_left_out(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """They are not on disk, and keep what the model itself gave them; all else is restored."""
+    saved = saved_by(source, exclude_frozen_parameters=True)
+    sizes = [bytes_of(Path(s.path).rglob("*.pt")) for s in (saved_by(source), saved)]
+    frozen = of_kinds(saved.dump(), "frozen").values()
+    assert sizes[0] - sizes[1] >= sum(tensor.nbytes for tensor in frozen)
+    before, after = before_and_after(pools, target, saved)
+    wanted = {
+        **expected_in(saved.dump(), source, target),
+        **of_kinds(before, "frozen"),
+    }
+    assert not differences(wanted, after)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Setup(2, "1", empty=True), Setup(3, "2", empty=True, alignment=True)),
+        (Setup(3, "2", "bf16", empty=True), Setup(1, "B", "bf16", empty=True)),
+        (Setup(2, "2", empty=True, round_robin=True), Setup(2, "2", empty=True)),
+    ],
+    ids=str,
+)
+def test_an_empty_parameter(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """A parameter without elements disturbs nothing (ZeRO-3's own forward fails with one)."""
+    saved = saved_by(source)
+    assert "frozen/empty" in saved.dump() or "weight/empty" in saved.dump()
+    verdict = pools.run(target.world, partial(load, target, saved))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.parametrize("source", [pair[0] for pair in ELSEWHERE], ids=str)
+@pytest.mark.parametrize(("zero", "world"), [("3", 4), ("0", 1), ("0", 2)])
+def test_evaluation_without_an_optimizer(
+    zero: str, world: int, source: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """An engine that only evaluates gets the masters, rounded, and rank 0's buffers everywhere."""
+    saved = saved_by(source)
+    setup = Setup(world, zero, source.precision)
+    wanted = expected_in(saved.dump(), source, setup)
+    for found in pools.run(world, partial(evaluated_weights, setup, saved)):
+        own = {k.replace("frozen/", "weight/"): v for k, v in wanted.items()}
+        keys = [k for k in own if k.startswith(("weight/", "buffer/0/"))]
+        assert found == {k.replace("/0/", "/"): own[k].tolist() for k in keys}

@@ -1,0 +1,63 @@
+"""A call that was made on one rank only, by mistake, has no say in those that all ranks make."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+SETUP = Setup(2, "2")
+ALONE_S, TOGETHER_S = 3, 30
+
+
+class _TimeIsUpError(Exception):
+    """A rank has waited in vain."""
+
+
+def _give_up(*_: object) -> None:
+    raise _TimeIsUpError
+
+
+def _saved(engine: Engine, path: Path, timeout_s: int) -> str:
+    """Save, and return what was raised, if so."""
+    from lightning_elastic_zero import save_checkpoint
+
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(timeout_s)
+    try:
+        save_checkpoint(engine, path)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    return "saved"
+
+
+def saves(folder: str) -> list[str]:
+    """Save on one rank, and then on all, twice."""
+    from torch import distributed
+
+    found = []
+    with engine_of(SETUP, 0) as engine:
+        for step in range(3):
+            train(engine, SETUP, step, step + 1)
+            if step == 0 and distributed.get_rank() == 0:
+                found.append(_saved(engine, Path(folder, "alone"), ALONE_S))
+            if step > 0:
+                found.append(_saved(engine, Path(folder, str(step)), TOGETHER_S))
+    return found
+
+
+def test_a_save_on_one_rank_leaves_later_saves_as_they_are(pools: Pools, tmp_path: Path) -> None:
+    """The later ones agree, and are published; of the first one nothing is left."""
+    first, second = pools.run(SETUP.world, partial(saves, str(tmp_path)))
+    assert first == ["_TimeIsUpError: ", "saved", "saved"]
+    assert second == ["saved", "saved"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]

@@ -1,0 +1,55 @@
+"""Loads of damaged checkpoints by ranks: each gives what this rank was told, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.engine._oracle import differences, dump
+from tests.engine._setup import Setup, engine_of, train
+from tests.trainer._fits import FitSpec, error_of, fit
+
+NOTHING = "nothing was raised"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one load ended on one rank."""
+
+    message: str
+    """Class and message of what was raised."""
+    as_wanted: bool
+    """After an error the engine holds what it held before; else just what was saved."""
+
+
+def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome]:
+    """Load one after another into one engine, which trains a step before each."""
+    from lightning_elastic_zero import load_checkpoint
+
+    found = []
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        load_checkpoint(engine, good)
+        saved = dump(engine, setup)
+        for step, path in enumerate(damaged):
+            train(engine, setup, 100 + step, 101 + step)
+            before = dump(engine, setup)
+            message = NOTHING
+            try:
+                load_checkpoint(engine, path)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                message = f"{type(error).__name__}: {error}"
+            wanted, after = saved if message == NOTHING else before, dump(engine, setup)
+            same = wanted is None or after is None or not differences(wanted, after)
+            found.append(Outcome(message, same))
+    return found
+
+
+def fit_from_each(root: str, damaged: tuple[str, ...], good: str) -> list[str]:
+    """Resume a Trainer from each, and at the end from the whole one; give what was raised."""
+    plans = [FitSpec(f"{root}/out", 2, epochs=1, ckpt_path=path) for path in (*damaged, good)]
+    return [error_of(plan) for plan in plans]
+
+
+def save_two(root: str) -> None:
+    """Leave two checkpoints of one run: after one epoch, and after two."""
+    keep = {"save_top_k": -1, "filename": "{epoch}", "auto_insert_metric_name": False}
+    fit(FitSpec(root, 2, epochs=2, checkpoint=keep))

@@ -1,0 +1,220 @@
+"""Runs that are killed while they save, what is looked at after each, and what goes on from there.
+
+Each run goes on from what the one before left, on another number of devices and another ZeRO
+stage, and is itself the next to be killed: a restart is never a dry one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.storage import repair
+from lightning_elastic_zero.storage.process_identity import ProcessIdentity
+from tests.engine._worker_pool import Pools, World
+from tests.faults._deterministic_training import Table, Training, published, train
+from tests.faults._save_steps import KillPoint
+from tests.faults._state_digests import read_digests
+from tests.faults._table import KILLS
+from tests.timeouts import PROMPT_TIMEOUT_S
+
+PATIENCE_S = 0.3
+"""How long the ranks that were not killed may go on, before a launcher would kill them too."""
+
+RUN_S = PROMPT_TIMEOUT_S
+"""A run that takes longer hangs."""
+
+WORLDS = (2, 3, 2, 1)
+STAGES = (2, 3, 1)
+
+
+@dataclass
+class KillSequence:
+    """Runs one after another, each of them killed, in one folder."""
+
+    pools: Pools
+    root: Path
+    table: Table
+    """What every run holds after each step, by an undisturbed run."""
+    row: str
+    """Of the table of what was tried."""
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the strategy's, such as how it saves."""
+    wrong: list[str] = field(default_factory=list)
+    _count: int = 0
+    _began: int = 0
+    """The step that the last run has begun at."""
+    _linked: bool = False
+    """Whether ``last.ckpt`` was there, so that it must never be gone."""
+
+    def kill(self, kill_point: KillPoint) -> bool:
+        """Kill a run at a step, and check all that is left; tell whether it came to that."""
+        (self.root / "landed").unlink(missing_ok=True)
+        self._run(self._until_dead, kill_point)
+        landed = (self.root / "landed").exists()
+        self._check(f"{kill_point}", landed=landed)
+        return landed
+
+    def kill_at_random(self, draw: random.Random) -> None:
+        """Kill one rank, or all, at any instant of a run that saves."""
+        delay_s, everyone = draw.uniform(0, 0.6), draw.random() < 0.5
+
+        def strike(world: World) -> None:
+            _wait_for(self.root / "started", world)
+            time.sleep(delay_s)
+            for pid in world.pids if everyone else [draw.choice(world.pids)]:
+                os.kill(pid, signal.SIGKILL)
+            self._until_dead(world)
+
+        self._run(strike, None)
+        self._check(f"after {delay_s:.3f} s, {everyone=}", landed=True)
+
+    def go_on(self) -> None:
+        """Run once undisturbed: at the start, so that there is something to lose, and at the end.
+
+        What the killed ones left behind is gone then.
+        """
+        self._run(self._until_dead, None, steps=2)
+        self._check("undisturbed", landed=None)
+        # A note that was cut while it was written names nobody who could be dead: it goes by age.
+        hidden = [
+            str(path)
+            for path in self.root.glob("*/.zero-*")
+            if not (path.suffix == ".json" and ProcessIdentity.read(path) is None)
+        ]
+        if hidden:
+            self.wrong.append(f"left behind: {hidden}")
+
+    # -- one run -----------------------------------------------------------------------------
+
+    def _run(
+        self, watch: Callable[[World], None], kill_point: KillPoint | None, steps: int = 4
+    ) -> None:
+        self._count += 1
+        size = WORLDS[self._count % len(WORLDS)]
+        training = Training(
+            str(self.root),
+            STAGES[self._count % len(STAGES)],
+            steps,
+            self._resume_from(),
+            kill_point,
+        )
+        training = replace(training, strategy=self.strategy)
+        (self.root / "started").unlink(missing_ok=True)
+        world = self.pools.start(size)
+        try:
+            for connection in world.ranks:
+                connection.send(partial(train, training))
+            watch(world)
+        finally:
+            said = world.said() if not (self.root / "started").exists() else ""
+            world.end()
+        self._check_restart(training, said)
+
+    def _until_dead(self, world: World) -> None:
+        """Wait until all ranks have ended, or one died and the others had a moment."""
+        waiting = list(world.ranks)
+        end = time.monotonic() + RUN_S
+        while waiting and (ready := wait(waiting, max(0.0, end - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                waiting.remove(connection)
+                with suppress(EOFError, OSError):
+                    kind, *_ = _unpickled(connection)
+                    if kind == "value":
+                        continue
+                end = min(end, time.monotonic() + PATIENCE_S)
+
+    def _resume_from(self) -> str | None:
+        """Give what a user would go on from: the newest of one of the folders, or its last."""
+        over, top = self.root / "over", self.root / "top"
+        repair(over)
+        last = top / "last.ckpt"
+        ways = itertools.chain([over / "same.ckpt"] if self._count % 2 else [last])
+        for path in (*ways, last, over / "same.ckpt", *_newest(top)):
+            if path.exists():
+                return str(path)
+        return None
+
+    # -- what is left ------------------------------------------------------------------------
+
+    def _check_restart(self, training: Training, said: str) -> None:
+        started = self.root / "started"
+        if not started.exists():
+            self._note("not restarted", f"from {training.ckpt_path}: {said[-1500:]}")
+            return
+        held = {int(step): values for step, values in json.loads(started.read_text()).items()}
+        self._began = max(held, default=0)
+        if training.ckpt_path is None:
+            return
+        KILLS.count(self.row, "restarts")
+        for step, values in held.items():
+            if differ := [key for key, value in values.items() if self.table[step][key] != value]:
+                self._note("silent errors", f"restart at step {step} from {training}: {differ}")
+
+    def _check(self, what: str, *, landed: bool | None) -> None:
+        """Read every published checkpoint; compare it with what was trained, bit for bit."""
+        if landed is not None:
+            KILLS.count(self.row, "tried")
+            KILLS.count(self.row, "landed", by=landed)
+        floor_path = self.root / "floor"
+        floor = json.loads(floor_path.read_text()) if floor_path.exists() else {}
+        for name in ("over", "top"):
+            repair(self.root / name)
+            found = published(self.root / name)
+            sound = [s for s, path in found.items() if self._is_sound(s, path, what)]
+            # A run that began at an older one saves what is older than what it replaces.
+            if max(sound, default=0) < min(floor.get(name, 0), self._began + 1):
+                self._note("last-good losses", f"{what}: {name} has {sound}, had {floor[name]}")
+        last = self.root / "top" / "last.ckpt"
+        if (last / "manifest.json").exists():
+            self._linked = True
+        elif last.is_symlink() or self._linked:
+            leads = f"leads to {last.readlink()}" if last.is_symlink() else "is gone"
+            self._note("links to nothing", f"{what}: last.ckpt {leads}")
+
+    def _is_sound(self, step: int, path: Path, what: str) -> bool:
+        KILLS.count(self.row, "checkpoints checked")
+        try:
+            values = read_digests(path)
+        except ElasticZeroError as error:
+            self._note("not loadable", f"{what}: {error}")
+            return False
+        wanted = {key: value for key, value in self.table[step].items() if key != "lr"}
+        if differ := [key for key, value in wanted.items() if values.get(key) != value]:
+            self._note("silent errors", f"{what}: {path.name} at step {step}: {differ}")
+        return not differ
+
+    def _note(self, column: str, text: str) -> None:
+        KILLS.count(self.row, column)
+        self.wrong.append(f"{column}: {text}")
+
+
+def _newest(folder: Path) -> list[Path]:
+    return [path for _, path in sorted(published(folder).items(), reverse=True)]
+
+
+def _unpickled(connection: Connection) -> tuple[str, Any]:
+    import pickle
+
+    answer: tuple[str, Any] = pickle.loads(connection.recv_bytes())  # noqa: S301 (from our child)
+    return answer
+
+
+def _wait_for(path: Path, world: World) -> None:
+    end = time.monotonic() + RUN_S
+    while not path.exists():
+        assert time.monotonic() < end, world.said()
+        time.sleep(0.005)

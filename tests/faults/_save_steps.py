@@ -1,0 +1,204 @@
+"""The named steps of a save, as a process sees itself reach them, and what kills it there.
+
+Nothing of this is in the library: the program under test looks at its own system calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.storage import staging
+
+BY_EACH_RANK = (
+    "during a shard",
+    "after a shard's fsync",
+    "after the sums' fsync",
+)
+"""Reached by every rank, in its own files; all others by rank 0 only."""
+
+STEPS = (
+    "before staging",
+    "during a shard",
+    "after a shard's fsync",
+    "after the sums' fsync",
+    "during the model file",
+    "before the manifest",
+    "after the manifest's fsync",
+    "before a rename to a free name",
+    "before the exchange",
+    "after the exchange",
+    "before two renames",
+    "between two renames",
+    "after the renames",
+    "while the replaced one is deleted",
+    "after the link is asked for",
+    "before the link is changed",
+    "while the new link is hidden",
+    "after the link is changed",
+    "before top-k deletes",
+    "while top-k deletes",
+)
+
+TWO_RENAMES = ("before two renames", "between two renames")
+"""Reached only where names cannot be exchanged."""
+
+OFTEN = {
+    "during a shard": 40,
+    "during the model file": 8,
+    "after the sums' fsync": 4,
+    "while the replaced one is deleted": 12,
+    "while top-k deletes": 12,
+}
+"""How often a step is reached in the first saves of a run; every other one some three times."""
+
+ALL, FIRST, OTHER = "all", "rank 0", "another"
+
+
+@dataclass(frozen=True)
+class KillPoint:
+    """Who is killed, where, and at which time it is reached."""
+
+    step: str
+    whom: str = ALL
+    nth: int = 1
+
+
+class SaveStepTracer:
+    """Counts the steps that this process reaches, and kills when the one is reached."""
+
+    def __init__(self, kill_point: KillPoint, root: Path, rank: int, world: int) -> None:
+        self._kill_point, self._root = kill_point, root
+        self._rank, self._world = rank, world
+        self._count = 0
+        self._placed = False
+        self._linked = False
+        self._lock = threading.Lock()
+        alone = kill_point.whom == OTHER and kill_point.step in BY_EACH_RANK
+        self._acts = rank == (min(1, world - 1) if alone else 0)
+        self._write, self._fsync = os.write, os.fsync
+        (root / f"pid-{rank}").write_text(str(os.getpid()))
+
+    def watch(self) -> None:
+        """Look at this process's system calls from now on."""
+        os.write, os.fsync = self._on_write, self._on_fsync  # type: ignore[assignment]
+        exchange = staging.exchange_names  # type: ignore[attr-defined]
+
+        def on_exchange(one: Path, other: Path) -> bool:
+            if self._kill_point.step in TWO_RENAMES:
+                return False
+            self.reach("before the exchange")
+            done = exchange(one, other)
+            self._placed = True
+            self.reach("after the exchange")
+            return done
+
+        staging.exchange_names = on_exchange  # type: ignore[attr-defined]
+        sys.addaudithook(self._on_event)
+
+    def reach(self, step: str) -> None:
+        """Take notice of a step; it may be the last thing that this process does."""
+        if step != self._kill_point.step or not self._acts:
+            return
+        with self._lock:
+            self._count += 1
+            if self._count == self._kill_point.nth:
+                self._strike()
+
+    def _strike(self) -> None:
+        (self._root / "landed").write_text(self._kill_point.step)
+        ranks = {FIRST: [0], OTHER: [min(1, self._world - 1)], ALL: list(range(self._world))}
+        victims = [int((self._root / f"pid-{r}").read_text()) for r in ranks[self._kill_point.whom]]
+        # The one that strikes goes last.
+        for pid in sorted(victims, key=lambda pid: pid == os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    # -- how steps are told ------------------------------------------------------------------
+
+    def _on_write(self, descriptor: int, data: Any) -> int:  # noqa: ANN401 (any buffer)
+        name = _path_of(descriptor).name
+        half = memoryview(data)[: max(1, len(data) // 2)]
+        if not name.endswith("_states.pt"):
+            return self._write(descriptor, data)
+        # The caller has to go on with what was not taken.
+        count = self._write(descriptor, half)
+        self.reach("during a shard" if "optim" in name else "during the model file")
+        return count
+
+    def _on_fsync(self, descriptor: int) -> None:
+        path = _path_of(descriptor)
+        if self._linked and path.is_dir():
+            self._linked = False
+            self.reach("after the link is changed")
+        self._fsync(descriptor)
+        if path.name.endswith("_optim_states.pt"):
+            self.reach("after a shard's fsync")
+        elif path.name.endswith(".sums"):
+            self.reach("after the sums' fsync")
+        elif path.name == "manifest.json":
+            self.reach("after the manifest's fsync")
+        elif self._placed and path.is_dir():
+            self._placed = False
+            self.reach("after the renames")
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if handle := self._HANDLERS.get(event):
+            handle(self, *args)
+
+    def _on_mkdir(self, path: Any, *_: object) -> None:  # noqa: ANN401
+        if _name(path).startswith(".zero-staging-"):
+            self.reach("before staging")
+
+    def _on_open(self, path: Any, mode: object, _: object) -> None:  # noqa: ANN401
+        if "x" in str(mode) and _name(path) == "manifest.json":
+            self.reach("before the manifest")
+
+    def _on_rename(self, source: Any, target: Any, *_: object) -> None:  # noqa: ANN401
+        if _name(target).startswith(".zero-previous-"):
+            self.reach("before two renames")
+        elif _name(target).startswith(".zero-removed-"):
+            self.reach("before top-k deletes")
+        elif _name(source).startswith(".zero-link-"):
+            self._linked = True
+            self.reach("while the new link is hidden")
+        elif _name(source).startswith(".zero-staging-"):
+            parent = Path(os.fsdecode(source)).parent
+            aside = any(n.startswith(".zero-previous-") for n in map(_name, parent.iterdir()))
+            self._placed = True
+            self.reach("between two renames" if aside else "before a rename to a free name")
+
+    def _on_symlink(self, _: object, path: Any, *__: object) -> None:  # noqa: ANN401
+        if _name(path).startswith(".zero-link-"):
+            self.reach("before the link is changed")
+
+    def _on_remove(self, path: Any, folder: int) -> None:  # noqa: ANN401
+        where = str(_path_of(folder) if folder >= 0 else Path(os.fsdecode(path)).parent)
+        if ".zero-removed-" in where:
+            self.reach("while top-k deletes")
+        elif ".zero-staging-" in where or ".zero-previous-" in where:
+            self.reach("while the replaced one is deleted")
+
+    _HANDLERS: dict[str, Callable[..., None]] = {  # noqa: RUF012
+        "os.mkdir": _on_mkdir,
+        "open": _on_open,
+        "os.rename": _on_rename,
+        "os.symlink": _on_symlink,
+        "os.remove": _on_remove,
+    }
+
+
+def _path_of(descriptor: int) -> Path:
+    try:
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return Path()
+
+
+def _name(path: Any) -> str:  # noqa: ANN401
+    return Path(os.fsdecode(path)).name if isinstance(path, str | bytes | os.PathLike) else ""

@@ -1,0 +1,89 @@
+"""A checkpoint read whole, in one process without DeepSpeed, as digests of all that it holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest, open_checkpoint
+from lightning_elastic_zero.layout import Fragment, plan_transfers
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.storage import ignore_bytes
+from tests.core.spelling import spelled
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """Give a tensor's bits."""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def digest(data: bytes) -> str:
+    """Give a short digest."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def read_digests(path: Path) -> dict[str, str]:
+    """Give a digest of every value that a load could be given, by what it is.
+
+    Raises:
+        ElasticZeroError: the checkpoint is refused.
+    """
+    with closing(open_checkpoint(path)) as source:
+        source.check_all()
+        source.verify(0, 1, ignore_bytes)
+        tensors = _tensors(source)
+        found = {name: digest(bits_of(tensor)) for name, tensor in tensors.items()}
+        found |= dict(_once(source))
+        found["manifest"] = digest(spelled(asdict(source.manifest)).encode())
+    return found
+
+
+def _tensors(source: CheckpointReader) -> dict[str, torch.Tensor]:
+    manifest = source.manifest
+    masters = {p.name: p.numel for p in manifest.optimized if p.numel}
+    frozen = {p.name: p.numel for p in manifest.frozen if p.numel}
+    targets: dict[str, torch.Tensor] = {}
+    requests: list[ReadRequest] = []
+    for name, numel in {**masters, **frozen}.items():
+        layout = source.layout() if name in masters else source.frozen_layout()
+        transfers = plan_transfers([Fragment(name, 0, numel, 0, 0, 0)], layout)
+        for key, dtype in _keys_of(manifest, name).items():
+            target = targets[f"{key or 'weight'}/{name}"] = torch.empty(numel, dtype=dtype)
+            requests += [ReadRequest(key, transfer, target) for transfer in transfers]
+    source.check(
+        sorted({r.transfer.source_rank for r in requests if r.transfer.name in masters}),
+        sorted({r.transfer.source_rank for r in requests if r.transfer.name in frozen}),
+    )
+    source.read(requests, ignore_bytes)
+    return targets
+
+
+def _keys_of(manifest: Manifest, name: str) -> Mapping[str, torch.dtype]:
+    parameter = next(p for p in manifest.parameters if p.name == name)
+    if parameter.group is None:
+        return {WEIGHT: getattr(torch, parameter.dtype)}
+    state = [k for k in manifest.groups[parameter.group].state if k.kind == "elementwise"]
+    masters = getattr(torch, manifest.master_dtype)
+    return {WEIGHT: masters, **{k.name: getattr(torch, k.dtype) for k in state}}
+
+
+def _once(source: CheckpointReader) -> Iterator[tuple[str, str]]:
+    """Give what is held once, as each rank of the save would be given it."""
+    manifest = source.manifest
+    for rank in range(manifest.world_size):
+        once: Any = source.module_state(rank, manifest.world_size)
+        for field in ("buffers", "client_state", "loss_scaler", "lr_scheduler"):
+            value = getattr(once, field)
+            as_dict = dict(value) if isinstance(value, Mapping) else value
+            yield f"{field} of rank {rank}", digest(spelled(as_dict).encode())
+        for name, buffer in once.buffers.items() if rank == 0 else ():
+            yield f"buffer/{name}", digest(bits_of(buffer))
+        for at in source.layout().on_rank(rank):
+            scalars = spelled(dict(source.scalars(at)))
+            yield f"scalars of {at.name} on rank {rank}", digest(scalars.encode())

@@ -1,0 +1,190 @@
+"""Where a checkpoint is damaged, the newest sound one is named, and taken if the user says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.checkpoint.fallback import find_fallback
+from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.manifest import MANIFEST_NAME
+from tests.engine import _damaged_checkpoints
+from tests.engine._save_load_programs import Saved, train_and_save
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+from tests.faults._damaged_loads import save_two
+from tests.faults._fallback_loads import FallbackResult, fit_and_test, load_from
+
+pytestmark = pytest.mark.engine
+
+SETUP = Setup(2, "2")
+
+
+@pytest.fixture(scope="module")
+def kept(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a folder with three checkpoints of one run, after 1, 2 and 3 steps."""
+    folder = tmp_path_factory.mktemp("kept")
+    for steps, name in enumerate("abc", 1):
+        saved = Saved(SETUP, str(folder / f"{name}.ckpt"))
+        pools.run(2, partial(train_and_save, saved, steps=steps))
+    return folder
+
+
+@pytest.fixture
+def folder(kept: Path, tmp_path: Path) -> Path:
+    """Give a copy of it, with a link to the last."""
+    copy = Path(shutil.copytree(kept, tmp_path / "run"))
+    (copy / "last.ckpt").symlink_to("c.ckpt")
+    return copy
+
+
+def loaded(
+    pools: Pools, path: Path, older: str = "a", *, fallback: bool = False
+) -> list[FallbackResult]:
+    """Load on two ranks, and compare with one of the older checkpoints."""
+    saved = Saved(SETUP, str(path.parent / f"{older}.ckpt"))
+    options = {"fallback": True} if fallback else {}
+    return pools.run(2, partial(load_from, SETUP, str(path), saved, options))
+
+
+def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
+    """All ranks are told what is wrong with the last, and which older one is verified."""
+    _damaged_checkpoints.flip_bit(folder / "c.ckpt")
+    _damaged_checkpoints.flip_bit(folder / "b.ckpt")
+    for rank in loaded(pools, folder / "last.ckpt"):
+        assert rank.message.startswith("CheckpointCorruptedError")
+        assert "c.ckpt" in rank.message
+        assert f"verified, is {folder / 'a.ckpt'} (step 1)" in rank.message
+        assert "b.ckpt" not in rank.message
+        assert "fallback=True" in rank.message
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _damaged_checkpoints.flip_bit,
+        _damaged_checkpoints.lose_shard,
+        _damaged_checkpoints.cut_manifest,
+    ],
+)
+def test_it_is_taken_where_that_is_allowed(damage: object, pools: Pools, folder: Path) -> None:
+    """All ranks hold what its writer held, bit for bit; a warning says what was wrong."""
+    assert callable(damage)
+    damage(folder / "c.ckpt")
+    ranks = loaded(pools, folder / "last.ckpt", "b", fallback=True)
+    assert [rank.message for rank in ranks] == ["", ""]
+    assert [rank.instead_of for rank in ranks] == [str(folder / "last.ckpt")] * 2
+    assert all(rank.is_older for rank in ranks)
+    (warning,), () = (rank.warnings for rank in ranks)
+    assert "c.ckpt" in warning
+    assert f"Instead, {folder / 'b.ckpt'} (step 2) is loaded" in warning
+
+
+def test_a_link_to_what_is_gone(pools: Pools, folder: Path) -> None:
+    """A last.ckpt whose checkpoint is gone is treated as a damaged one is."""
+    shutil.rmtree(folder / "c.ckpt")
+    for rank in loaded(pools, folder / "last.ckpt"):
+        assert rank.message.startswith("CheckpointNotFoundError")
+        assert str(folder / "b.ckpt") in rank.message
+    ranks = loaded(pools, folder / "last.ckpt", "b", fallback=True)
+    assert [rank.message for rank in ranks] == ["", ""]
+
+
+def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) -> None:
+    """Without a sound one none is taken; a misspelt path is told what is there, and takes none."""
+    for rank in loaded(pools, folder / "lsat.ckpt", fallback=True):
+        assert rank.message.startswith("CheckpointNotFoundError")
+        assert "sound" not in rank.message
+        assert "last.ckpt" in rank.message
+    for name in "abc":
+        _damaged_checkpoints.flip_bit(folder / f"{name}.ckpt")
+    for rank in loaded(pools, folder / "last.ckpt", fallback=True):
+        assert rank.message.startswith("CheckpointCorruptedError")
+        assert "fallback" not in rank.message
+
+
+def test_a_newer_one_is_not_taken(pools: Pools, folder: Path) -> None:
+    """Who asks for an old checkpoint by name does not get a newer one."""
+    _damaged_checkpoints.flip_bit(folder / "b.ckpt")
+    ranks = loaded(pools, folder / "b.ckpt", "a", fallback=True)
+    assert [rank.message for rank in ranks] == ["", ""]
+    assert all(rank.is_older for rank in ranks)
+
+
+def test_the_newest_is_the_one_published_last(pools: Pools, folder: Path) -> None:
+    """Steps of another run in the same folder say nothing about which one is newest."""
+    _damaged_checkpoints.flip_bit(folder / "c.ckpt")
+    os.utime(folder / "b.ckpt" / "manifest.json", (1e9, 1e9))
+    for rank in loaded(pools, folder / "last.ckpt"):
+        assert str(folder / "a.ckpt") in rank.message
+
+
+def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
+    """Make a manifest unreadable as a bad disk does: nobody writes, and no time changes."""
+    manifest = checkpoint / MANIFEST_NAME
+    times = {path: path.stat().st_mtime_ns for path in (checkpoint, manifest)}
+    damage(checkpoint)
+    for path, time_ns in times.items():
+        if path.exists():
+            os.utime(path, ns=(time_ns, time_ns))
+
+
+def proposed_for(checkpoint: Path) -> str | None:
+    """Give the name of the checkpoint that is proposed in place of another."""
+    older = find_fallback(checkpoint, OneRank())
+    return None if older is None else Path(older.path).name
+
+
+@pytest.mark.parametrize(
+    "damage", [_damaged_checkpoints.cut_manifest, _damaged_checkpoints.lose_manifest]
+)
+def test_without_a_manifest_times_tell_what_is_older(
+    damage: Callable[[Path], object], folder: Path
+) -> None:
+    """Where nothing says at which step the damaged one was, none that came after it is proposed."""
+    rot_manifest(folder / "b.ckpt", damage)
+    assert proposed_for(folder / "b.ckpt") == "a.ckpt"
+    rot_manifest(folder / "a.ckpt", damage)
+    assert proposed_for(folder / "a.ckpt") is None
+    assert proposed_for(folder / "b.ckpt") is None
+    assert proposed_for(folder / "last.ckpt") is None
+
+
+def test_only_a_newer_one_is_none(pools: Pools, folder: Path) -> None:
+    """With leave to fall back, all ranks fail for the first checkpoint, and name no other."""
+    rot_manifest(folder / "a.ckpt", _damaged_checkpoints.cut_manifest)
+    for rank in loaded(pools, folder / "a.ckpt", "b", fallback=True):
+        assert rank.message
+        assert not rank.instead_of
+        assert "b.ckpt" not in rank.message
+        assert "c.ckpt" not in rank.message
+
+
+def test_weights_alone_are_none(pools: Pools, folder: Path) -> None:
+    """Where nothing says that the damaged one was of weights only, none such is proposed for it."""
+    light = Saved(SETUP, str(folder / "light.ckpt"), {"weights_only": True})
+    pools.run(2, partial(train_and_save, light, steps=2))
+    before_c = (folder / "c.ckpt" / MANIFEST_NAME).stat().st_mtime - 0.01
+    for path in (Path(light.path), Path(light.path) / MANIFEST_NAME):
+        os.utime(path, (before_c, before_c))
+    rot_manifest(folder / "c.ckpt", _damaged_checkpoints.cut_manifest)
+    assert proposed_for(folder / "c.ckpt") == "b.ckpt"
+    for name in "ab":
+        shutil.rmtree(folder / f"{name}.ckpt")
+    assert proposed_for(folder / "c.ckpt") is None
+
+
+def test_a_trainer_goes_on_from_it(pools: Pools, tmp_path: Path) -> None:
+    """fit(ckpt_path=...) goes on from the older one; test(ckpt_path=...) evaluates no other."""
+    pools.run(2, partial(save_two, str(tmp_path)))
+    _damaged_checkpoints.flip_bit(tmp_path / "1.ckpt")
+    call = partial(fit_and_test, str(tmp_path), str(tmp_path / "1.ckpt"))
+    for step, message in pools.run(2, call):
+        assert step == 4
+        assert message.startswith("CheckpointCorruptedError")
+        assert str(tmp_path / "0.ckpt") in message

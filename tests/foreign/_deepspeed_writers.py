@@ -1,0 +1,93 @@
+"""What ranks do to make a checkpoint, and to say what the engine held that wrote it.
+
+Nothing here may import ``lightning_elastic_zero``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tests.engine._oracle import dump
+from tests.engine._setup import Engine, engine_of, train
+from tests.foreign._fixture_table import FixtureRow
+
+CLIENT_STATE = {"epoch": 3}
+MORE = 2
+"""Steps that a run trains after its save, where that matters to what it saves."""
+
+
+def wait_for_gathers() -> None:
+    """Have gathers on CPUs finished when they return.
+
+    DeepSpeed before 0.19 copies from a buffer that gloo has not filled yet, and trains on what
+    lay there. Some also gather into a view of a weight, which autograd refuses.
+    """
+    from deepspeed.comm.comm import cdb
+
+    if hasattr(cdb, "waits"):
+        return
+    gather = cdb.all_gather_function
+
+    @torch.no_grad()
+    def waiting(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's own
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    cdb.all_gather_function, cdb.waits = waiting, True
+
+
+def write(row: FixtureRow, folder: str) -> None:
+    """Train, save, and keep what was held; nothing that is computed later is kept. Collective."""
+    wait_for_gathers()
+    with engine_of(row.setup, 0) as engine:
+        train(engine, row.setup, 0, row.steps)
+        keep(dump(engine, row.setup), folder, "truth")
+        _save(engine, row, folder, row.steps)
+        if row.kind == "two tags":
+            train(engine, row.setup, row.steps, row.steps + MORE)
+            keep(dump(engine, row.setup), folder, "later")
+            _save(engine, row, folder, row.steps + MORE, save_latest=False)
+
+
+def write_larger(row: FixtureRow, folder: str) -> None:
+    """Save a run of one more rank. Collective."""
+    larger = replace(row.setup, world=row.setup.world + 1)
+    wait_for_gathers()
+    with engine_of(larger, 0) as engine:
+        train(engine, larger, 0, row.steps)
+        _save(engine, row, folder, row.steps)
+
+
+def _save(engine: Engine, row: FixtureRow, folder: str, steps: int, **options: Any) -> None:
+    if row.kind == "dumps":
+        _save_by_hand(engine, Path(folder) / "checkpoint")
+        return
+    engine.save_checkpoint(
+        f"{folder}/checkpoint", tag=f"step{steps}", client_state=CLIENT_STATE, **options
+    )
+
+
+def _save_by_hand(engine: Engine, path: Path) -> None:
+    """Save as those do who use an Accelerator, and torch.save for the rest."""
+    whole = engine.zero_optimization_stage() == 3
+    weights = engine._consolidated_16bit_state_dict() if whole else engine.module.state_dict()
+    rank = distributed.get_rank()
+    if rank == 0:
+        path.mkdir()
+        torch.save(weights, path / "model.pt")
+    distributed.barrier()
+    torch.save(engine.optimizer.state_dict(), path / f"optimizer.{rank:02d}.pt")
+    distributed.barrier()
+
+
+def keep(held: dict[str, Any] | None, folder: str, name: str) -> None:
+    """Keep a dump: it is on one rank."""
+    if held is not None:
+        torch.save(held, Path(folder) / f"{name}.pt")

@@ -1,0 +1,85 @@
+"""Loading what torch and Lightning wrote into ZeRO engines, and what must come of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.engine._oracle import differences, dump
+from tests.engine._save_load_programs import Loading, Refusal, refusal
+from tests.engine._setup import Setup, engine_of, train
+from tests.engine._worker_pool import Pools
+from tests.foreign._fixtures import Fixture
+from tests.foreign._restore_programs import Case, restore
+from tests.foreign._torch_writers import Run
+from tests.timeouts import PROMPT_TIMEOUT_S
+
+TARGETS = (
+    Setup(1, "2", bucket=5000),
+    Setup(2, "3", bucket=5000, sub_group=700),
+    Setup(3, "1", bucket=5000, round_robin=True),
+)
+"""One, two and three devices, all stages; three divides nothing."""
+
+
+def as_fixture(run: Run) -> Fixture:
+    """Give what a writer held as a fixture; its buffers are those of one rank."""
+    folder = Path(f"{run.path}.d")
+    folder.mkdir(exist_ok=True)
+    truth = folder / "truth.pt"
+    if not truth.exists():
+        truth.symlink_to(run.truth_path)
+    return Fixture(folder, Setup(1), {"steps": run.steps})
+
+
+def assert_restored(
+    pools: Pools, run: Run, target: Setup, client_state: dict[str, Any], **changes: Any
+) -> None:
+    """Fail unless a load gives bit for bit what the writer held."""
+    case = Case(
+        fixture=as_fixture(run),
+        target=target,
+        path=run.path,
+        client_state=client_state,
+        **changes,
+    )
+    outcome = pools.run(target.world, partial(restore, case))[0]
+    assert outcome is not None
+    outcome.verdict.assert_same()
+    assert outcome.verdict.tensors >= 27
+
+
+def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:
+    """Give how the loads of several checkpoints are refused by one run, which stays what it was."""
+    of_ranks = pools.run(target.world, partial(refusals, target, paths, **options))
+    assert all(found == of_ranks[0] for found in of_ranks), of_ranks
+    return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
+
+
+def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str, str]]:
+    """Try to load each; give the errors' names and messages. Collective."""
+    with engine_of(target, 7, tilt=3.0) as engine:
+        train(engine, target, 100, 101)
+        before = dump(engine, target)
+        found = []
+        for path in paths:
+            try:
+                Loading(path, options)(engine)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                found.append((type(error).__name__, str(error)))
+            else:
+                found.append(("nothing", path))
+        after = dump(engine, target)
+    assert before is None or after is None or not differences(before, after)
+    return found
+
+
+def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
+    """Give how a load is refused: alike on all ranks, in bounded time, with nothing changed."""
+    found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
+    first = found[0]
+    assert all((r.error, r.message) == (first.error, first.message) for r in found), found
+    assert all(r.unchanged for r in found), found
+    assert all(r.seconds < PROMPT_TIMEOUT_S for r in found)
+    return first

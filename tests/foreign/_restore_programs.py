@@ -1,0 +1,141 @@
+"""What ranks do with a checkpoint that other software wrote, and what must come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.engine._model import BUFFERS
+from tests.engine._oracle import Dump, dump, expected_in
+from tests.engine._reference_run import MORE, ReferenceComparison, compare_with_reference
+from tests.engine._save_load_programs import StateComparison, compare_states
+from tests.engine._setup import Setup, engine_of, train
+from tests.foreign._fixtures import Fixture
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load of one checkpoint."""
+
+    fixture: Fixture
+    target: Setup
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: bool = True
+    """Whether the checkpoint holds hyperparameters, so that they must come back."""
+    counters: bool = True
+    """Whether it holds DeepSpeed's step counters."""
+    client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 3})
+    goes_on: bool = False
+    """Whether it is trained on, beside a run that was made to hold the writer's state."""
+    other_order: bool = False
+    """Whether matrices are multiplied as by another processor, which sums in another order."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 found."""
+
+    verdict: StateComparison
+    """Of what was restored."""
+    compare_with_reference: ReferenceComparison | None = None
+    """How it went on, where it did."""
+
+
+def restore(case: Case) -> Outcome | None:
+    """Load into a run from another seed, with other hyperparameters; rank 0 judges. Collective."""
+    with summing_in_lanes() if case.other_order else nullcontext():
+        return _restore(case)
+
+
+@contextmanager
+def summing_in_lanes() -> Iterator[None]:
+    """Multiply matrices in two parts of their inner dimension, as wider registers sum."""
+    functional, linear = nn.functional, nn.functional.linear
+
+    def of_lanes(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        even = linear(x[..., ::2], weight[:, ::2])
+        return even + linear(x[..., 1::2], weight[:, 1::2], bias)
+
+    functional.linear = of_lanes  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.linear = linear
+
+
+def _restore(case: Case) -> Outcome | None:
+    from lightning_elastic_zero import load_checkpoint
+
+    fixture, target = case.fixture, case.target
+    with engine_of(target, 7, tilt=3.0) as engine:
+        before = dump(engine, target)
+        loaded = load_checkpoint(engine, case.path, **case.options)
+        assert loaded.client_state == case.client_state, loaded.client_state
+        found = dump(engine, target)
+        first, losses = fixture.setup_steps, list[float]()
+        after: Dump | None = None
+        if case.goes_on:
+            losses = train(engine, target, first, first + MORE)
+            after = dump(engine, target)
+    wanted = _wanted(case, before) if before is not None else None
+    other = compare_with_reference(target, first, wanted, (losses, after)) if case.goes_on else None
+    if found is None or wanted is None:
+        return None
+    return Outcome(compare_states(wanted, found), other)
+
+
+def _wanted(case: Case, before: Dump) -> Dump:
+    """Say what the run must hold after the load."""
+    wanted = wanted_of(case.fixture, case.target, before)
+    kept = [kind for kind, held in (("group", case.groups), ("counter", case.counters)) if not held]
+    for kind in kept:
+        wanted = {k: v for k, v in wanted.items() if not k.startswith(f"{kind}/")}
+        wanted.update({k: v for k, v in before.items() if k.startswith(f"{kind}/")})
+    return wanted
+
+
+def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
+    """Say what a run must hold of a checkpoint of DeepSpeed's.
+
+    Args:
+        fixture: the checkpoint; ZeRO-3's alone hold each rank's buffers, unless made by hand.
+        target: the run.
+        live: anything that the run has held: it tells the buffers' dtypes.
+    """
+    truth = fixture.truth()
+    wanted = expected_in(truth, fixture.setup, target)
+    own = fixture.setup.zero == "3" and fixture.about["kind"] != "dumps"
+    for rank in range(target.world):
+        for name in BUFFERS:
+            key = f"buffer/{rank}/{name}"
+            held = wanted[key] if own else truth[f"buffer/0/{name}"]
+            # Releases before 0.19 cast buffers to bf16, as they cast weights.
+            wanted[key] = held.to(live[key].dtype)
+    return wanted
+
+
+def another(setup: Setup, turn: int) -> Setup:
+    """Give another run of the same model: other world and stage, in turn."""
+    worlds = [n for n in (1, 2, 3, 4) if n != setup.world]
+    stages = [z for z in ("3", "1", "2", "B") if z != setup.zero]
+    if setup.precision != "bf16":
+        stages.remove("B")
+    if setup.empty and "3" in stages:  # DeepSpeed's own forward fails on them
+        stages.remove("3")
+    return replace(
+        setup,
+        world=worlds[turn % len(worlds)],
+        zero=stages[turn % len(stages)],
+        round_robin=False,
+        alignment=False,
+        offload=False,
+        sub_group=1_000_000_000,
+    )

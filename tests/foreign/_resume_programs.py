@@ -1,0 +1,221 @@
+"""What ranks do to go on, with a Trainer, from what Lightning's own strategy saved."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import distributed
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from tests.engine._model import batch
+from tests.engine._oracle import Dump, dump
+from tests.engine._reference_run import MORE, ReferenceComparison, compare_with_reference
+from tests.engine._save_load_programs import compare_states
+from tests.engine._setup import Engine, Setup
+from tests.foreign._fixtures import Fixture
+from tests.foreign._restore_programs import wanted_of
+from tests.foreign._trainer_writers import DECAY, LitNet, Steps, Watch
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What came of it, on rank 0."""
+
+    differing: dict[str, int]
+    """Of what the writer held, right after the load."""
+    step: int
+    callback: dict[str, Any]
+    """What the callback was given back."""
+    mine: Any
+    """What the module was given back."""
+    rates: list[float]
+    """Learning rates of the first group, before each step."""
+    told: str
+    """What the log says of the load."""
+    compare_with_reference: ReferenceComparison
+    """How it went on, and how a plain engine did that was made to hold the writer's state."""
+
+
+class Kept(Watch):
+    """Takes its state back; its name is the writer's callback's."""
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "Watch"
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = state_dict
+
+
+class Look(Callback):
+    """Says what the engine holds when training starts, and when it ends."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.of = setup
+        self.rates: list[float] = []
+        self.before: Dump | None = None
+        self.after: Dump | None = None
+        self.step = -1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+        self.before = dump(trainer.strategy.deepspeed_engine, self.of)  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.after = dump(trainer.strategy.deepspeed_engine, self.of)  # type: ignore[attr-defined]
+
+
+class StepsFrom(Steps):
+    """Batches from a step on."""
+
+    first = 0
+
+    @override
+    def __getitem__(self, step: int) -> Any:
+        return super().__getitem__(step + self.first)
+
+    @override
+    def __len__(self) -> int:
+        return self.steps
+
+
+class ResumingModel(LitNet):
+    """The writer's module, with another seed, which takes its own state back."""
+
+    mine: Any = None
+    first = 0
+    """The step whose batch comes first."""
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        # Lightning goes on in the middle of an epoch, but starts the data of a plain loader anew.
+        left = StepsFrom(self.setup_, 8)
+        left.first = self.first
+        return DataLoader(left, batch_size=None)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mine = checkpoint.get("mine")
+
+
+def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
+    """Fit on from a checkpoint, two more steps. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    warnings.simplefilter("ignore")
+    look, kept = Look(target), Kept()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=target.world,
+        strategy=ElasticDeepSpeedStrategy(config=target.config()),
+        precision="bf16-true" if target.precision == "bf16" else "32-true",
+        max_steps=fixture.setup_steps + MORE,
+        callbacks=[look, kept],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ResumingModel(target, seed=7, hidden=target.hidden)
+    module.first = fixture.setup_steps
+    handler = logging.handlers.BufferingHandler(10**6)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        trainer.fit(module, ckpt_path=path)
+    finally:
+        logger.removeHandler(handler)
+    wanted = wanted_of(fixture, target, look.before) if look.before is not None else None
+    ran = (module.losses, look.after)
+    other = compare_with_reference(target, fixture.setup_steps, wanted, ran, train_as_fit)
+    if wanted is None or look.before is None or other is None:
+        return None
+    return Resumed(
+        differing=compare_states(wanted, look.before).differing,
+        step=look.step,
+        callback=kept.given,
+        mine=module.mine,
+        rates=look.rates,
+        told="\n".join(record.getMessage() for record in handler.buffer),
+        compare_with_reference=other,
+    )
+
+
+def train_as_fit(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
+    """Train as the Trainer does with the writer's module."""
+    losses = []
+    for step in range(first, last):
+        engine.module.bn.eval()
+        x, y = batch(step, distributed.get_rank(), setup.world)
+        # Lightning casts what floats in a batch.
+        loss = (engine(x).float() - y.to(setup.dtype)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        for group in engine.optimizer.optimizer.param_groups:
+            group["lr"] *= DECAY
+    return losses
+
+
+class ValidatingModel(ResumingModel):
+    """Looks at its weights when it is validated."""
+
+    weights: dict[str, torch.Tensor]
+
+    def validation_step(self, *_: Any) -> None:
+        """Compute nothing."""
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        # In the step itself the root module's parameters are in use.
+        import deepspeed
+
+        parameters = dict(self.named_parameters())
+        cut = [p for p in parameters.values() if hasattr(p, "ds_id")]
+        with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
+            self.weights = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Give one batch."""
+        return DataLoader(Steps(self.setup_, 1), batch_size=None)
+
+
+def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
+    """Validate with a checkpoint; give the weights that forward found. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=target.world,
+        strategy=ElasticDeepSpeedStrategy(config=target.config()),
+        precision="bf16-true" if target.precision == "bf16" else "32-true",
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        inference_mode=False,
+    )
+    module = ValidatingModel(target, seed=7, hidden=target.hidden)
+    trainer.validate(module, ckpt_path=str(fixture.checkpoint), verbose=False)
+    return module.weights

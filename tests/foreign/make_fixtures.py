@@ -1,0 +1,142 @@
+"""Makes the checkpoints of the table with the DeepSpeed that is installed here.
+
+    python -m tests.foreign.make_fixtures [name ...]
+
+Without names it makes those that lack, of the rows that want this release and what else is
+installed here. Other releases want environments of their own, with the same torch: install
+``deepspeed==0.16.9`` (0.17.6, 0.18.9, 0.19.8), and Accelerate and Transformers for their rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+
+from tests.engine._worker_pool import Pools, environment
+from tests.foreign._deepspeed_writers import write, write_larger
+from tests.foreign._fixture_table import ROWS, FixtureRow
+from tests.foreign._fixtures import DATA
+from tests.foreign._trainer_writers import accelerate, fit
+
+TIMEOUT_S = 300.0
+COPIED = ("zero_to_fp32.py", "zero_to_torch.py")
+"""DeepSpeed's scripts, which it copies into each checkpoint."""
+
+
+def versions() -> dict[str, str]:
+    """Give the versions of what writes."""
+    packages = ("deepspeed", "torch", "lightning", "accelerate", "transformers")
+    return {name: metadata.version(name) for name in packages if util.find_spec(name)}
+
+
+def make(row: FixtureRow, pools: Pools, folder: Path) -> None:
+    """Make one row's files in a folder."""
+    if row.kind == "stale":
+        pools.run(row.setup.world + 1, partial(write_larger, row, str(folder)), TIMEOUT_S)
+    pools.run(row.setup.world, partial(program(row), row, str(folder)), TIMEOUT_S)
+    for script in COPIED:
+        for copy in (folder / "checkpoint").rglob(script):
+            copy.unlink()
+    if row.kind.startswith("universal"):
+        convert(row, folder / "checkpoint")
+    about = {
+        "name": row.name,
+        "shows": row.shows,
+        "kind": row.kind,
+        "path": row.path,
+        "steps": row.steps,
+        "world": row.setup.world,
+        "setup": asdict(row.setup),
+        "versions": versions(),
+    }
+    (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def program(row: FixtureRow) -> Callable[[FixtureRow, str], None]:
+    """Give what the ranks do."""
+    if row.kind == "transformers":
+        from tests.foreign._transformers_writer import train
+
+        return train
+    return {"lightning": fit, "accelerate": accelerate}.get(row.kind, write)
+
+
+def convert(row: FixtureRow, path: Path) -> None:
+    """Make a Universal Checkpoint with DeepSpeed's own tool."""
+    source = path / f"step{row.steps}"
+    folders = ["--input_folder", str(source), "--output_folder", f"{source}_universal"]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    module = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    done = subprocess.run(
+        [*module, *folders, *workers, "--inject_missing_state"],
+        env=environment(),
+        timeout=TIMEOUT_S,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        msg = f"ds_to_universal: {done.stderr[-3000:]}"
+        raise RuntimeError(msg)
+    if row.kind == "universal":
+        shutil.rmtree(source)
+        (path / "latest").unlink()
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Put a folder's files into an archive, the same bytes for the same files."""
+    with tarfile.open(archive, "w:xz", preset=9) as tar:
+        for path in sorted(folder.rglob("*")):
+            tar.add(path, str(path.relative_to(folder)), recursive=False, filter=_anonymous)
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    member.mode = 0o755 if member.isdir() else 0o644
+    return member
+
+
+def wanted(names: list[str]) -> list[FixtureRow]:
+    """Give the rows to make with this release."""
+    installed = ".".join(metadata.version("deepspeed").split(".")[:2])
+    missing = [row for row in ROWS if not (DATA / f"{row.name}.tar.xz").exists()]
+    rows = [row for row in ROWS if row.name in names] if names else missing
+    needed = {"accelerate": "accelerate", "transformers": "transformers"}
+    lacking = [kind for kind, package in needed.items() if not util.find_spec(package)]
+    return [row for row in rows if row.release == installed and row.kind not in lacking]
+
+
+def main(names: list[str]) -> int:
+    """Make what is wanted; give the number of rows that failed."""
+    DATA.mkdir(exist_ok=True)
+    pools, failed = Pools(), 0
+    try:
+        for row in wanted(names):
+            folder = Path(tempfile.mkdtemp(prefix="ez-foreign-"))
+            try:
+                make(row, pools, folder)
+                pack(folder, DATA / f"{row.name}.tar.xz")
+                size = (DATA / f"{row.name}.tar.xz").stat().st_size
+                print(f"{row.name}: {size} bytes", flush=True)
+            except Exception as error:  # noqa: BLE001 - the other rows are made all the same
+                failed += 1
+                print(f"{row.name} failed: {str(error)[-300:]}", flush=True)
+            finally:
+                shutil.rmtree(folder)
+    finally:
+        pools.close()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Checkpoints that stock DeepSpeed wrote come back bit for bit, on any number of devices.
+
+They were written by DeepSpeed 0.16 to 0.19 (``make_fixtures``); what is compared is what the
+engines that wrote them held in memory, found out by the oracle, which knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.foreign._fixtures import Fixture, names, unpack
+from tests.foreign._restore_programs import Case, Outcome, another, restore
+
+pytestmark = pytest.mark.engine
+
+Unpack: TypeAlias = "Callable[[str], Fixture]"
+
+OTHER_KINDS = ("dumps", "lightning", "universal-corrupt")
+CLIENT_STATE: dict[str, dict[str, Any]] = {"accelerate2": {}, "transformers2": {}}
+"""What was saved with the engine; all others' writers gave it an epoch."""
+
+STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpack:
+    """Give a fixture, unpacked once per session."""
+    known: dict[str, Fixture] = {}
+
+    def give(name: str) -> Fixture:
+        if name not in known:
+            known[name] = unpack(name, tmp_path_factory.mktemp(name))
+        return known[name]
+
+    return give
+
+
+def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
+    """Say what a stock checkpoint holds."""
+    values: dict[str, Any] = {
+        "fixture": fixture,
+        "target": fixture.setup,
+        "path": str(fixture.checkpoint),
+        "groups": "elastic" not in name,
+        **({} if name not in CLIENT_STATE else {"client_state": CLIENT_STATE[name]}),
+    }
+    return Case(**{**values, **changes})
+
+
+def run(pools: Pools, case: Case) -> Outcome:
+    """Restore on all ranks of the target's world."""
+    outcome = pools.run(case.target.world, partial(restore, case))[0]
+    assert outcome is not None
+    # How a step is computed (foreach, fused) is the live run's own, and not restored.
+    for key in [k for k in outcome.verdict.differing if k.endswith("/fused")]:
+        del outcome.verdict.differing[key]
+    return outcome
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked: Unpack) -> None:
+    """On the same world and stage the state is the writer's, and so is what it computes next."""
+    fixture = unpacked(name)
+    outcome = run(pools, case_of(fixture, name, goes_on=True))
+    outcome.verdict.assert_same()
+    assert outcome.compare_with_reference is not None
+    outcome.compare_with_reference.assert_same(stateless=fixture.setup_steps == 0)
+
+
+@pytest.mark.parametrize("name", ["zero1-ds0.19", "zero2-ds0.16", "zero3-ds0.19"])
+def test_another_processor_computes_otherwise_and_holds_the_same(
+    name: str, pools: Pools, unpacked: Unpack
+) -> None:
+    """Where sums are taken in another order the losses are others, and nothing else changes."""
+    case = case_of(unpacked(name), name, goes_on=True)
+    outcomes = [run(pools, case), run(pools, replace(case, other_order=True))]
+    for outcome in outcomes:
+        outcome.verdict.assert_same()
+        assert outcome.compare_with_reference is not None
+        outcome.compare_with_reference.assert_same()
+    one, other = (
+        o.compare_with_reference.losses for o in outcomes if o.compare_with_reference is not None
+    )
+    assert one != other
+
+
+@pytest.mark.parametrize("name", [n for n in STOCK if not n.endswith(("0.17", "0.18"))])
+def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
+    """On another world, at another stage, the state is the writer's bit for bit."""
+    fixture = unpacked(name)
+    target = another(fixture.setup, STOCK.index(name))
+    run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STOCK)
+def test_all_worlds_and_stages(name: str, pools: Pools, unpacked: Unpack) -> None:
+    """On every world and at every stage the state is the writer's bit for bit."""
+    fixture = unpacked(name)
+    for turn in range(12):
+        target = another(fixture.setup, turn)
+        run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
+
+
+def test_the_tag_that_is_asked_for_is_read(pools: Pools, unpacked: Unpack) -> None:
+    """A tag's folder means this tag, also where ``latest`` names another."""
+    fixture = unpacked("two-tags")
+    named = (Path(fixture.checkpoint) / "latest").read_text()
+    tags = sorted(p.name for p in fixture.checkpoint.iterdir() if p.is_dir())
+    assert len(tags) == 2
+    assert named == tags[0]
+    case = case_of(fixture, "two-tags", path=str(fixture.checkpoint / tags[1]))
+    assert run(pools, case).verdict.differing, "the tag that was saved later holds other state"
+    later = fixture.folder / "of the later tag"
+    later.mkdir()
+    (later / "truth.pt").symlink_to(fixture.folder / "later.pt")
+    run(pools, replace(case, fixture=replace(fixture, folder=later))).verdict.assert_same()

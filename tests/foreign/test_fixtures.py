@@ -1,0 +1,38 @@
+"""The data say what they are, and stay small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.foreign._fixture_table import ROWS
+from tests.foreign._fixtures import DATA, names, unpack
+
+BY_NAME = {row.name: row for row in ROWS}
+
+
+def test_each_row_has_its_data_and_nothing_else_is_there() -> None:
+    """The table says how each archive was made."""
+    assert names() == sorted(BY_NAME)
+
+
+def test_the_data_are_small() -> None:
+    """A repository is no place for large files."""
+    sizes = [path.stat().st_size for path in DATA.iterdir()]
+    assert max(sizes) <= 150_000
+    assert sum(sizes) <= 4_000_000
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_an_archive_holds_what_its_row_says(name: str, tmp_path: Path) -> None:
+    """Setup and release are the row's; what was held is there, and finite."""
+    row, found = BY_NAME[name], unpack(name, tmp_path)
+    assert found.setup == row.setup
+    assert found.about["steps"] == row.steps
+    assert found.about["versions"]["deepspeed"].startswith(f"{row.release}.")
+    assert found.checkpoint.is_dir()
+    truth = found.truth()
+    held = [value for value in truth.values() if isinstance(value, torch.Tensor)]
+    assert all(bool(value.isfinite().all()) for value in held)

@@ -1,0 +1,132 @@
+"""Files of two saves, and optimizer states that are not there: refused where they are wanted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine._save_load_programs import Saved, found_after_load
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+from tests.foreign._deepspeed_writers import write
+from tests.foreign._fixture_table import FixtureRow, small
+from tests.foreign._fixtures import unpack
+from tests.foreign._load_assertions import refused_all
+
+pytestmark = pytest.mark.engine
+
+SOURCE = small(2, "3", grouping="two", sub_group=15)
+"""ZeRO-3: two parameter groups, each in several sub-groups."""
+
+TARGET = small(1, "2", grouping="two")
+SHARDS, MODELS = "*_optim_states.pt", "*_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def two_tags(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give what stock DeepSpeed saved of one run at steps 3 and 5."""
+    folder = tmp_path_factory.mktemp("two")
+    pools.run(2, partial(write, FixtureRow("", SOURCE, "", kind="two tags"), str(folder)))
+    return folder / "checkpoint"
+
+
+def mixed(two_tags: Path, folder: Path, models: str, shards: str) -> str:
+    """Give a tag with the model files of one and the shards of another."""
+    folder.mkdir()
+    for tag, kind in ((models, MODELS), (shards, SHARDS)):
+        for path in (two_tags / tag).glob(kind):
+            shutil.copy(path, folder)
+    return str(folder)
+
+
+def edited(two_tags: Path, folder: Path, change: Callable[[dict[Any, Any]], object]) -> str:
+    """Give a tag whose optimizer states were changed."""
+    shutil.copytree(two_tags / "step3", folder)
+    for path in folder.glob(SHARDS):
+        tree = torch.load(path, weights_only=False)
+        change(tree["optimizer_state_dict"]["optimizer_state_dict"])
+        torch.save(tree, path)
+    return str(folder)
+
+
+def lose_a_group(held: dict[str, Any]) -> None:
+    """Lose the states of the second parameter group's sub-groups."""
+    for index in held["param_groups"][1]["params"]:
+        del held["state"][index]
+
+
+def lose_a_sub_group(held: dict[str, Any]) -> None:
+    """Lose the states of the first sub-group, as partial offload does."""
+    del held["state"][held["param_groups"][0]["params"][0]]
+
+
+def lose_all(held: dict[str, Any]) -> None:
+    """Lose all states."""
+    held["state"].clear()
+
+
+def test_what_is_not_of_one_save_or_lacks_state(
+    two_tags: Path, pools: Pools, tmp_path: Path
+) -> None:
+    """Refused by name on all ranks; with a fresh optimizer its weights can be had."""
+    cases = {
+        mixed(two_tags, tmp_path / "newer", "step3", "step5"): (
+            "CheckpointFormatError",
+            ("model files are of step 3", "Adam in its optimizer shards has taken 5 steps"),
+        ),
+        mixed(two_tags, tmp_path / "older", "step5", "step3"): (
+            "CheckpointFormatError",
+            ("model files are of step 5", "Adam in its optimizer shards has taken 3 steps"),
+        ),
+        edited(two_tags, tmp_path / "group", lose_a_group): (
+            "CheckpointMismatchError",
+            ("no optimizer state for parameter group 1 (", "AdamW keeps some", "partial offload"),
+        ),
+        edited(two_tags, tmp_path / "sub-group", lose_a_sub_group): (
+            "CheckpointMismatchError",
+            ("no optimizer state for ", "others of the same parameter group", "partial offload"),
+        ),
+        edited(two_tags, tmp_path / "all", lose_all): (
+            "CheckpointMismatchError",
+            ("no optimizer state for parameter group 0 (", "AdamW keeps some"),
+        ),
+    }
+    found = refused_all(pools, TARGET, list(cases))
+    for refused, (error, said) in zip(found, cases.values(), strict=True):
+        assert refused.error == error, refused.message
+        assert all(part in refused.message for part in said), refused.message
+        assert "load_optimizer_state=False" in refused.message
+    for path in cases:
+        options = {"load_optimizer_state": False}
+        pair = pools.run(1, partial(found_after_load, TARGET, Saved(TARGET, path), options))[0]
+        assert pair is not None
+        assert not [key for key in pair[1] if key.startswith("exp_avg")]
+
+
+@pytest.mark.parametrize(
+    ("source", "here"), [("momentum", "AdamW"), ("zero3-ds0.19", "Momentum")], ids=str
+)
+def test_hyperparameters_of_another_optimizer(
+    source: str, here: str, pools: Pools, tmp_path: Path
+) -> None:
+    """With a fresh optimizer too they are not taken over: its rates mean something else."""
+    fixture = unpack(source, tmp_path)
+    target: Setup = replace(fixture.setup, world=1, zero="2", sub_group=10**9, optimizer=here)
+    path, fresh = str(fixture.checkpoint), {"load_optimizer_state": False}
+    (found,) = refused_all(pools, target, [path], **fresh)
+    assert found.error == "CheckpointMismatchError", found.message
+    assert "load_hyperparameters=False" in found.message
+    options = {**fresh, "load_hyperparameters": False}
+    pair = pools.run(1, partial(found_after_load, target, Saved(target, path), options))[0]
+    assert pair is not None
+    before, after = pair
+    assert {k: v for k, v in before.items() if k.startswith("group/")} == {
+        k: v for k, v in after.items() if k.startswith("group/")
+    }

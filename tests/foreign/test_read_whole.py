@@ -1,0 +1,60 @@
+"""Read whole in one plain process, a checkpoint holds what its writer's engine held in memory."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.dumps import describe_dumps
+from tests.engine._oracle import same_bits
+from tests.foreign._fixtures import names, unpack
+from tests.foreign._read_whole import read_whole
+
+DIRECTORIES = [n for n in names() if not n.startswith(("dumps", "universal-corrupt"))]
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
+    """Masters, states, frozen weights and rank 0's buffers: nothing lacks, and no bit differs."""
+    fixture = unpack(name, tmp_path)
+    truth = fixture.truth()
+    found = read_whole(fixture.checkpoint)
+    kinds = {key.partition("/")[0] for key in found} - {"buffer", "frozen"}
+    wanted = [k for k in truth if k.partition("/")[0] in {*kinds, "frozen"}]
+    assert kinds >= {"master"}
+    assert set(wanted) <= set(found)
+    for key, tensor in found.items():
+        kind, _, rest = key.partition("/")
+        held = truth.get(f"buffer/0/{rest}" if kind == "buffer" else key)
+        if held is None:
+            assert not tensor.numel(), f"{key} was not held"
+        else:
+            assert same_bits(held.flatten().to(tensor.dtype), tensor.flatten()), key
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "dumps2"])
+def test_a_first_look_shows_each_file(name: str, tmp_path: Path) -> None:
+    """Rank 0 opens the files of all ranks while the others wait: each is a sign of life."""
+    fixture = unpack(name, tmp_path)
+    checkpoint = fixture.checkpoint
+    if name.startswith("dumps"):
+        describe_dumps(checkpoint, fixture.setup.model(3))
+    looks: list[int] = []
+    with closing(open_checkpoint(checkpoint, on_progress=lambda: looks.append(1))) as source:
+        opened = len(looks)
+        source.check_all()
+        files = sum(path.suffix == ".pt" for path in checkpoint.rglob("*"))
+        assert opened >= 1
+        assert len(looks) >= files
+
+
+def test_another_low_precision(tmp_path: Path) -> None:
+    """Masters beside bf16 weights are read into fp16 too, as an evaluation in fp16 does."""
+    path = unpack("zero2-ds0.19", tmp_path).checkpoint
+    wide, narrow = read_whole(path), read_whole(path, dtype=torch.float16)
+    for key in (k for k in wide if k.startswith("master/")):
+        assert same_bits(wide[key].half(), narrow[key]), key

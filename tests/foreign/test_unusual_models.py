@@ -1,0 +1,118 @@
+"""Sound checkpoints of models that are made in unusual ways: what is held twice, or frozen late."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from tests.engine._oracle import same_bits
+from tests.engine._setup import Engine, Setup
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+WIDTH = 8
+
+Held = dict[str, torch.Tensor]
+
+
+class Twice(nn.Module):
+    """A block that stands in one list three times, as in ALBERT; a frozen layer of two names."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.layers = nn.ModuleList([block] * 3)
+        self.one = frozen
+        self.other = frozen
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Go through all layers."""
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        found: torch.Tensor = self.late(self.other(self.one(x)))
+        return found
+
+
+def make(setup: Setup, seed: int) -> Engine:
+    """Make an engine, and freeze a layer after the optimizer was made."""
+    import deepspeed
+
+    model = Twice(seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
+    )
+    engine.module.late.requires_grad_(requires_grad=False)
+    return engine
+
+
+def held(engine: Engine) -> Held:
+    """Give masters, moments, frozen weights and buffers, as DeepSpeed gathers them. Collective."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: Held = {f"buffer/{n}": b.clone() for n, b in engine.module.named_buffers()}
+    for name, parameter in engine.module.named_parameters():
+        if name.startswith("one"):
+            with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                found[f"frozen/{name}"] = parameter.detach().clone()
+            continue
+        # ZeRO-3 tells nothing of what needs no gradient.
+        is_frozen = not parameter.requires_grad
+        parameter.requires_grad_(requires_grad=True)
+        found[f"master/{name}"] = safe_get_full_fp32_param(parameter).clone()
+        state = safe_get_full_optimizer_state(parameter, "exp_avg")
+        found[f"exp_avg/{name}"] = state.clone()
+        parameter.requires_grad_(requires_grad=not is_frozen)
+    return found
+
+
+def write(setup: Setup, path: str) -> Held:
+    """Train and save with stock DeepSpeed. Collective."""
+    engine = make(setup, 0)
+    for _ in range(2):
+        torch.manual_seed(distributed.get_rank())
+        engine.backward(engine(torch.randn(12, WIDTH)).pow(2).mean())
+        engine.step()
+    engine.save_checkpoint(path, tag="two", client_state={})
+    found = held(engine)
+    engine.destroy()
+    distributed.barrier()
+    return found
+
+
+def read(setup: Setup, path: str) -> Held:
+    """Load into a run from another seed that has stepped once. Collective."""
+    from lightning_elastic_zero import load_checkpoint
+
+    engine = make(setup, 7)
+    torch.manual_seed(3)
+    engine.backward(engine(torch.randn(12, WIDTH)).pow(2).mean())
+    engine.step()
+    load_checkpoint(engine, path)
+    found = held(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("zero", "target"), [("1", "3"), ("2", "1"), ("3", "2")])
+def test_modules_of_several_names_and_layers_that_were_frozen_late(
+    zero: str, target: str, pools: Pools, tmp_path: Path
+) -> None:
+    """What DeepSpeed lists once and saves thrice, or lists as frozen too, comes back."""
+    wanted: Any = pools.run(2, partial(write, Setup(2, zero), str(tmp_path)))[0]
+    assert len(wanted) == 17
+    for setup in (Setup(2, zero), Setup(1, target)):
+        found: Any = pools.run(setup.world, partial(read, setup, str(tmp_path)))[0]
+        assert found.keys() == wanted.keys()
+        assert not [name for name in wanted if not same_bits(wanted[name], found[name])]

@@ -1,0 +1,226 @@
+"""Runs that average their weights: what is trained, and the average, keep apart.
+
+Real Trainers write the files, with Lightning's ``WeightAveraging``: one device, whose file has the
+average where the weights are otherwise, and Lightning's own DeepSpeedStrategy, which drops it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from tests.engine._oracle import dump, same_bits
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+from tests.foreign._fixture_table import FixtureRow, small
+from tests.foreign._fixtures import Fixture
+from tests.foreign._resume_programs import ResumingModel, validate
+from tests.foreign._trainer_writers import LitNet, OnCPU
+
+pytestmark = pytest.mark.engine
+
+SAVED, END = 3, 5
+"""Steps that a run has trained when it is saved, and when it ends."""
+
+ALONE = small(1, "1", "fp32")
+TWO = small(2, "1", "fp32")
+
+Weights = dict[str, torch.Tensor]
+Writer = Callable[[str], tuple[dict[int, Weights], dict[int, Weights]]]
+
+
+def state_of(average: EMAWeightAveraging) -> Weights:
+    """Give what a callback keeps."""
+    assert average._average_model is not None
+    return {k: v.detach().clone() for k, v in average._average_model.state_dict().items()}
+
+
+class Averaged(LitNet):
+    """A module each of whose parameters has a gradient: else torch keeps no state for it."""
+
+    @override
+    def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
+        return super().training_step(pair, number) + 0 * self.never.sum()
+
+
+class Look(Callback):
+    """Notes weights and their average, and saves in the midst of training."""
+
+    def __init__(self, setup: Setup, average: EMAWeightAveraging | None, path: str = "") -> None:
+        self.of, self.average, self.path = setup, average, path
+        self.weights: dict[int, Weights] = {}
+        self.averages: dict[int, Weights] = {}
+
+    def note(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Note what there is at this step; ZeRO-3's weights are whole on rank 0 alone."""
+        step, engine = trainer.global_step, getattr(trainer.strategy, "deepspeed_engine", None)
+        if engine is None:
+            held: Any = {f"master/{k}": v for k, v in module.named_parameters() if v.requires_grad}
+        else:
+            held = dump(engine, self.of) or {}
+        self.weights[step] = {
+            key: tensor.detach().clone() for key, tensor in held.items() if key[:6] == "master"
+        }
+        if self.average is not None:
+            self.averages[step] = state_of(self.average)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.note(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        self.note(trainer, pl_module)
+        if trainer.global_step == SAVED and self.path:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(
+    setup: Setup, strategy: Strategy | str, look: Look, *, resume: str | None = None
+) -> tuple[dict[int, Weights], dict[int, Weights]]:
+    """Fit, from a checkpoint or from the start; give weights and averages by step. Collective."""
+    module = Averaged(setup) if resume is None else ResumingModel(setup, seed=7)
+    if isinstance(module, ResumingModel):
+        module.first = SAVED
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=setup.world,
+        strategy=strategy,
+        max_steps=END,
+        callbacks=[*([look.average] if look.average else []), look],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, ckpt_path=resume)
+    return look.weights, look.averages
+
+
+def write_alone(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
+    """Train on one device without DeepSpeed, averaging; a single file."""
+    return fit(ALONE, "auto", Look(ALONE, EMAWeightAveraging(decay=0.9), path))
+
+
+def write_stock(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
+    """Train with Lightning's own strategy, averaging; a directory. Collective."""
+    look = Look(TWO, EMAWeightAveraging(decay=0.9), path)
+    return fit(TWO, OnCPU(FixtureRow("", TWO, ""), str(Path(path).parent)), look)
+
+
+def write_ours(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
+    """Train without an average; a directory of ours. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    return fit(TWO, ElasticDeepSpeedStrategy(config=TWO.config()), Look(TWO, None, path))
+
+
+def go_on(
+    path: str, setup: Setup, *, averaging: bool
+) -> tuple[dict[int, Weights], dict[int, Weights], list[str]]:
+    """Resume; give weights and averages by step, and what was said as a warning. Collective."""
+    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+    average = EMAWeightAveraging(decay=0.9) if averaging else None
+    # DeepSpeed clips unless it is told not to, and what wrote the single file does not.
+    config = {**setup.config(), "gradient_clipping": 0.0}
+    strategy = ElasticDeepSpeedStrategy(config=config, on_unresumable_data="restart_epoch")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = fit(setup, strategy, Look(setup, average), resume=path)
+    return (*found, [str(warning.message) for warning in said])
+
+
+def assert_same(wanted: Weights, found: Weights) -> None:
+    """Fail unless all is the same, bit for bit."""
+    assert wanted
+    assert wanted.keys() == found.keys()
+    assert not [name for name in wanted if not same_bits(wanted[name], found[name])]
+
+
+@pytest.fixture(scope="module")
+def alone(
+    pools: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[int, Weights], dict[int, Weights]]:
+    """Give a single file of a run that averages, and what the run held at each step."""
+    path = str(tmp_path_factory.mktemp("alone") / "averaged.ckpt")
+    ((weights, averages),) = pools.run(1, partial(write_alone, path))
+    return path, weights, averages
+
+
+@pytest.mark.parametrize(
+    ("setup", "averaging"),
+    [
+        (small(1, "1", "fp32"), True),
+        (small(2, "2", "fp32"), True),
+        (small(2, "3", "fp32"), False),
+    ],
+    ids=str,
+)
+def test_the_trained_weights_go_on(
+    setup: Setup,
+    averaging: bool,
+    alone: tuple[str, dict[int, Weights], dict[int, Weights]],
+    pools: Pools,
+) -> None:
+    """Masters are what was trained, whose optimizer state it is; the average is the callback's."""
+    path, weights, averages = alone
+    means = {f"master/{k.removeprefix('module.')}": v for k, v in averages[SAVED].items()}
+    assert not same_bits(weights[SAVED]["master/a.weight"], means["master/a.weight"])
+    of_ranks = pools.run(setup.world, partial(go_on, path, setup, averaging=averaging))
+    found, _, said = of_ranks[0]
+    assert_same(weights[SAVED], found[SAVED])
+    for name, wanted in weights[END].items():
+        torch.testing.assert_close(found[END][name], wanted, rtol=1e-5, atol=1e-6)
+    if averaging:
+        for _, of_rank, _ in of_ranks:
+            assert_same(averages[SAVED], of_rank[SAVED])
+        # Buffers depend on the rank's part of the batch.
+        for name in (name.replace("master/", "module.") for name in weights[END]):
+            now, wanted = of_ranks[0][1][END][name], averages[END][name]
+            torch.testing.assert_close(now, wanted, rtol=1e-5, atol=1e-6)
+    assert any("no callback here keeps it" in line for line in said) == (not averaging)
+
+
+@pytest.mark.parametrize("setup", [small(1, "2", "fp32"), small(2, "3", "fp32")], ids=str)
+def test_an_evaluation_is_of_the_average(
+    setup: Setup, alone: tuple[str, dict[int, Weights], dict[int, Weights]], pools: Pools
+) -> None:
+    """As with Lightning's own strategies, which find it where weights are otherwise."""
+    path = Path(alone[0])
+    fixture = Fixture(path.parent, setup, {"path": path.name})
+    for found in pools.run(setup.world, partial(validate, fixture, setup)):
+        wanted = {name: alone[2][SAVED][f"module.{name}"] for name in found}
+        assert_same(wanted, found)
+
+
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [(write_stock, "left it out"), (write_ours, "not created with WeightAveraging")],
+)
+def test_an_average_that_was_not_saved_starts_from_the_weights(
+    write: Writer, why: str, pools: Pools, tmp_path: Path
+) -> None:
+    """It is said, and the callback starts as it does in Lightning; nothing fails half-way."""
+    path = str(tmp_path / "a.ckpt")
+    weights, _ = pools.run(2, partial(write, path))[0]
+    for setup in (TWO, ALONE):
+        of_ranks = pools.run(setup.world, partial(go_on, path, setup, averaging=True))
+        found, averages, said = of_ranks[0]
+        assert_same(weights[SAVED], found[SAVED])
+        first = {f"master/{k.removeprefix('module.')}": v for k, v in averages[SAVED].items()}
+        assert_same(weights[SAVED], {k: v for k, v in first.items() if k in weights[SAVED]})
+        assert any(why in line for line in said), said

@@ -1,0 +1,240 @@
+"""Trainers that save in the background, with writers that tests hold and let fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy, manager
+from lightning_elastic_zero.checkpoint import async_save
+from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.trainer._fits import SMALL_BUCKETS, Data, RegressionNet
+
+HELD_S = PROMPT_TIMEOUT_S
+
+
+def in_background() -> bool:
+    """Tell whether this runs in a writer's thread."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+@dataclass
+class Gate:
+    """Part of a callback's state: holds the writer that pickles it, until a file is there."""
+
+    path: str
+    fails_on: int | None = None
+    """The rank whose writer fails here."""
+
+    def __reduce__(self) -> tuple[Callable[..., Gate], tuple[str, int | None]]:
+        """Wait or fail, if this is a writer's thread."""
+        end = time.monotonic() + HELD_S
+        while in_background() and not Path(self.path).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        if in_background() and self.fails_on == comm.get_rank():
+            raise OSError(5, "the disk is broken")
+        return Gate, (self.path, self.fails_on)
+
+
+StepActions = dict[int, Callable[[pl.Trainer], None]]
+
+
+class StepActor(Callback):
+    """Does deeds after given steps (0: before training, -1: at its end), and holds the gate."""
+
+    def __init__(self, gate: Gate | None, actions: StepActions) -> None:
+        self.gate, self.actions = gate, actions
+        self.tensor, self.steps = torch.zeros(5), [0]
+        self.passes_on: tuple[type[Exception], ...] = ()
+        self.errors: dict[int, str] = {}
+        self.causes: dict[int, list[str]] = {}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Leave the gate, and what every step changes."""
+        return {"gate": self.gate, "tensor": self.tensor, "steps": self.steps}
+
+    def do(self, step: int, trainer: pl.Trainer) -> None:
+        """Do a deed, and keep what it raises."""
+        if step not in self.actions:
+            return
+        try:
+            self.actions[step](trainer)
+        except self.passes_on:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is what tests look at
+            self.errors[step] = f"{type(error).__name__}: {error}"
+            self.causes[step] = causes_of(error)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Act after a step."""
+        self.tensor += 1
+        self.steps.append(trainer.global_step)
+        self.do(trainer.global_step, trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Act at the end."""
+        self.do(-1, trainer)
+
+
+def causes_of(error: BaseException) -> list[str]:
+    """Give the classes of an error's causes."""
+    found = []
+    cause = error.__cause__
+    while cause is not None:
+        found.append(type(cause).__name__)
+        cause = cause.__cause__
+    return found
+
+
+@dataclass
+class AsyncSaveSpec:
+    """One fit of three epochs of two steps."""
+
+    root: str
+    stage: int = 2
+    async_save: bool = True
+    precision: Any = "32-true"
+    epochs: int = 3
+    checkpoint: dict[str, Any] | None = None
+    gated: bool = False
+    fails_on: int | None = None
+    max_snapshot_bytes: int | None = None
+    accumulate: int = 1
+    actions: StepActions = field(default_factory=dict)
+    net: type[RegressionNet] = RegressionNet
+
+    @property
+    def gate(self) -> Path:
+        """What the writer waits for."""
+        return Path(self.root) / "open"
+
+    def make(self) -> tuple[pl.Trainer, RegressionNet, Data, StepActor]:
+        """Make the Trainer and what it works on."""
+        warnings.simplefilter("ignore")
+        Path(self.root).mkdir(exist_ok=True, parents=True)
+        gate = Gate(str(self.gate), self.fails_on) if self.gated else None
+        director = StepActor(gate, self.actions)
+        callbacks: list[Callback] = [director]
+        if self.checkpoint is not None:
+            folder = str(Path(self.root) / "kept")
+            kept = {"enable_version_counter": False, **self.checkpoint}
+            callbacks.append(ModelCheckpoint(dirpath=folder, **kept))
+        options: dict[str, Any] = {
+            "stage": self.stage,
+            "async_save": self.async_save,
+            "max_snapshot_bytes": self.max_snapshot_bytes,
+            "allow_pickle": True,
+            **SMALL_BUCKETS,
+            **self.net.strategy,
+        }
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=comm.get_world_size(),
+            strategy=ElasticDeepSpeedStrategy(**options),
+            precision=self.precision,
+            max_epochs=self.epochs,
+            accumulate_grad_batches=self.accumulate,
+            callbacks=callbacks,
+            enable_checkpointing=self.checkpoint is not None,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        return trainer, self.net(), Data(), director
+
+
+def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
+    """Give the strategy by its type."""
+    assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
+    return trainer.strategy
+
+
+def open_later(gate: Path, seconds: float) -> None:
+    """Let the writer go on in a while, on one rank for all."""
+    if comm.get_rank() == 0:
+        threading.Timer(seconds, gate.touch).start()
+
+
+def is_published(path: Path) -> bool:
+    """Tell whether a checkpoint is published."""
+    return (path / "manifest.json").is_file()
+
+
+def kept(run: AsyncSaveSpec) -> dict[str, str]:
+    """Give the entries of ModelCheckpoint's folder, and what each leads to; "" is no checkpoint."""
+    found = sorted((Path(run.root) / "kept").iterdir())
+    return {p.name: p.resolve().name if is_published(p) else "" for p in found if p.name[0] != "."}
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    """Read all that was written, but for what tells one save from another."""
+    found: dict[str, Any] = {}
+    for file in sorted(checkpoint.rglob("*.pt")):
+        found[file.name] = _without_ids(torch.load(file, weights_only=True))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    return found | {
+        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files", "digest")}
+    }
+
+
+def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
+    if isinstance(tree, torch.Tensor):
+        return (
+            str(tree.dtype),
+            tuple(tree.shape),
+            tree.contiguous().view(-1).view(torch.uint8).tolist(),
+        )
+    if isinstance(tree, dict):
+        return {k: _without_ids(v) for k, v in tree.items() if k not in ("save_id", "pickle")}
+    if isinstance(tree, (list, tuple)):
+        return [_without_ids(v) for v in tree]
+    return tree
+
+
+def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
+    """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
+    run.gate.touch()
+    trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
+    elastic_strategy_of(trainer).wait_for_save()
+    trainer.strategy.barrier()
+    run.gate.unlink(missing_ok=True)
+
+
+OTHER = {"other.ckpt": "other.ckpt"}
+
+
+def shorten_drain_timeout(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: float) -> None:
+    """Let a run that has ended give up its save in flight sooner."""
+    patch.setattr(manager, "DRAIN_TIMEOUT_S", patience_s)
+    patch.setattr(async_save, "_CANCEL_TIMEOUT_S", abandon_s)
+
+
+def wait_for_writers() -> None:
+    """Wait, on all ranks, until no writer's thread is left of those that were given up."""
+    end = time.monotonic() + PROMPT_TIMEOUT_S
+    while any(thread.name.startswith("elastic-zero saves") for thread in threading.enumerate()):
+        assert time.monotonic() < end, "a writer does not end"
+        time.sleep(0.01)
+    comm.barrier()
+
+
+def step_of(checkpoint: Path) -> int:
+    """Give the step at which a checkpoint was saved."""
+    return int(json.loads((checkpoint / "manifest.json").read_text())["progress"]["global_steps"])

@@ -1,0 +1,207 @@
+"""Cases that must fail, run on ranks: each gives what this rank was told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_elastic_zero import load_checkpoint, manager, save_checkpoint
+from lightning_elastic_zero.api import SaveOptions, save_with
+from lightning_elastic_zero.coordination import Timeouts, connect_ranks
+from tests.trainer._fits import SMALL_BUCKETS, FitSpec, error_of, fit
+
+IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
+"""The shortest time that ranks may wait for others to come."""
+
+SHORT = Timeouts(
+    heartbeat_interval_s=0.2, heartbeat_timeout_s=8.0, stall_timeout_s=8.0, absent_timeout_s=3.0
+)
+
+
+class Odd:
+    """Neither plain data nor known to be harmless."""
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether it is one too."""
+        return isinstance(other, Odd)
+
+    def __hash__(self) -> int:
+        """Give the same number for all."""
+        return 1
+
+
+def engine(options: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+    """Build a small ZeRO-2 engine that has taken a step."""
+    module = nn.Linear(9, 3)
+    config = {
+        **(options or {}),
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2, **SMALL_BUCKETS},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(module.parameters())
+    made, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    made.backward(made(torch.ones(1, 9)).sum())
+    made.step()
+    return made
+
+
+def error_text(work: Callable[[], object]) -> str:
+    """Give the class and the message of what is raised."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def save_to(path: str) -> str:
+    """Save to a path that cannot be saved to."""
+    return error_text(lambda: save_checkpoint(engine(), path))
+
+
+CURRICULUM = {
+    "data_efficiency": {
+        "enabled": True,
+        "data_sampling": {
+            "enabled": True,
+            "curriculum_learning": {"enabled": True, "curriculum_metrics": {"length": {}}},
+        },
+    }
+}
+"""DeepSpeed's data sampler has a state of its own then."""
+
+
+def save_curriculum(path: str) -> str:
+    """Save an engine whose data come by a curriculum."""
+    return error_text(lambda: save_checkpoint(engine(CURRICULUM), path))
+
+
+def fit_curriculum(root: str) -> str:
+    """Fit with a curriculum in DeepSpeed's config."""
+    config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    return error_of(FitSpec(root, strategy={"config": config | CURRICULUM}))
+
+
+def save_to_own_path(root: str) -> str:
+    """Save to a path of this rank's own."""
+    return error_text(lambda: save_checkpoint(engine(), f"{root}/{comm.get_rank()}.ckpt"))
+
+
+def save_on_first_rank_only(root: str) -> str:
+    """Do what `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
+    made, ranks = engine(), connect_ranks(times=SHORT)
+    path = f"{root}/x.ckpt"
+    try:
+        if ranks.rank:
+            comm.barrier()
+            return "not called"
+        said = error_text(lambda: save_with(made, path, ranks, {}, SaveOptions()))
+        comm.barrier()
+        return said
+    finally:
+        ranks.close()
+
+
+def save_with_broken_disk(root: str, broken: int) -> str:
+    """Save well, then over it while one rank's disk takes no more."""
+    made = engine()
+    save_checkpoint(made, f"{root}/good.ckpt")
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 64:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    if comm.get_rank() == broken:
+        os.write = full  # type: ignore[assignment]
+    try:
+        return error_text(lambda: save_checkpoint(made, f"{root}/good.ckpt"))
+    finally:
+        os.write = real
+
+
+def resume_on_first_rank_only(root: str) -> str:
+    """Resolve "last" to something on rank 0 only, as a folder that is not shared does."""
+    found = f"{root}/last.ckpt" if comm.get_rank() == 0 else None
+    return error_of(FitSpec(f"{root}/other", 2, epochs=2, ckpt_path=found))
+
+
+class RaisesOnRanks(Callback):
+    """Raises in training, on some ranks at once, on the others much later."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Raise."""
+        if comm.get_rank() not in self.ranks:
+            time.sleep(2 * IN_EXCEPTION_ABSENT_S)
+        msg = "out of luck"
+        raise RuntimeError(msg)
+
+
+def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
+    """Train with save_on_exception until some ranks raise."""
+    manager._IN_EXCEPTION_ABSENT_S = IN_EXCEPTION_ABSENT_S
+    options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
+    plan = FitSpec(root, 2, checkpoint=options)
+    trainer, net, data, _ = plan.make()
+    trainer.callbacks.insert(0, RaisesOnRanks(ranks))  # type: ignore[attr-defined]
+    return error_text(lambda: trainer.fit(net, data))
+
+
+def save_after_fit(root: str) -> dict[str, Any]:
+    """Fit, save when the fit is over, test what was saved and what was best, and fit again."""
+    trainer, net, data, watch = FitSpec(root, 3).make()
+    trainer.fit(net, data)
+    trainer.save_checkpoint(f"{root}/after.ckpt")
+    of_after = trainer.test(net, data, ckpt_path=f"{root}/after.ckpt")[0]
+    of_best = trainer.test(net, data, ckpt_path="best")[0]
+    again = fit(FitSpec(root, 2, epochs=2, ckpt_path=f"{root}/after.ckpt", seed=5))
+    return {
+        "same": again["start"] == watch.at_end,
+        "losses": [of_after["test_loss"], of_best["test_loss"]],
+        "step": again["step"],
+    }
+
+
+def save_objects(root: str) -> str:
+    """Save a state with objects in it; give what was said of them."""
+    own = Path("of") / str(comm.get_rank())
+    state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_elastic_zero")
+    logger.addHandler(handler)
+    try:
+        save_checkpoint(engine(), f"{root}/x.ckpt", state)
+    finally:
+        logger.removeHandler(handler)
+    return "; ".join(["saved", *said])
+
+
+def load_objects(root: str, allow: bool) -> str:
+    """Load it again."""
+    same = comm.get_world_size() == 2
+    own = Path("of") / str(comm.get_rank() if same else 0)
+    expected = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
+
+    def load() -> None:
+        found = load_checkpoint(engine(), f"{root}/x.ckpt", allow_pickle=allow)
+        assert found.client_state == expected
+
+    said = error_text(load)
+    return "equal" if said == "nothing was raised" else said

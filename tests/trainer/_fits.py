@@ -1,0 +1,262 @@
+"""Fits, tests and saves with real Trainers inside a rank that is there already."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from deepspeed import comm, zero
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+SAMPLES, GLOBAL_BATCH, WIDTH = 24, 12, 13
+SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+
+
+class Norm(nn.BatchNorm1d):
+    """BatchNorm in its buffers' precision, which may be another one than the weights'."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """Normalise."""
+        mean, var = self.running_mean, self.running_var
+        assert mean is not None
+        x, weight, bias = (t.to(mean.dtype) for t in (input, self.weight, self.bias))
+        found = nn.functional.batch_norm(x, mean, var, weight, bias, training=self.training)
+        return found.to(input.dtype)
+
+
+class RegressionNet(pl.LightningModule):
+    """A small regression with two groups, a frozen layer, BatchNorm, and state of its own."""
+
+    strategy: ClassVar[dict[str, Any]] = {}
+    """Options that the strategy needs for it."""
+
+    def __init__(self, lr: float = 0.01, seed: int = 0, hidden: int = 31) -> None:
+        super().__init__()
+        self.lr, self.seed, self.hidden = lr, seed, hidden
+        self.mine: dict[str, Any] = {}
+
+    def configure_model(self) -> None:
+        """Build the layers, drawn from the seed."""
+        if hasattr(self, "first"):
+            return
+        torch.manual_seed(self.seed)
+        self.first = nn.Linear(WIDTH, self.hidden)
+        self.norm = Norm(self.hidden) if self.hidden == 31 else nn.Identity()
+        self.frozen = nn.Linear(self.hidden, 31).requires_grad_(requires_grad=False)
+        self.last = nn.Linear(31, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Predict."""
+        hidden = self.norm(self.first(x.to(self.first.weight.dtype)))
+        return torch.as_tensor(self.last(torch.tanh(self.frozen(hidden))))
+
+    def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x).float(), y)
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Give the loss."""
+        return self._loss(batch)
+
+    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+        """Log the loss."""
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        """Log it."""
+        self.log("test_loss", self._loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Give predictions."""
+        return torch.as_tensor(self(batch[0]).float())
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
+        """Give AdamW on two groups, and a schedule."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": trained[:2], "lr": self.lr},
+            {"params": trained[2:], "lr": 2 * self.lr, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave something of the module's."""
+        checkpoint["mine"] = {"epoch": self.current_epoch, "tensor": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it back."""
+        self.mine = checkpoint["mine"]
+
+
+class Data(pl.LightningDataModule):
+    """The same few samples every time, and a counter that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, Any] = {}
+
+    def _loader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(SAMPLES, WIDTH, generator=generator)
+        y = x.sum(1, keepdim=True)
+        assert self.trainer is not None
+        batch = GLOBAL_BATCH // self.trainer.world_size
+        return DataLoader(TensorDataset(x, y), batch_size=batch)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Leave something of the data's."""
+        return {"seen": 7}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        self.loaded = state_dict
+
+
+class WeightRecorder(Callback):
+    """Has a value of each rank's own, and looks at the weights when training starts and ends."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+        self.at_start: dict[str, str] = {}
+        self.at_end: dict[str, str] = {}
+        self.lrs: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Leave this rank's number."""
+        return {"rank": comm.get_rank(), "common": [1, 2.5, "three"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        self.loaded = state_dict
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look."""
+        self.at_start = digests(pl_module)
+        self.lrs = [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look."""
+        self.at_end = digests(pl_module)
+
+
+def digests(module: nn.Module) -> dict[str, str]:
+    """Digest every weight and buffer as the module uses it; gathered, under ZeRO-3."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        with zero.GatheredParameters([parameter]):
+            found[name] = digest(parameter)
+    return found | {name: digest(buffer) for name, buffer in module.named_buffers()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Digest a tensor's bits."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class FitSpec:
+    """One Trainer's work."""
+
+    root: str
+    stage: int = 2
+    epochs: int = 1
+    ckpt_path: str | None = None
+    strategy: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_last": True})
+    trainer: dict[str, Any] = field(default_factory=dict)
+    lr: float = 0.01
+    seed: int = 0
+    hidden: int = 31
+    strict: bool = True
+
+    def _small_buckets(self) -> dict[str, Any]:
+        """Give the strategy's options, with buckets that do not take a gigabyte in each engine."""
+        if "config" not in self.strategy:
+            return {**SMALL_BUCKETS, **self.strategy}
+        config = self.strategy["config"]
+        zero_config = {**SMALL_BUCKETS, **config["zero_optimization"]}
+        return {**self.strategy, "config": {**config, "zero_optimization": zero_config}}
+
+    def make(self) -> tuple[pl.Trainer, RegressionNet, Data, WeightRecorder]:
+        """Make the Trainer and what it works on."""
+        warnings.simplefilter("ignore")
+        watch = WeightRecorder()
+        kept = {"enable_version_counter": False, **self.checkpoint}
+        checkpoints = ModelCheckpoint(dirpath=self.root, **kept)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=comm.get_world_size(),
+            strategy=ElasticDeepSpeedStrategy(stage=self.stage, **self._small_buckets()),
+            max_epochs=self.epochs,
+            callbacks=[watch, checkpoints],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **self.trainer,
+        )
+        net = RegressionNet(self.lr, self.seed, self.hidden)
+        net.strict_loading = self.strict
+        return trainer, net, Data(), watch
+
+
+def fit(plan: FitSpec) -> dict[str, Any]:
+    """Fit, and give what the ranks hold and were given."""
+    trainer, net, data, watch = plan.make()
+    trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+    strategy = trainer.strategy
+    assert isinstance(strategy, ElasticDeepSpeedStrategy)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    return {
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "start": watch.at_start,
+        "end": watch.at_end,
+        "lrs": watch.lrs,
+        "lrs at end": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "callback": watch.loaded,
+        "module": {k: v.tolist() if torch.is_tensor(v) else v for k, v in net.mine.items()},
+        "data": data.loaded,
+        "best": str(best),
+        "read": strategy.last_load.bytes if strategy.last_load else 0,
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+    }
+
+
+def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
+    """Validate, test or predict from a checkpoint."""
+    trainer, net, data, _ = plan.make()
+    found = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
+    strategy = trainer.strategy
+    assert isinstance(strategy, ElasticDeepSpeedStrategy)
+    assert strategy.last_load is not None
+    if verb == "predict":
+        return {"loss": None, "predicted": torch.cat(found).flatten().tolist()}
+    return {"loss": next(iter(found[0].values())), "read": strategy.last_load.bytes}
+
+
+def error_of(plan: FitSpec, verb: str = "fit") -> str:
+    """Give the class and the message of what a Trainer raises."""
+    try:
+        fit(plan) if verb == "fit" else evaluate(plan, verb)
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def listing(root: str) -> dict[str, bool]:
+    """Give the entries of a folder, hidden ones too, and whether each is a whole checkpoint."""
+    return {p.name: (p / "manifest.json").is_file() for p in sorted(Path(root).iterdir())}

@@ -1,0 +1,151 @@
+"""Fits with strategies and Trainers that were copied, and what is left of a Trainer's settings."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._recorded_runs import (
+    SMALL_BUCKETS,
+    EventRecorder,
+    IndexedSamples,
+    RecordingNet,
+    RunRecord,
+    RunSpec,
+    gather_record,
+)
+
+SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "max_epochs",
+    "max_steps",
+    "val_check_interval",
+)
+"""What a user passes to a Trainer and may read again."""
+
+LENGTH, GLOBAL_BATCH = 48, 12
+
+
+def make_strategy(stage: int) -> ElasticDeepSpeedStrategy:
+    """Return one whose batches differ from the Trainer's settings."""
+    options: dict[str, Any] = {"stage": stage, "global_batch_size": GLOBAL_BATCH, **SMALL_BUCKETS}
+    return ElasticDeepSpeedStrategy(**options)
+
+
+def make_trainer(strategy: ElasticDeepSpeedStrategy, *callbacks: Callback, **options: Any) -> Any:  # noqa: ANN401
+    """Make a Trainer whose integers count global batches."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=strategy,
+        callbacks=[*callbacks],
+        logger=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, "limit_train_batches": 3, "val_check_interval": 2, **options},
+    )
+
+
+def settings_of(trainer: Any) -> dict[str, Any]:  # noqa: ANN401 (a Trainer)
+    """Return the Trainer's settings, and what stands in for its callbacks' methods."""
+    found = {name: getattr(trainer, name) for name in SETTINGS}
+    found["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks]
+    given = {"log", "log_dict"}  # by Lightning, for good
+    found["answered"] = [
+        n for c in trainer.callbacks for n in vars(c) if callable(vars(c)[n]) and n not in given
+    ]
+    return found
+
+
+def loaders() -> tuple[Any, Any]:
+    """Return loaders to train and to validate on, whose batches are of two samples."""
+    train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True)
+    return train, DataLoader(IndexedSamples(8, 0.0), batch_size=2)
+
+
+def fit_copied(
+    strategy: ElasticDeepSpeedStrategy,
+    how: str = "",
+    root: str = "",
+    ckpt_path: str | None = None,
+) -> RunRecord:
+    """Fit with a strategy as it came here, or with a copy of it or of its Trainer."""
+    pl.seed_everything(3, workers=True, verbose=False)
+    run = RunSpec(length=LENGTH, save=("step 1.1",) if root else (), root=root)
+    net, watch = RecordingNet(run), EventRecorder(run)
+    if how == "strategy":
+        strategy = copy.deepcopy(strategy)
+    trainer = make_trainer(strategy, watch)
+    if how == "trainer":
+        trainer = copy.deepcopy(trainer)
+        (watch,) = (
+            callback for callback in trainer.callbacks if isinstance(callback, EventRecorder)
+        )
+    trainer.fit(net, *loaders(), ckpt_path=ckpt_path)
+    return gather_record(trainer, net, watch)
+
+
+class RaisesAtStep(Callback):
+    """Raises at a step, once."""
+
+    def __init__(self) -> None:
+        self.at = -1
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            self.at = -1
+            msg = "out of luck"
+            raise RuntimeError(msg)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.at == 0:
+            self.at = -1
+            msg = "out of luck"
+            raise RuntimeError(msg)
+
+
+def settings_after(root: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[int, int]]:
+    """Use one Trainer again and again; return its settings first, after each, and the steps."""
+    pl.seed_everything(3, workers=True, verbose=False)
+    fails, net = RaisesAtStep(), RecordingNet(RunSpec(length=LENGTH))
+    saves = ModelCheckpoint(root, save_last=True, enable_version_counter=False)
+    trainer = make_trainer(make_strategy(2), fails, saves, max_epochs=3)
+    train, val = loaders()
+    given, found = settings_of(trainer), {}
+    for at in (0, 4):
+        fails.at = at
+        try:
+            trainer.fit(net, train, val)
+        except RuntimeError:
+            found[f"exception at {at}"] = settings_of(trainer)
+    trainer.validate(net, val, verbose=False)
+    found["validate"] = settings_of(trainer)
+    trainer.fit(net, train, val, ckpt_path=f"{root}/last.ckpt")
+    found["resumed"] = settings_of(trainer)
+    trainer.fit_loop.max_epochs = given["max_epochs"] = 4
+    trainer.fit(net, train, val)
+    found["fitted again"] = settings_of(trainer)
+    trainer.save_checkpoint(Path(root) / "after.ckpt")
+    found["saved"] = settings_of(trainer)
+    for of_one in found.values():
+        of_one["max_epochs"] = given["max_epochs"]  # the test's own doing
+    sizes: dict[int, int] = {}
+    for step, ids, _ in net.ids:
+        sizes[step] = sizes.get(step, 0) + len(ids)
+    return given, found, sizes

@@ -1,0 +1,346 @@
+"""A run that was taken up consumes, step by step, the samples of one that was never stopped."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits
+
+pytestmark = pytest.mark.engine
+
+
+def long(*values: Any) -> list[Any]:
+    """Mark parameters for the long run."""
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*each, marks=pytest.mark.long) for each in tuples]
+
+
+STEPS = 5
+"""Of an epoch: 53 samples, filled up to five global batches of 12."""
+
+POINTS = {
+    "starting 0": 0,
+    "inside 0.0": 0,
+    "step 0.2": 2,
+    "inside 0.2": 2,
+    "step 0.5": 5,
+    "epoch 0": 5,
+    "starting 1": 5,
+    "inside 1.0": 5,
+    "step 1.3": 8,
+    "end": 10,
+    "after": 10,
+}
+"""Moments of a save, and the optimizer step at which a run goes on from there."""
+
+VALIDATIONS = {
+    f"{what} {step}": step for step in (2, 3, 4, 5, 6, 7, 9) for what in ("validating", "validated")
+}
+
+SHORT: dict[str, Any] = {"kind": "seeks", "length": 52, "validate": True, "stage": 3}
+"""Data without a length whose last step has 4 samples, in fewer micro-batches than the others."""
+
+SCENARIOS: dict[str, RunSpec] = {
+    "dropout and random samples": RunSpec(dropout=0.3, noise=0.1),
+    "ZeRO-3, validated": RunSpec(stage=3, dropout=0.2, validate=True),
+    "ZeRO-1": RunSpec(stage=1, dropout=0.2),
+    "workers": RunSpec(noise=0.1, loader={"num_workers": 2}),
+    "persistent workers": RunSpec(noise=0.1, loader={"num_workers": 2, "persistent_workers": True}),
+    "validated twice an epoch": RunSpec(validate=True, trainer={"val_check_interval": 0.5}),
+    "validated over epochs": RunSpec(
+        validate=True, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
+    ),
+    "plateau": RunSpec(validate=True, schedule="plateau", epochs=4),
+    "plateau, stepwise": RunSpec(
+        validate=True, schedule="plateau, stepwise", trainer={"val_check_interval": 0.5}
+    ),
+    "epochs' schedule": RunSpec(validate=True, schedule="epoch"),
+    "every third step": RunSpec(schedule="frequency"),
+    "one cycle": RunSpec(schedule="onecycle"),
+    "warm-up and cosine": RunSpec(schedule="warmup"),
+    "lambda": RunSpec(schedule="lambda"),
+    "max_steps": RunSpec(epochs=None, max_steps=10, validate=True),
+    "some batches": RunSpec(trainer={"limit_train_batches": 4}, schedule="onecycle"),
+    "a part of the batches": RunSpec(trainer={"limit_train_batches": 0.9}),
+    "last batch dropped": RunSpec(loader={"drop_last": True}),
+    "user's sampler": RunSpec(kind="sampler"),
+    "two loaders": RunSpec(kind="two"),
+    "two loaders, the longer one": RunSpec(kind="two, as long as the longer"),
+    "own distributed sampler": RunSpec(
+        kind="own distributed sampler", trainer={"use_distributed_sampler": False}
+    ),
+    "loaders made anew": RunSpec(trainer={"reload_dataloaders_every_n_epochs": 1}),
+    "validated by the clock": RunSpec(validate=True, trainer={"val_check_interval": "00:01:00:00"}),
+    "positional arguments": RunSpec(kind="positional"),
+    "manual optimization": RunSpec(manual=True, batch_size=12, dropout=0.2, validate=True),
+    "a short last window": RunSpec(**SHORT, dropout=0.2, schedule="lambda"),
+    "short windows, a limit beyond the data": RunSpec(
+        **SHORT, schedule="plateau, stepwise", trainer={"limit_train_batches": 7}
+    ),
+    "short windows, validated over epochs": RunSpec(
+        **SHORT,
+        schedule="frequency",
+        trainer={"val_check_interval": 3, "check_val_every_n_epoch": None},
+    ),
+    "short windows, validated twice an epoch": RunSpec(
+        **SHORT, schedule="step", trainer={"limit_train_batches": 5, "val_check_interval": 0.5}
+    ),
+    "uneven": RunSpec(global_batch=11, strategy={"allow_uneven_batches": True}),
+}
+SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 4}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that was never stopped, and where it saved."""
+
+    run: RunSpec
+    seen: list[RunRecord]
+    """What each rank saw."""
+    steps: int
+    """Of an epoch."""
+
+    def points(self) -> dict[str, int]:
+        """Give the saves that were made, and where a run goes on from each."""
+        root = Path(self.run.root)
+        at = {**POINTS, **VALIDATIONS}
+        made = {name for name in at if (root / f"{name.replace(' ', '-')}.ckpt").exists()}
+        total = self.seen[0].global_step
+        if self.steps != STEPS:
+            # The names tell steps of an epoch; epochs are shorter here.
+            at |= {"epoch 0": self.steps, "starting 1": self.steps, "inside 1.0": self.steps}
+            at |= {"step 1.3": self.steps + 3}
+        at |= {"end": total, "after": total}
+        return {name: at[name] for name in at if name in made}
+
+    def resumed(self, point: str) -> RunSpec:
+        """Give the run that goes on from a save."""
+        path = Path(self.run.root) / f"{point.replace(' ', '-')}.ckpt"
+        return replace(self.run, save=(), ckpt_path=str(path))
+
+
+class References(dict[str, Reference]):
+    """Every scenario, run once on two ranks when it is asked for, saving at every kind of point."""
+
+    def __init__(self, worlds: Pools, roots: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._worlds, self._roots = worlds, roots
+
+    def __missing__(self, name: str) -> Reference:
+        root = str(self._roots.mktemp("reference"))
+        saving = replace(SCENARIOS[name], save=(*POINTS, *VALIDATIONS), root=root)
+        seen = self._worlds.run(2, partial(fit, saving))
+        self[name] = Reference(saving, seen, SHORTER.get(name, STEPS))
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Give the scenarios."""
+    return References(worlds, tmp_path_factory)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_same_world_goes_on_bit_for_bit(
+    scenario: str, references: References, worlds: Pools
+) -> None:
+    """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
+    reference = references[scenario]
+    points = reference.points()
+    assert len(points) >= 9
+    runs = [reference.resumed(point) for point in points]
+    for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
+        whole = reference.seen[rank]
+        for (point, begin), seen in zip(points.items(), of_rank, strict=True):
+            assert seen.steps == _from(whole.steps, begin), point
+            assert seen.losses == _from(whole.losses, begin), point
+            assert seen.rates == _from(whole.rates, begin), point
+            assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
+            assert len(seen.axis) == whole.global_step - begin, point
+            assert seen.global_step == whole.global_step
+            _check_events(whole, seen, point)
+            _check_loops(whole, seen, point)
+            if begin < whole.global_step:
+                assert seen.epoch == whole.epoch, point
+                assert seen.buffer == whole.buffer, point
+                assert seen.drawn == whole.drawn, point
+
+
+@pytest.mark.parametrize("world", [3, *long(1, 4)])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_another_world_takes_the_same_steps(
+    scenario: str, world: int, references: References, worlds: Pools
+) -> None:
+    """The same sets of samples at the same rates, from every point of a save on two ranks."""
+    reference = references[scenario]
+    points = reference.points()
+    runs = [reference.resumed(point) for point in points]
+    if reference.run.kind == "seeks" and world == 4:
+        runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
+    whole = reference.seen[0]
+    of_rank = worlds.run(world, partial(fits, runs))[0]
+    for (point, begin), seen in zip(points.items(), of_rank, strict=True):
+        assert seen.steps == _from(whole.steps, begin), point
+        assert seen.rates == _from(whole.rates, begin), point
+        assert seen.global_step == whole.global_step, point
+        assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
+        _check_events(whole, seen, point)
+
+
+def _from(of_steps: dict[int, Any], begin: int) -> dict[int, Any]:
+    """Give what belongs to a step and those after it."""
+    return {step: value for step, value in of_steps.items() if step >= begin}
+
+
+def _check_events(whole: RunRecord, seen: RunRecord, point: str) -> None:
+    """See that hooks run as in the whole run: those at the save's own moment may run again."""
+    tail = whole.events[len(whole.events) - len(seen.events) :]
+    assert seen.events == tail, point
+
+
+def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
+    """See that every counter of the loops is that of the whole run, at each micro-batch."""
+    for moment, counts in seen.loops.items():
+        others = whole.loops[moment]
+        unlike = {
+            key: (counts.get(key), others.get(key))
+            for key in counts.keys() | others.keys()
+            if counts.get(key) != others.get(key)
+        }
+        assert not unlike, (point, moment)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(1, 6), (6, 4), (4, 1), (2, 3), (3, 2), *long(*product((1, 2, 3, 4, 6), repeat=2))],
+)
+def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path: Path) -> None:
+    """From inside an epoch and inside a window of micro-batches, whatever the two accumulations."""
+    saving = RunSpec(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
+    whole = worlds.run(source, partial(fit, saving))[0]
+    for point, begin in (("step-0.3", 3), ("inside-1.1", 6)):
+        path = tmp_path / f"{point}.ckpt"
+        if not path.exists():
+            continue  # this world has no window to be inside of
+        resumed = replace(saving, save=(), ckpt_path=str(path))
+        seen = worlds.run(target, partial(fit, resumed))[0]
+        assert seen.steps == _from(whole.steps, begin)
+        assert all(len(samples) == 12 for samples in seen.steps.values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Four ranks, then two, then three: one run; and its losses are those of a whole one."""
+    run = RunSpec(stage=stage, epochs=3, validate=True, schedule="onecycle")
+    whole = worlds.run(4, partial(fit, run))[0]
+    others = [worlds.run(world, partial(fit, run))[0] for world in (2, 3)]
+    first = replace(run, save=("inside 0.2", "step 0.2"), root=str(tmp_path))
+    worlds.run(4, partial(fit, first))
+    path = next(tmp_path.glob("*0.2.ckpt"))
+    second = replace(run, save=("inside 1.3",), root=str(tmp_path), ckpt_path=str(path))
+    then = worlds.run(2, partial(fit, second))[0]
+    third = replace(run, ckpt_path=str(tmp_path / "inside-1.3.ckpt"))
+    last = worlds.run(3, partial(fit, third))[0]
+    assert then.steps == _from(whole.steps, 2)
+    assert last.steps == _from(whole.steps, 8)
+    losses = {**whole.losses, **then.losses, **last.losses}
+    near = max(abs(o.losses[s] - whole.losses[s]) for o in others for s in whole.losses)
+    assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
+
+
+@pytest.mark.parametrize(
+    ("world", "point"), [(1, "end"), (2, "after"), (3, "epoch 1"), *long((2, "end"), (3, "after"))]
+)
+def test_a_run_stopped_by_max_steps_goes_on(
+    point: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """In mid-epoch, where Lightning takes the epoch for done: by steps, and by epochs."""
+    short = RunSpec(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
+    worlds.run(2, partial(fit, short))
+    path = str(tmp_path / f"{point.replace(' ', '-')}.ckpt")
+    for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
+        run = RunSpec(**limit)
+        whole = worlds.run(2, partial(fit, run))[0]
+        seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path)))[0]
+        assert seen.steps == _from(whole.steps, 8)
+        assert seen.global_step == whole.global_step
+        assert world != 2 or seen.losses == _from(whole.losses, 8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """More epochs than were planned, from what was saved when the run was done."""
+    worlds.run(2, partial(fit, RunSpec(save=("end",), root=str(tmp_path), epochs=1)))
+    whole = worlds.run(2, partial(fit, RunSpec(epochs=3)))[0]
+    resumed = RunSpec(epochs=3, ckpt_path=str(tmp_path / "end.ckpt"))
+    seen = worlds.run(world, partial(fit, resumed))[0]
+    assert seen.steps == _from(whole.steps, 5)
+    assert seen.epoch == whole.epoch
+    assert not any("was planned for" in text for text in seen.messages)  # no schedule was
+
+
+def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
+    """A rate of np.float32 takes other steps than Python's float of the same value."""
+    whole = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
+    again = replace(whole, save=(), ckpt_path=str(tmp_path / "step-0.2.ckpt"))
+    for of_whole, seen in worlds.run(2, partial(fits, [whole, again])):
+        assert {type(rate).__name__ for rate in of_whole.rates.values()} == {"float32"}
+        assert {type(rate).__name__ for rate in seen.rates.values()} == {"float32"}
+        assert seen.rates == _from(of_whole.rates, 2)
+        assert seen.losses == _from(of_whole.losses, 2)
+
+
+def test_a_new_rate_is_that_of_a_run_that_always_had_it(worlds: Pools, tmp_path: Path) -> None:
+    """load_hyperparameters=False after a warm-up, in a cycle, in an epoch's schedule: each step."""
+    plans = [
+        (RunSpec(schedule="warmup", epochs=3), "inside 1.3", 8),
+        (RunSpec(schedule="onecycle", epochs=3), "step 0.2", 2),
+        (RunSpec(schedule="lambda", stage=3), "epoch 0", 5),
+        (RunSpec(schedule="epoch", validate=True, epochs=3), "inside 1.0", 5),
+    ]
+    runs = []
+    for index, (run, point, _) in enumerate(plans):
+        saving = replace(run, rate=0.003, root=str(tmp_path / str(index)), save=(point,))
+        runs += [saving, run]
+    wholes = worlds.run(2, partial(fits, runs))[0][1::2]
+    again = {"load_hyperparameters": False}
+    resumed = [
+        replace(run, strategy=again, ckpt_path=f"{tmp_path}/{n}/{point.replace(' ', '-')}.ckpt")
+        for n, (run, point, _) in enumerate(plans)
+    ]
+    for world in (2, 3):
+        found = worlds.run(world, partial(fits, resumed))[0]
+        for (_, point, begin), whole, seen in zip(plans, wholes, found, strict=True):
+            assert seen.rates == _from(whole.rates, begin), point
+            assert len(set(seen.rates.values())) > 1
+            assert seen.steps == _from(whole.steps, begin), point
+
+
+@pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
+def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
+    """As near to an uninterrupted run as another one is: the order of sums apart, the same.
+
+    Losses of two steps differ by far more than that: none is skipped or taken twice.
+    """
+    saving = RunSpec(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
+    whole = worlds.run(2, partial(fit, saving))[0]
+    other = worlds.run(target, partial(fit, replace(saving, save=())))[0]
+    path = str(tmp_path / "step-0.3.ckpt")
+    seen = worlds.run(target, partial(fit, replace(saving, save=(), ckpt_path=path)))[0]
+    apart = max(abs(whole.losses[step] - other.losses[step]) for step in whole.losses)
+    distance = max(abs(whole.losses[step] - loss) for step, loss in seen.losses.items())
+    assert set(seen.losses) == set(range(3, 40))
+    steps = [abs(whole.losses[step] - whole.losses[step + 1]) for step in range(39)]
+    print(f"apart {apart:.2g}, resumed {distance:.2g}, a step {statistics.median(steps):.2g}")
+    assert max(apart, distance) < 1e-4
+    assert statistics.median(steps) > 10 * 1e-4

@@ -1,0 +1,343 @@
+"""Data that cannot be taken up is refused, or starts over where that is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import RunRecord, RunSpec, error_of, fit, fits
+
+pytestmark = pytest.mark.engine
+
+SAVE = "step 0.3"
+OWN = RunSpec(
+    kind="own batches", length=60, batch_size=6, trainer={"use_distributed_sampler": False}
+)
+"""Batches in an order that Lightning is told to leave alone."""
+
+
+def saved(run: RunSpec, worlds: Pools, root: Path) -> tuple[RunRecord, RunSpec]:
+    """Fit on two ranks, saving in mid-epoch; give that, and the run that goes on."""
+    whole = worlds.run(2, partial(fit, replace(run, save=(SAVE,), root=str(root))))[0]
+    return whole, replace(run, ckpt_path=str(root / "step-0.3.ckpt"))
+
+
+def later(seen: RunRecord, begin: int = 3) -> dict[int, list[int]]:
+    """Give the samples of later steps."""
+    return {step: ids for step, ids in seen.steps.items() if step >= begin}
+
+
+@pytest.mark.parametrize("kind", ["iterable", "own batches without a place"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_cannot_be_placed_is_refused(
+    kind: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """On every rank, by name, with what helps: also on the same number of ranks."""
+    run = RunSpec(kind="iterable", length=60)
+    if kind != "iterable":
+        run = replace(OWN, kind="user's loader")
+    _, resumed = saved(run, worlds, tmp_path)
+    if kind != "iterable":
+        resumed = replace(resumed, batch_size=12 // world)
+    for message in worlds.run(world, partial(error_of, resumed)):
+        assert message.startswith("CheckpointMismatchError")
+        assert "was saved in epoch 0, after 3 optimizer steps of it" in message
+        assert "cannot be told where to begin" in message
+        assert "resume_at(epoch, samples)" in message
+        assert 'on_unresumable_data="restart_epoch"' in message
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_epoch_starts_over_where_it_is_allowed(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """All of its samples come again, the step goes on, and a warning says so."""
+    run = RunSpec(kind="iterable", length=60, strategy={"on_unresumable_data": "restart_epoch"})
+    whole, resumed = saved(run, worlds, tmp_path)
+    seen = worlds.run(world, partial(fit, resumed))[0]
+    again = [whole.steps[step] for step in range(5)]
+    assert [seen.steps[step] for step in range(3, 8)] == again
+    assert [seen.steps[step] for step in range(8, 13)] == again
+    assert seen.global_step == 13
+    assert any("Epoch 0 starts over" in text for text in seen.messages)
+
+
+@pytest.mark.parametrize("kind", ["seeks", "own batches"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_users_data_that_can_be_placed(
+    kind: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """``resume_at`` on a data set or a batch sampler is all that it takes."""
+    run = RunSpec(kind="seeks", length=60) if kind == "seeks" else OWN
+    whole, resumed = saved(run, worlds, tmp_path)
+    micro = 12 // world if kind == "own batches" else {4: 3}.get(world, 2)
+    seen = worlds.run(world, partial(fit, replace(resumed, batch_size=micro)))[0]
+    assert seen.steps == later(whole)
+    assert world != 2 or seen.losses == {s: v for s, v in whole.losses.items() if s >= 3}
+
+
+def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path: Path) -> None:
+    """It is of one rank among two; for three it means nothing."""
+    run = RunSpec(kind="stateful", length=60)
+    whole, resumed = saved(run, worlds, tmp_path)
+    for seen in worlds.run(2, partial(fit, resumed)):
+        assert seen.steps == later(whole)
+    assert len(whole.steps) == 10
+    for message in worlds.run(3, partial(error_of, resumed)):
+        assert "has one state per rank of 2; there are 3 now" in message
+
+
+@pytest.mark.parametrize("point", ["step 0.1", "inside 0.2", "step 0.4", "inside 1.1"])
+def test_a_loaders_own_state_is_that_of_the_last_step(
+    point: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Inside a window of micro-batches, and although Lightning fetches a batch ahead."""
+    run = RunSpec(kind="stateful", length=60, save=(point,), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    path = str(tmp_path / f"{point.replace(' ', '-')}.ckpt")
+    epoch, step = point.split()[1].split(".")
+    for seen in worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path))):
+        assert seen.steps == later(whole, 5 * int(epoch) + int(step))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_torchdatas_loader_goes_on_anywhere(world: int, worlds: Pools, tmp_path: Path) -> None:
+    """For data with a length its order is ours, and it needs no state of its own."""
+    pytest.importorskip("torchdata")
+    whole, resumed = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
+    assert worlds.run(world, partial(fit, resumed))[0].steps == later(whole)
+
+
+def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> None:
+    """A place in an epoch of other samples means nothing; the end of one does."""
+    run = RunSpec(save=("epoch 0",))
+    _, resumed = saved(run, worlds, tmp_path)
+    for message in worlds.run(2, partial(error_of, replace(resumed, length=70))):
+        assert "the data is not that of the save (dataset_length was 53, is 70)" in message
+    ended = replace(run, save=("epoch 0",), root=str(tmp_path), epochs=1)
+    worlds.run(2, partial(fit, ended))
+    path = str(tmp_path / "epoch-0.ckpt")
+    seen = worlds.run(2, partial(fit, RunSpec(length=70, ckpt_path=path)))[0]
+    assert sorted(seen.steps) == [5, 6, 7, 8, 9, 10]
+
+
+SAVE_LATER = "step 1.2"
+"""In the second epoch, which a sampler in a new process takes for its first."""
+
+
+@pytest.mark.parametrize("kind", ["numpy", "random", "torch"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_samplers_own_generators_are_seeded(
+    kind: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """A sampler that keeps a generator goes on in the order of the run that was not stopped."""
+    run = RunSpec(kind=kind, save=(SAVE_LATER,), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    assert whole.steps[0] != whole.steps[5]  # epochs differ
+    path = str(tmp_path / "step-1.2.ckpt")
+    seen = worlds.run(world, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    assert seen.steps == later(whole, 7)
+
+
+def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """In a new process it begins to count anew: said on every rank, and restarted where allowed."""
+    run = RunSpec(kind="counts", save=(SAVE, SAVE_LATER), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    first, second = (str(tmp_path / f"step-{at}.ckpt") for at in ("0.3", "1.2"))
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=first)))[0]
+    assert seen.steps == later(whole)  # it counts alike until here
+    for message in worlds.run(2, partial(error_of, replace(run, save=(), ckpt_path=second))):
+        assert message.startswith("CheckpointMismatchError")
+        assert "OwnGenerator put epoch 1 in another order than when it was saved" in message
+        assert "set_epoch(epoch)" in message
+    allowed = replace(
+        run, save=(), ckpt_path=second, strategy={"on_unresumable_data": "restart_epoch"}
+    )
+    seen = worlds.run(2, partial(fit, allowed))[0]
+    assert seen.global_step == 12
+    assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
+
+
+def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_path: Path) -> None:
+    """It goes on where it counts alike; where it does not, that is said: data may change there."""
+    run = RunSpec(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
+    whole = worlds.run(2, partial(fit, run))[0]
+    first, second = (str(tmp_path / f"epoch-{at}.ckpt") for at in (0, 1))
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=first)))[0]
+    assert seen.steps == later(whole, 5)
+    assert not any("another order" in text for text in seen.messages)
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=second)))[0]
+    assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
+
+
+def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
+    """In every epoch, the first one too: its order is not asked for before."""
+    seen = worlds.run(2, partial(fit, RunSpec(kind="changed")))[0]
+    assert sorted(seen.steps[0]) == list(range(7, 19))
+    assert sorted(seen.steps[5]) == list(range(14, 26))
+
+
+@pytest.mark.parametrize("kind", ["ranks", "ranks, later"])
+def test_a_sampler_that_differs_between_ranks_is_refused(kind: str, worlds: Pools) -> None:
+    """In whichever epoch: some of its samples would come twice and others never."""
+    for message in worlds.run(2, partial(error_of, RunSpec(kind=kind))):
+        assert message.startswith("UnsupportedError")
+        assert "OwnGenerator gives each rank another order of the samples" in message
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools) -> None:
+    """As Lightning has it, once, with how to keep the order; of shuffle=True nothing is said."""
+    seen = worlds.run(world, partial(fits, [RunSpec(kind="in order"), RunSpec()]))[0]
+    said = [[text for text in of.messages if "shuffled" in text] for of in seen]
+    assert [len(texts) for texts in said] == [1, 0]
+    assert said[0][0].startswith("The training DataLoader of IndexedSamples is shuffled, although")
+    assert "sampler=range(len(dataset))" in said[0][0]
+    assert seen[0].steps == seen[1].steps
+
+
+@pytest.mark.parametrize("kind", ["range", "own distributed sampler"])
+def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """Samples come in a row, on any number of devices, also from the middle of an epoch on."""
+    whole, resumed = saved(RunSpec(kind=kind), worlds, tmp_path)
+    for of_epoch in (0, 5):
+        for step in range(4):
+            assert whole.steps[of_epoch + step] == list(range(12 * step, 12 * (step + 1)))
+    for world in (1, 2, 3):
+        seen = worlds.run(world, partial(fit, resumed))[0]
+        assert seen.steps == later(whole)
+        assert not any("shuffled" in text for text in (*whole.messages, *seen.messages))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("iterable", "will be refused on resume: the DataLoader of Stream cannot be told where"),
+        ("stateful", "on another number of devices than 2: the StatefulLoader of Stream has a"),
+        ("seeks", ""),
+        ("plain", ""),
+    ],
+)
+def test_data_that_cannot_be_taken_up_is_said_at_the_start(
+    kind: str, expected: str, worlds: Pools
+) -> None:
+    """Once, with what helps; and no more where the epoch may start over."""
+    run = RunSpec(kind=kind, length=60, epochs=1)
+    allowed = replace(run, strategy={"on_unresumable_data": "restart_epoch"})
+    seen = worlds.run(2, partial(fits, [run, allowed]))[0]
+    said = [[text for text in of.messages if "A checkpoint inside an epoch" in text] for of in seen]
+    assert [len(texts) for texts in said] == [int(bool(expected)), 0]
+    for text in said[0]:
+        assert expected in text
+        assert "resume_at(epoch, samples)" in text
+
+
+@pytest.mark.parametrize("kind", ["iterable", "stateful"])
+def test_a_batch_fetched_ahead_of_the_end_is_not_trained_on(
+    kind: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Saved when an epoch's last batch had ended: the next step is the next epoch's first."""
+    run = RunSpec(kind=kind, length=60, save=("step 0.5",), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    path = str(tmp_path / "step-0.5.ckpt")
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    assert seen.steps == later(whole, 5)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_order_is_that_of_the_run_not_of_a_new_seed(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Who resumes with another seed, or forgot to seed, goes on in the order of before."""
+    whole, resumed = saved(RunSpec(), worlds, tmp_path)
+    assert worlds.run(world, partial(fit, replace(resumed, seed=99)))[0].steps == later(whole)
+
+
+@pytest.mark.parametrize(
+    ("world", "now", "expected"),
+    [
+        (
+            3,
+            {"global_batch": None, "batch_size": 6},
+            "from 12 samples (2 devices, accumulation 1) to 18 (3 devices, accumulation 1)",
+        ),
+        (2, {"global_batch": 18, "batch_size": 9}, "global_batch_size=12 keeps it"),
+        (2, {"epochs": 3}, "planned for 10 optimizer steps, and is now for 15"),
+    ],
+)
+def test_what_changed_is_said(
+    world: int, now: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """With both numbers, and what would keep it; no sample of the epoch is left out."""
+    run = RunSpec(global_batch=None, batch_size=6, length=60, schedule="lambda")
+    whole, resumed = saved(run, worlds, tmp_path)
+    seen = worlds.run(world, partial(fit, replace(resumed, **now)))[0]
+    assert any(expected in text for text in seen.messages), seen.messages
+    first = [i for step, ids in seen.steps.items() if step < 5 for i in ids]
+    assert set(first) >= {i for step in (3, 4) for i in whole.steps[step]}
+
+
+def test_counts_of_batches_that_mean_something_else_are_said(worlds: Pools, tmp_path: Path) -> None:
+    """Without a global batch, Lightning's integers count the batches of one device."""
+    run = RunSpec(
+        global_batch=None,
+        batch_size=6,
+        validate=True,
+        trainer={"val_check_interval": 2},
+    )
+    _, resumed = saved(run, worlds, tmp_path)
+    trainer = {"val_check_interval": 2, "accumulate_grad_batches": 2}
+    seen = worlds.run(1, partial(fit, replace(resumed, trainer=trainer)))[0]
+    said = "Trainer(val_check_interval=2) counts batches of one device: 2 optimizer steps when"
+    assert any(said in text for text in seen.messages), seen.messages
+    assert not any("global batch changes" in text for text in seen.messages)
+
+
+def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: Path) -> None:
+    """On the same world nothing is said: they go on."""
+    _, resumed = saved(RunSpec(dropout=0.1), worlds, tmp_path)
+    counts = []
+    for world in (2, 3):
+        messages = worlds.run(world, partial(fit, resumed))[0].messages
+        counts.append(sum("starts a stream of its own" in text for text in messages))
+    assert counts == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (RunSpec(global_batch=10), "global_batch_size=10 cannot be shared by 3 devices"),
+        (
+            RunSpec(trainer={"accumulate_grad_batches": 4}),
+            "accumulate_grad_batches=4) and global_batch_size=12 contradict each other",
+        ),
+        (
+            RunSpec(kind="seeks", batch_size=3, global_batch=6),
+            "needs micro-batches of 2 samples, and the DataLoader, whose order is its own, gives 3",
+        ),
+        (
+            RunSpec(kind="two, one uncut"),
+            "needs micro-batches of 2 samples, and the DataLoader, whose order is its own, gives 3",
+        ),
+        (
+            RunSpec(kind="no length"),
+            "global_batch_size=12 needs a training loader that tells its batch_size",
+        ),
+        (
+            RunSpec(length=7, loader={"drop_last": True}),
+            "7 samples do not fill one global batch of 12",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_are_refused_at_once(
+    run: RunSpec, expected: str, worlds: Pools
+) -> None:
+    """Before any training, on all ranks."""
+    for message in worlds.run(3, partial(error_of, run)):
+        assert message.startswith("UnsupportedError")
+        assert expected in message

@@ -1,0 +1,89 @@
+"""Resumed at an epoch's end: the next epoch's samples, of data that count epochs by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import RunSpec, fit, fits
+
+pytestmark = pytest.mark.engine
+
+POINTS = {"step-1.3": 8, "validated-10": 10, "epoch-1": 10}
+"""In mid-epoch, at the end of an epoch's validation, and at its own end: with the next step."""
+
+RUN = RunSpec(
+    length=60,
+    batch_size=6,
+    epochs=4,
+    validate=True,
+    save=tuple(point.replace("-", " ") for point in POINTS),
+    trainer={"use_distributed_sampler": False},
+)
+
+
+@pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
+def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """Each epoch once, in its own order, on any number of devices."""
+    run = replace(RUN, kind=kind, root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0].steps
+    assert len({tuple(whole[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
+    paths = [str(tmp_path / f"{point}.ckpt") for point in POINTS]
+    for world in (1, 2, 3):
+        of_world = replace(run, save=(), batch_size=12 // world)
+        runs = [replace(of_world, ckpt_path=path) for path in paths]
+        resumed = worlds.run(world, partial(fits, runs))[0]
+        for seen, begin in zip(resumed, POINTS.values(), strict=True):
+            assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+
+
+@pytest.mark.parametrize(
+    "kind", ["counting, kept", "counting, kept and ended", "counting, torchdata"]
+)
+def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """The next epoch's first batch is not lost, and the loader does not start over."""
+    if "torchdata" in kind:
+        pytest.importorskip("torchdata")
+    run = replace(RUN, kind=kind, epochs=3, root=str(tmp_path))
+    run = replace(run, strategy={"logging_batch_size_per_gpu": 6})
+    whole = worlds.run(2, partial(fit, run))[0].steps
+    runs = [replace(run, save=(), ckpt_path=str(tmp_path / f"{point}.ckpt")) for point in POINTS]
+    resumed = worlds.run(2, partial(fits, runs))[0]
+    for seen, begin in zip(resumed, POINTS.values(), strict=True):
+        assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+    others = [replace(of, batch_size=4) for of in runs[1:]]
+    others = [replace(of, strategy={"logging_batch_size_per_gpu": 4}) for of in others]
+    for seen in worlds.run(3, partial(fits, others))[0]:
+        assert any("has one state per rank of 2, and there are 3" in m for m in seen.messages)
+
+
+def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_path: Path) -> None:
+    """Its next epoch begins where that of the run that was not stopped does."""
+    pytest.importorskip("torchdata")
+    trainer = {**RUN.trainer, "limit_train_batches": 3}
+    save = ("step 0.2", "validated 3", "epoch 0")
+    run = replace(RUN, kind="counting, torchdata", length=240, epochs=2, trainer=trainer, save=save)
+    run = replace(run, root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0].steps
+    paths = [str(tmp_path / f"{point.replace(' ', '-')}.ckpt") for point in save]
+    runs = [replace(run, save=(), ckpt_path=path) for path in paths]
+    for seen, begin in zip(worlds.run(2, partial(fits, runs))[0], (2, 3, 3), strict=True):
+        assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Its gradients do not flow into the next epoch: the resumed run takes the same steps."""
+    run = RunSpec(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
+    whole = worlds.run(2, partial(fit, run))[0]
+    path = str(tmp_path / "epoch-0.ckpt")
+    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    assert seen.buffer == whole.buffer
+    assert seen.losses[3] == whole.losses[3]  # by the weights of step 2, the epoch's first
+    said = [m for m in whole.messages if "ended within a window of micro-batches" in m]
+    assert len(said) == 1
+    assert "with its last 1, and their gradients are dropped" in said[0]

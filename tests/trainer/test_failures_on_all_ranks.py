@@ -1,0 +1,132 @@
+"""What goes wrong is said on every rank, in bounded time, and loses nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.trainer import _failure_cases
+from tests.trainer._fits import FitSpec, fit, listing
+
+pytestmark = pytest.mark.engine
+
+
+def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:  # noqa: ANN401
+    """Run a case on a world; give what each rank said, in bounded time."""
+    began = time.monotonic()
+    said = worlds.run(world, partial(case, *arguments))
+    assert time.monotonic() - began < PROMPT_TIMEOUT_S
+    return said
+
+
+def test_paths_that_differ_between_ranks(worlds: Pools, tmp_path: Path) -> None:
+    """A checkpoint is one directory: other paths on other ranks are refused at the first save."""
+    for message in said_by(worlds, 2, _failure_cases.save_to_own_path, str(tmp_path)):
+        assert message.startswith("SaveError")
+        assert "the same path" in message
+    assert not any(listing(str(tmp_path)).values())
+
+
+def test_a_save_on_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
+    """Saving under `if trainer.is_global_zero` ends in an error that says so."""
+    messages = said_by(worlds, 2, _failure_cases.save_on_first_rank_only, str(tmp_path))
+    assert messages[0].startswith("RanksError")
+    assert "every rank" in messages[0]
+    assert not any(listing(str(tmp_path)).values())
+
+
+def test_a_target_that_is_a_file(worlds: Pools, tmp_path: Path) -> None:
+    """A file in the way is refused on all ranks, and stays."""
+    (tmp_path / "x.ckpt").write_text("mine")
+    for message in said_by(worlds, 2, _failure_cases.save_to, str(tmp_path / "x.ckpt")):
+        assert message.startswith("SaveError")
+    assert (tmp_path / "x.ckpt").read_text() == "mine"
+    assert [name for name in listing(str(tmp_path)) if name.startswith(".")] == []
+
+
+def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
+    """DeepSpeed's data sampler would begin anew: refused at setup, and at a plain engine's save."""
+    root = str(tmp_path)
+    messages = said_by(worlds, 2, _failure_cases.fit_curriculum, root)
+    messages += said_by(worlds, 2, _failure_cases.save_curriculum, f"{root}/x.ckpt")
+    for message in messages:
+        assert message.startswith("UnsupportedError")
+        assert "data_efficiency.data_sampling.curriculum_learning" in message
+        assert "sampler of your own" in message
+    assert not any(listing(root).values())
+
+
+def test_remote_urls(worlds: Pools) -> None:
+    """A URL is refused by name, rather than made a local folder called s3:."""
+    for message in said_by(worlds, 2, _failure_cases.save_to, "s3://bucket/x.ckpt"):
+        assert message.startswith("UnsupportedError")
+        assert "s3://" in message
+
+
+def test_a_rank_that_cannot_write(worlds: Pools, tmp_path: Path) -> None:
+    """One rank's disk error is everybody's, names it, and leaves the last checkpoint whole."""
+    messages = said_by(worlds, 3, _failure_cases.save_with_broken_disk, str(tmp_path), 1)
+    for message in messages:
+        assert message.startswith("SaveError"), message
+        assert "rank 1" in message
+    assert listing(str(tmp_path)) == {"good.ckpt": True}
+
+
+def test_found_by_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
+    """A checkpoint that one rank finds and another does not stops both, at once."""
+    root = str(tmp_path)
+    worlds.run(2, partial(fit, FitSpec(root, 2)))
+    for message in said_by(worlds, 2, _failure_cases.resume_on_first_rank_only, root):
+        assert message.startswith("RanksError")
+        assert "load" in message
+
+
+def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
+    """Objects of unknown classes come back with allow_pickle=True only, each rank's own too."""
+    root = str(tmp_path)
+    first = said_by(worlds, 2, _failure_cases.save_objects, root)
+    assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd holds a Python object of")
+    assert "Odd, no plain data: this checkpoint can be loaded only with allow_pickle" in first[0]
+    assert first[1] == "saved"
+    for message in said_by(worlds, 1, _failure_cases.load_objects, root, False):
+        assert message.startswith("UnsupportedError")
+        assert "allow_pickle=True" in message
+        assert "Odd (deep.0.odd)." in message
+        assert "path" not in message.partition("Building")[0]
+    for world in (2, 3):
+        assert said_by(worlds, world, _failure_cases.load_objects, root, True) == ["equal"] * world
+
+
+def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:
+    """All ranks that raise save together; one that raises alone does not wait for the others."""
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    for message in said_by(worlds, 2, _failure_cases.fail_in_training, str(together), (0, 1)):
+        assert message == "RuntimeError: out of luck"
+    assert [name for name, whole in listing(str(together)).items() if whole]
+    for message in said_by(worlds, 2, _failure_cases.fail_in_training, str(alone), (1,)):
+        assert message.startswith("RanksError")
+    assert not alone.exists()
+
+
+@pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_elastic_zero"])
+def test_registered_names(first: str) -> None:
+    """Trainer takes the strategy by name, whichever of the two was imported first."""
+    code = f"""
+import {first}
+import lightning.pytorch as pl, lightning_elastic_zero as z
+if {first!r} == "lightning_elastic_zero":
+    z.ElasticDeepSpeedStrategy
+for name in ("", "_stage_1", "_stage_2", "_stage_3", "_stage_2_offload", "_stage_3_offload"):
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="elastic_deepspeed" + name)
+    assert type(trainer.strategy) is z.ElasticDeepSpeedStrategy, name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,130 @@
+"""A first run, as the README has it, says what is news and nothing else of ours."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.trainer.warning_filters import FILTERED_WARNINGS, WarningFilters
+from tests.engine._worker_pool import environment
+from tests.timeouts import HANG_TIMEOUT_S
+
+FIRST_RUN = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+
+if __name__ == "__main__":
+    model = BoringModel()
+    data = torch.utils.data.DataLoader(RandomDataset(32, 64), batch_size=4)
+    strategy = ElasticDeepSpeedStrategy(stage=3, global_batch_size=16)
+    trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, logger=False,
+        enable_progress_bar=False)
+    trainer.fit(model, data, ckpt_path="last")
+"""
+
+OURS = (
+    "Global batch of 16: 2 devices x 2 micro-batches of 4 samples",
+    "No checkpoint was loaded: training starts from step 0.",
+)
+
+
+@pytest.mark.engine
+def test_a_first_run_on_two_ranks(tmp_path: Path) -> None:
+    """Two lines of ours, said once; and none about names that libraries call each other by."""
+    (tmp_path / "first.py").write_text(FIRST_RUN)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, "first.py"],
+        cwd=tmp_path,
+        env={**environment(), "MASTER_PORT": port, "PYTHONWARNINGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    print(done.stdout)
+    lines = done.stdout.splitlines()
+    for line in OURS:
+        assert lines.count(line) == 1, done.stdout
+    assert not [line for line in lines if "is deprecated" in line]
+
+
+def warned_of(category: type[Warning], module: str) -> bool:
+    """Warn as a module does; return whether it came through."""
+    text = {
+        "torch.distributed.c10d_logger": "`torch.distributed.broadcast` is deprecated. Use",
+        "lightning.pytorch.utilities._pytree": "`isinstance(treespec, LeafSpec)` is deprecated",
+    }[module.replace("\\", "")]
+    with warnings.catch_warnings(record=True) as seen:
+        try:
+            warnings.warn_explicit(text, category, "x.py", 1, module.replace("\\", ""))
+        except Warning:
+            return True
+    return bool(seen)
+
+
+@pytest.mark.parametrize(("category", "_", "module"), FILTERED_WARNINGS)
+def test_known_warnings_are_left_out_during_a_run(
+    category: type[Warning], _: str, module: str
+) -> None:
+    """Not before, not after, and not where a user's filter says otherwise."""
+    known = WarningFilters()
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        before = [*warnings.filters]
+        for _run in range(2):
+            assert warned_of(category, module)
+            known.begin()
+            known.begin()
+            assert not warned_of(category, module)
+            known.end()
+            assert [*warnings.filters] == before
+        known.begin()
+        warnings.simplefilter("error", category)
+        assert warned_of(category, module)
+
+
+BESIDE_THE_TWIN = """
+import pytorch_lightning, lightning_elastic_zero
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from pytorch_lightning.demos.boring_classes import BoringModel as TwinModel
+
+options = dict(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
+trainer = pl.Trainer(strategy="elastic_deepspeed_stage_2", **options)
+trainer.fit(BoringModel())
+print("said", trainer.global_step, "steps")
+try:
+    pl.Trainer(strategy="elastic_deepspeed_stage_2", **options).fit(TwinModel())
+except TypeError as error:
+    print("said", error)
+"""
+
+
+@pytest.mark.engine
+def test_the_twin_may_be_imported_too(tmp_path: Path) -> None:
+    """Some library imports ``pytorch_lightning``: a fit is not touched; its modules are no fit."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BESIDE_THE_TWIN],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("said")]
+    assert said[0] == "said 2 steps"
+    assert "switch to a single import style" in said[1]

@@ -1,0 +1,123 @@
+"""Real saves that are interrupted by Ctrl-C, and that show other machines that they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm
+
+from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.checkpoint import saving
+from lightning_elastic_zero.storage import process_identity, staging
+from tests.core._syscall_hooks import before_each_syscall
+from tests.engine._worker_pool import Pools
+from tests.trainer import _failure_cases
+
+pytestmark = pytest.mark.engine
+
+
+def nobody_can_exchange(*_: Path) -> bool:
+    """Answer as NFS and Lustre do when two names are to be exchanged."""
+    return False
+
+
+def interrupt_between_the_renames(root: str) -> dict[str, Any]:
+    """Save, train, and save again; rank 0 gets a SIGINT while the name is free."""
+    engine, target = _failure_cases.engine(), Path(root, "last.ckpt")
+    save_checkpoint(engine, target)
+    engine.backward(engine(torch.ones(1, 9)).sum())
+    engine.step()
+    sent: list[str] = []
+
+    def look() -> None:
+        if comm.get_rank() == 0 and not sent and not os.path.lexists(target):
+            sent.append("SIGINT")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    raised = ""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    real = vars(staging)["exchange_names"]
+    vars(staging)["exchange_names"] = nobody_can_exchange
+    try:
+        with before_each_syscall(look):
+            save_checkpoint(engine, target)
+    except BaseException as error:  # noqa: BLE001 - it is what the test looks at
+        raised = type(error).__name__
+    finally:
+        vars(staging)["exchange_names"] = real
+        signal.signal(signal.SIGINT, before)
+    comm.barrier()
+    there = sorted(path.name for path in Path(root).iterdir())
+    step = load_checkpoint(engine, target).manifest.progress.global_steps
+    return {"raised": raised, "there": there, "step": step, "sent": sent}
+
+
+def test_ctrl_c_between_two_renames(worlds: Pools, tmp_path: Path) -> None:
+    """The complete new checkpoint is the one that is found, and the old one is not hidden away."""
+    found = worlds.run(2, partial(interrupt_between_the_renames, str(tmp_path)))
+    assert found[0]["sent"] == ["SIGINT"]
+    assert [of_rank["raised"] for of_rank in found] == ["KeyboardInterrupt", "RanksError"]
+    for of_rank in found:
+        assert (of_rank["there"], of_rank["step"]) == (["last.ckpt"], 2)
+
+
+def watch(root: str) -> bool:
+    """Save to a file system that shows the directory late; return whether the note was touched."""
+    engine, opened, touched = _failure_cases.engine(), Path(root, "open"), threading.Event()
+
+    def see_late(*args: Any) -> None:
+        assert wait_for(opened.exists)
+        await_visible(*args)
+
+    def look() -> None:
+        try:
+            assert wait_for(lambda: any(Path(root).glob(".zero-owner-*")))
+            (note,) = Path(root).glob(".zero-owner-*")
+            assert json.loads(note.read_text())["beats"] is True
+            os.utime(note, (0, 0))
+            if wait_for(lambda: note.stat().st_mtime > 0):
+                touched.set()
+        finally:
+            opened.touch()
+
+    await_visible = vars(saving)["await_visible"]
+    vars(saving)["await_visible"] = see_late
+    process_identity.TOUCH_INTERVAL_S, heartbeat_interval_s = (
+        0.05,
+        process_identity.TOUCH_INTERVAL_S,
+    )
+    watcher = threading.Thread(target=look)
+    try:
+        if comm.get_rank() == 0:
+            watcher.start()
+        save_checkpoint(engine, f"{root}/a.ckpt")
+    finally:
+        vars(saving)["await_visible"] = await_visible
+        process_identity.TOUCH_INTERVAL_S = heartbeat_interval_s
+        if comm.get_rank() == 0:
+            watcher.join()
+    return touched.is_set()
+
+
+def wait_for(what: Callable[[], bool], most_s: float = 40.0) -> bool:
+    """Wait until something is so; return whether it is."""
+    end_s = time.monotonic() + most_s
+    while not what() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return what()
+
+
+def test_a_save_shows_that_it_goes_on(worlds: Pools, tmp_path: Path) -> None:
+    """While ranks wait for a slow disk, rank 0 touches the note that names it."""
+    assert worlds.run(2, partial(watch, str(tmp_path)))[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "open"]

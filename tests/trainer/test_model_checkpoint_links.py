@@ -1,0 +1,252 @@
+"""Links that ModelCheckpoint asks for: made in its place, at once or when there is something."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_elastic_zero.api import SaveOptions
+from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.manager import CheckpointManager
+from tests.core._syscall_hooks import before_each_syscall
+from tests.engine._worker_pool import Pools
+from tests.trainer._async_save import AsyncSaveSpec, elastic_strategy_of, is_published, kept
+
+pytestmark = pytest.mark.engine
+
+MODES = pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
+LINKED: dict[str, Any] = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
+
+
+def watch_every_instant(run: AsyncSaveSpec) -> list[str]:
+    """Train, and give what last.ckpt led to, in order; "" where it led to nothing."""
+    last = Path(run.root) / "kept" / "last.ckpt"
+    seen: list[str] = []
+
+    def look() -> None:
+        name = last.resolve().name if is_published(last) else ""
+        if (seen or name) and seen[-1:] != [name]:
+            seen.append(name)
+
+    trainer, net, data, director = run.make()
+    with before_each_syscall(look):
+        trainer.fit(net, data)
+    assert not director.errors, director.errors
+    return seen
+
+
+@MODES
+def test_last_is_there_at_every_instant(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
+    """Once there is a last.ckpt, no kill could leave none, nor one that leads to nothing."""
+    run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
+    found = pools.run(2, partial(watch_every_instant, run))[0]
+    assert found == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+
+
+def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, int]]:
+    """Train with these scores of the epochs; give the best and the last's step after each."""
+    seen: list[tuple[str, int]] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        elastic_strategy_of(trainer).wait_for_save()
+        manifest = Path(run.root) / "kept" / "last.ckpt" / "manifest.json"
+        held = json.loads(manifest.read_text()) if manifest.exists() else {}
+        callback: Any = trainer.checkpoint_callback
+        step = held.get("progress", {}).get("global_steps", 0)
+        seen.append((Path(callback.best_model_path).name, step))
+
+    run.actions = dict.fromkeys([*range(3, 2 * len(scores), 2), -1], look)
+    trainer, net, data, director = run.make()
+    callback: Any = trainer.checkpoint_callback
+    candidates = callback._monitor_candidates
+    callback._monitor_candidates = lambda trainer: {
+        **candidates(trainer),
+        "score": torch.tensor(scores[trainer.current_epoch]),
+    }
+    trainer.fit(net, data)
+    assert not director.errors, director.errors
+    return seen
+
+
+@MODES
+def test_the_last_one_is_of_the_last_save(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
+    """What top-k did not keep is saved as the last one, if a save was due; never both."""
+    options = LINKED | {"monitor": "score", "mode": "max"}
+    scores = [1.0, 0.5, 0.7, 2.0, 0.1]
+    every = AsyncSaveSpec(str(tmp_path), async_save=async_save, epochs=5, checkpoint=options)
+    for seen in pools.run(2, partial(watch_the_last, every, scores)):
+        best = ["step=2.ckpt"] * 3 + ["step=8.ckpt"] * 2
+        assert seen == list(zip(best, [2, 4, 6, 8, 10], strict=True))
+    kept_names = {path.name for path in (tmp_path / "kept").iterdir() if path.name[0] != "."}
+    assert kept_names == {"step=8.ckpt", "last.ckpt"}
+    rarely = replace(every, root=str(tmp_path / "rarely"), epochs=4)
+    rarely.checkpoint = options | {"every_n_epochs": 2}
+    for seen in pools.run(2, partial(watch_the_last, rarely, [0.0, 1.0, 9.0, 0.5])):
+        assert seen == [("", 0), ("step=4.ckpt", 4), ("step=4.ckpt", 4), ("step=4.ckpt", 8)]
+
+
+class Full:
+    """Lets no link be made on the first rank, once it is called."""
+
+    def __init__(self) -> None:
+        self.symlink_to = Path.symlink_to
+
+    def __call__(self, trainer: pl.Trainer) -> None:
+        """Fill the disk, when the first link is made."""
+        elastic_strategy_of(trainer).wait_for_save()
+
+        def refuse(path: Path, *_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        if comm.get_rank() == 0:
+            Path.symlink_to = refuse  # type: ignore[method-assign,assignment]
+
+    def end(self) -> None:
+        """Let there be room again."""
+        Path.symlink_to = self.symlink_to  # type: ignore[method-assign]
+
+
+def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
+    """Let the second link fail; give what is left, and what was raised."""
+    full = Full()
+    run.actions = {3: full}
+    trainer, net, data, _ = run.make()
+    error = ""
+    try:
+        trainer.fit(net, data)
+    except Exception as raised:  # noqa: BLE001 - it is what the test looks at
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        full.end()
+    comm.barrier()
+    return {"error": error, "left": kept(run), "answered": answered(trainer)}
+
+
+def answered(trainer: pl.Trainer) -> list[bool]:
+    """Tell of each callback whether it is answered in its place."""
+    return ["_link_checkpoint" in vars(callback) for callback in trainer.checkpoint_callbacks]
+
+
+@MODES
+def test_a_link_that_cannot_be_made(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
+    """All ranks hear of it; the link leads to where it led, and both checkpoints are there."""
+    run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
+    for seen in pools.run(2, partial(fill_before_the_second, run)):
+        assert seen["error"].startswith("SaveError"), seen
+        assert "last.ckpt name " in seen["error"]
+        assert "step=4.ckpt, which is published: No space left on device" in seen["error"]
+        assert "rank 0" in seen["error"]
+        assert seen["left"] == {name: name for name in ("step=2.ckpt", "step=4.ckpt")} | {
+            "last.ckpt": "step=2.ckpt"
+        }
+        assert seen["answered"] == [False]
+
+
+class Plain(ModelCheckpoint):
+    """A subclass that links as Lightning does."""
+
+
+class Own(ModelCheckpoint):
+    """A subclass that has a way of its own."""
+
+    links: list[str]
+
+    @staticmethod
+    @override
+    def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        Own.links.append(Path(filepath).name)
+
+
+def look_at_callbacks(root: str) -> dict[str, Any]:
+    """Fit twice with callbacks of several kinds, the second time until it raises."""
+    Own.links = []
+    seen: dict[str, Any] = {}
+
+    def look(trainer: pl.Trainer) -> None:
+        seen["during"] = answered(trainer)
+
+    def fail(trainer: pl.Trainer) -> None:
+        seen["again"] = answered(trainer)
+        raise ZeroDivisionError
+
+    run = AsyncSaveSpec(root, async_save=False, epochs=1, checkpoint=LINKED, actions={1: look})
+    trainer, net, data, director = run.make()
+    for kind in (Plain, Own, ModelCheckpoint):
+        folder = Path(root) / f"{kind.__name__}-more"
+        trainer.callbacks.append(kind(dirpath=folder, **LINKED))  # type: ignore[attr-defined]
+    users = []
+    last: Any = trainer.checkpoint_callbacks[-1]
+    last._link_checkpoint = lambda _, path, __: users.append(Path(path).name)
+    trainer.fit(net, data)
+    seen["after"] = answered(trainer)
+    seen["links"] = (list(Own.links), users, trainer.checkpoint_callbacks[-1] is last)
+    director.actions, director.passes_on = {3: fail}, (ZeroDivisionError,)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, data)
+    seen["at the end"] = answered(trainer)
+    return seen
+
+
+def test_whose_links_are_made(pools: Pools, tmp_path: Path) -> None:
+    """Lightning's own way is answered, during a run only; whoever has another keeps it."""
+    for seen in pools.run(2, partial(look_at_callbacks, str(tmp_path))):
+        assert seen["during"] == seen["again"] == [True, True, False, True]
+        assert seen["after"] == seen["at the end"] == [False, False, False, True]
+        assert seen["links"] == (["step=2.ckpt"], ["step=2.ckpt"], True)
+    assert not (tmp_path / "Own-more" / "last.ckpt").is_symlink()
+    assert is_published(tmp_path / "Plain-more" / "last.ckpt")
+
+
+def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
+    """After a save of which not even a snapshot was taken, links are made at once."""
+    target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
+    target.mkdir()
+    manager = CheckpointManager(background=True)
+    manager.start(SimpleNamespace(optimizer=None), 0)
+    with pytest.raises(UnsupportedError):
+        manager.save_async("no engine", target, OneRank(), {}, SaveOptions())
+    manager.link(str(target), str(link), OneRank())
+    assert str(link.readlink()) == "a.ckpt"
+    assert manager.stop(interrupted=False) is None
+
+
+def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
+    """Raise on all ranks after the third step; give what is left."""
+
+    def fail(_: pl.Trainer) -> None:
+        raise ZeroDivisionError
+
+    run.actions = {3: fail}
+    trainer, net, data, director = run.make()
+    director.passes_on = (ZeroDivisionError,)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, data)
+    comm.barrier()
+    return kept(run)
+
+
+@MODES
+def test_linking_in_an_exception(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
+    """What save_on_exception saved is what last.ckpt leads to."""
+    run = AsyncSaveSpec(
+        str(tmp_path), async_save=async_save, checkpoint=LINKED | {"save_on_exception": True}
+    )
+    for left in pools.run(2, partial(fail_on_all_ranks, run)):
+        assert left["last.ckpt"] == "step=3.ckpt"

@@ -1,0 +1,87 @@
+"""SIGTERM ends a fit, also the second one of a process, right after a resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import SMALL_BUCKETS, IndexedSamples, RecordingNet, RunSpec
+from tests.trainer._trainer_reuse import LENGTH, make_trainer
+
+pytestmark = pytest.mark.engine
+
+
+class Terminates(Callback):
+    """Gets a SIGTERM on every rank at one moment."""
+
+    def __init__(self) -> None:
+        self.at_start = False
+        self.at_step = -1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.at_start:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple[list[str], int]:
+    """Swallow what SIGTERM raises in two fits of one process; return how each ended."""
+    pl.seed_everything(3, workers=True, verbose=False)
+    before = signal.getsignal(signal.SIGTERM)
+    terminates = Terminates()
+    ends: list[str] = []
+
+    def made() -> Any:  # noqa: ANN401 (a Trainer)
+        options: dict[str, Any] = {"stage": 2, "async_save": background, **SMALL_BUCKETS}
+        saves = ModelCheckpoint(
+            root, every_n_train_steps=1, save_last="link", enable_version_counter=False
+        )
+        strategy = ElasticDeepSpeedStrategy(global_batch_size=12, **options)
+        return make_trainer(strategy, terminates, saves, max_epochs=1, limit_train_batches=4)
+
+    net = RecordingNet(RunSpec(length=LENGTH))
+    trainer = made()
+    for at_start, at_step, ckpt_path in ((False, 2, None), (True, -1, "last"), (False, -1, "last")):
+        terminates.at_start, terminates.at_step = at_start, at_step
+        trainer = made() if anew and ends else trainer
+        path = ckpt_path and str(Path(root, "last.ckpt"))
+        try:
+            train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True)
+            trainer.fit(net, train, ckpt_path=path)
+            ends.append("went on to the end")
+        except SIGTERMException:
+            ends.append(f"SIGTERM at {trainer.global_step}")
+        assert signal.getsignal(signal.SIGTERM) is before
+    return ends, trainer.global_step
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["one Trainer", "Trainers"])
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "behind"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_fit_can_be_terminated(
+    world: int, background: bool, anew: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """Each ends by the signal, and the next one goes on where it stood."""
+    call = partial(terminated_again_and_again, str(tmp_path), background, anew)
+    for ends, step in worlds.run(world, call):
+        assert ends[0] == "SIGTERM at 2"
+        assert ends[1] in {"SIGTERM at 2", "SIGTERM at 3"}
+        assert ends[2] == "went on to the end"
+        assert step == 4

@@ -1,0 +1,165 @@
+"""What a constructor is given is checked there: at once, by name, on every rank alike."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from lightning_elastic_zero import (
+    ElasticDeepSpeedStrategy,
+    load_checkpoint,
+    save_checkpoint,
+)
+from lightning_elastic_zero.trainer.batch_settings import UserSettings
+
+FLAGS = [
+    "allow_uneven_batches",
+    "load_optimizer_state",
+    "load_hyperparameters",
+    "save_module_weights",
+    "allow_pickle",
+    "fallback",
+    "async_save",
+]
+NUMBERS = {
+    "global_batch_size": (0, -6, 6.0, "6", True, [6]),
+    "max_snapshot_bytes": (-1, 1e9, "0", False),
+}
+
+
+def refused(name: str, value: object, *allowed: str) -> None:
+    """Fail unless the constructor refuses a value, naming option, value and what is allowed."""
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")) as raised:
+        ElasticDeepSpeedStrategy(**{name: value})  # type: ignore[arg-type]
+    assert all(text in str(raised.value) for text in allowed), raised.value
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("load_optimiser_state", "load_optimizer_state"),
+        ("global_batchsize", "global_batch_size"),
+        ("zero_stage", "stage"),
+        ("qqq", ""),
+    ],
+)
+def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -> None:
+    """Of this strategy's options, and of Lightning's."""
+    said = f"ElasticDeepSpeedStrategy takes no option {name!r}"
+    said += f"; there is {meant!r}" if meant else ""
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        ElasticDeepSpeedStrategy(**{name: False})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["bogus", None, "Refuse", "", True, ["refuse"]])
+def test_lost_data(value: object) -> None:
+    """A word that is not known is not taken as leave to repeat an epoch."""
+    refused("on_unresumable_data", value, "'refuse'", "'restart_epoch'")
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NUMBERS.items() for v in vs])
+def test_numbers(name: str, value: object) -> None:
+    """What is no whole number, or too small, is refused; a string out of YAML is called one."""
+    refused(name, value, "whole number", "None")
+    if isinstance(value, str):
+        refused(name, value, "quotes")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["false", 0, 1, None])
+def test_flags(name: str, value: object) -> None:
+    """What Python would take as true or false is not enough: ``"false"`` is true."""
+    refused(name, value, "True or False")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "global_batch_size": np.int64(6),
+            "on_unresumable_data": "restart_epoch",
+            "max_snapshot_bytes": 0,
+        },
+        {"global_batch_size": None, "max_snapshot_bytes": None, "async_save": True},
+        dict.fromkeys(FLAGS, True),
+    ],
+)
+def test_what_is_meant_is_taken(options: dict[str, Any]) -> None:
+    """Whole numbers of NumPy are numbers; all defaults may be passed."""
+    strategy = ElasticDeepSpeedStrategy(**options)
+    size = strategy._global_batch_size
+    assert size is None or (type(size) is int and size == 6)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights_only", "exclude_frozen_parameters", "save_module_weights"]
+)
+def test_plain_saves(name: str) -> None:
+    """The functions for plain engines refuse before they look at the engine."""
+    with pytest.raises(ValueError, match=f"{name}='yes'"):
+        save_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["load_optimizer_state", "strict", "allow_pickle", "fallback"])
+def test_plain_loads(name: str) -> None:
+    """So do those that load."""
+    with pytest.raises(ValueError, match=f"{name}='yes'"):
+        load_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301 (its own)
+def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
+    """Launchers pickle it, users copy it: options go along, and nothing is shared."""
+    given = ElasticDeepSpeedStrategy(
+        stage=3,
+        global_batch_size=6,
+        async_save=True,
+        max_snapshot_bytes=7,
+        on_unresumable_data="restart_epoch",
+    )
+    given._manager._retention.schedule_delete("/nowhere/old.ckpt")
+    other: Any = copied(given)
+    assert type(other).__name__ == "ElasticDeepSpeedStrategy"
+    assert other._global_batch_size == 6
+    assert other.config["zero_optimization"]["stage"] == 3
+    assert (other._manager._background, other._manager._snapshot_bytes) == (True, 7)
+    assert other._resumer._on_unresumable_data == "restart_epoch"
+    assert other._resumer._step_intervals._user_settings is other._user_settings
+    assert not other._manager._retention._waiting
+    assert other._checkpoint_hooks._is_written.__self__ is other._manager
+    assert other._checkpoint_hooks._link.__self__ is other
+
+
+class _Settings:
+    """What the trainer has of settings."""
+
+    def __init__(self) -> None:
+        self.accumulate_grad_batches, self.limit_train_batches = 1, 2
+
+
+def test_settings_are_given_back() -> None:
+    """After a fit the user's settings stand again; a save afterwards counts by the fit's."""
+    settings, trainer = UserSettings(), cast("Any", _Settings())
+    for _fit in range(2):
+        settings.make(trainer, "accumulate_grad_batches", 3)
+        settings.make(
+            trainer, "limit_train_batches", settings.get(trainer, "limit_train_batches") * 3
+        )
+        with settings.reapplied(trainer):
+            assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        for _twice in range(2):
+            settings.restore(trainer)
+            assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
+        with settings.reapplied(trainer):
+            assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
+    trainer.limit_train_batches = 6  # the user's own word now, though it is what was made of 2
+    assert settings.get(trainer, "limit_train_batches") == 6

@@ -1,0 +1,298 @@
+"""Runs that meet what this library did not write: nothing of it is lost, and the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from typing_extensions import override
+
+from lightning_elastic_zero import save_checkpoint
+from tests.engine._worker_pool import Pools
+from tests.trainer import _failure_cases
+from tests.trainer._async_save import AsyncSaveSpec
+from tests.trainer._fits import SMALL_BUCKETS, Data, FitSpec, RegressionNet, error_of
+
+pytestmark = pytest.mark.engine
+
+MINE = "the user's only one"
+
+
+def snapshot(*folders: Path) -> dict[str, bytes]:
+    """Return the bytes of every file in some folders."""
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return {str(path): path.read_bytes() for path in files}
+
+
+# -- plain engines ------------------------------------------------------------------------------
+
+
+def save_as_deepspeed_does(root: str) -> str:
+    """Save twice with DeepSpeed, then with this library into the same folder."""
+    engine = _failure_cases.engine()
+    for tag in ("global_step1", "global_step2"):
+        engine.save_checkpoint(root, tag=tag)
+    before = snapshot(Path(root))
+    comm.barrier()
+    said = _failure_cases.error_text(lambda: save_checkpoint(engine, root))
+    comm.barrier()
+    assert snapshot(Path(root)) == before
+    comm.barrier()
+    save_checkpoint(engine, f"{root}/step-1")
+    return said
+
+
+def test_deepspeeds_tags_stay(worlds: Pools, tmp_path: Path) -> None:
+    """save_checkpoint(engine, dir) in the place of DeepSpeed's own is refused on all ranks.
+
+    The error names DeepSpeed's tags, and a path in the folder that does.
+    """
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    for said in worlds.run(2, partial(save_as_deepspeed_does, str(root))):
+        assert said.startswith("SaveError"), said
+        assert "DeepSpeed saved there (global_step1, global_step2, latest)" in said
+        assert f"Save to {root}/step-1, or" in said
+    assert (root / "step-1" / "manifest.json").is_file()
+
+
+# -- a save of one's own ------------------------------------------------------------------------
+
+
+class SaveTo:
+    """Saves to a path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, trainer: pl.Trainer) -> None:
+        """Save."""
+        trainer.save_checkpoint(self.path)
+
+
+def fit_and_save(run: AsyncSaveSpec) -> tuple[dict[int, str], int]:
+    """Train; return what deeds raised, by step, and the last step."""
+    trainer, net, data, director = run.make()
+    trainer.fit(net, data)
+    return director.errors, trainer.global_step
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
+def test_refused_at_once(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
+    """All ranks hear of it at that save, also where it would be written behind training."""
+    root = tmp_path / "results"
+    root.mkdir()
+    (root / "table.csv").write_text(MINE)
+    actions: dict[int, Callable[[pl.Trainer], None]] = {2: SaveTo(str(root))}
+    run = AsyncSaveSpec(str(tmp_path / "run"), async_save=async_save, actions=actions)
+    for errors, last in pools.run(2, partial(fit_and_save, run)):
+        assert list(errors) == [2]
+        assert "it holds table.csv" in errors[2]
+        assert f"Save to {root}/step-2, or" in errors[2]
+        assert last == 6
+    assert snapshot(root) == {str(root / "table.csv"): MINE.encode()}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+# -- from Lightning's own strategy to this one ----------------------------------------------------
+
+
+class Stock(DeepSpeedStrategy):
+    """Lightning's own strategy, allowed on CPUs."""
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        found = self._parallel_devices
+        return found and [torch.device("cpu", index) for index in range(len(found))]
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    @override
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()  # Its own refuses all but CUDA.
+
+
+NAMES: dict[str, Any] = {
+    "filename": "best",
+    "monitor": "val_loss",
+    "save_top_k": 1,
+    "save_last": True,
+    "enable_version_counter": True,
+}
+"""What a run has whose checkpoints have fixed names, that Lightning overwrites."""
+
+
+def fit_with_stock(root: str, epochs: int) -> None:
+    """Fit with Lightning's own strategy."""
+    warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"stage": 2, **SMALL_BUCKETS}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=Stock(**options),
+        max_epochs=epochs,
+        callbacks=[ModelCheckpoint(dirpath=root, **NAMES)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(RegressionNet(), Data())
+
+
+class Puts(Callback):
+    """Puts a file into a checkpoint, as zero_to_fp32.py does, when an epoch begins."""
+
+    def __init__(self, path: str, epoch: int) -> None:
+        self.path, self.epoch = path, epoch
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == self.epoch and trainer.is_global_zero:
+            Path(self.path).write_text(MINE)
+
+
+class Worse(RegressionNet):
+    """A module of which each epoch is better than the one before, so that the best is replaced."""
+
+    @override
+    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+        self.log("val_loss", torch.tensor(-float(self.current_epoch)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run of this library's."""
+
+    plan: FitSpec
+    puts: tuple[Puts, ...] = ()
+
+    def __call__(self) -> dict[str, Any]:
+        """Fit; return where it came to, what its callback names, and what was said."""
+        trainer, _, data, _ = self.plan.make()
+        trainer.callbacks.extend(self.puts)  # type: ignore[attr-defined]
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_elastic_zero").addHandler(handler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Worse(), data, ckpt_path=self.plan.ckpt_path)
+        logging.getLogger("lightning_elastic_zero").removeHandler(handler)
+        callback = trainer.checkpoint_callback
+        assert isinstance(callback, ModelCheckpoint)
+        return {
+            "step": trainer.global_step,
+            "last": Path(callback.last_model_path).name,
+            "best": Path(callback.best_model_path).name,
+            "said": "\n".join([*said, *(str(warning.message) for warning in caught)]),
+        }
+
+
+def test_the_switch_from_stock(worlds: Pools, tmp_path: Path) -> None:
+    """A run goes on from stock's last.ckpt in the same folder, with names beside stock's.
+
+    Stock's checkpoints are what they were; the next resume takes this library's.
+    """
+    root = str(tmp_path)
+    worlds.run(2, partial(fit_with_stock, root, 1))
+    stock = [tmp_path / "best.ckpt", tmp_path / "last.ckpt"]
+    before = snapshot(*stock)
+    assert len(before) > 6
+    plan = FitSpec(root, 2, epochs=3, ckpt_path="last", checkpoint=NAMES)
+    for found in worlds.run(2, Fit(plan)):
+        assert (found["step"], found["last"]) == (6, "last-v1.ckpt")
+        assert found["best"] == "best-v1.ckpt"
+    assert snapshot(*stock) == before
+    ours = sorted(path.parent.name for path in tmp_path.glob("*/manifest.json"))
+    assert ours == ["best-v1.ckpt", "last-v1.ckpt"]
+    again = FitSpec(root, 2, epochs=4, ckpt_path="last", checkpoint=NAMES)
+    for found in worlds.run(1, Fit(again)):
+        assert (found["step"], found["last"]) == (8, "last-v1.ckpt")
+    assert snapshot(*stock) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("best-v1.ckpt", "best.ckpt", "last-v1.ckpt", "last.ckpt")
+    ]
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
+def test_a_file_put_into_the_last_one(worlds: Pools, tmp_path: Path, *, async_save: bool) -> None:
+    """zero_to_fp32.py is run inside last.ckpt between two epochs: the run goes on beside it.
+
+    Behind training the file may come while a save is on its way, which then keeps the old one.
+    """
+    options = {**NAMES, "filename": "{epoch}", "save_top_k": -1}
+    put, strategy = Puts(f"{tmp_path}/last.ckpt/model.bin", 2), {"async_save": async_save}
+    plan = FitSpec(str(tmp_path), 2, epochs=4, checkpoint=options, strategy=strategy)
+    found = worlds.run(2, Fit(plan, (put,)))
+    assert found[0]["step"] == 8
+    kept = [path.parent for path in tmp_path.glob("last*/model.bin")]
+    assert [path.name for path in kept] == ["last.ckpt"] or async_save
+    assert (kept[0] / "model.bin").read_text() == MINE
+    assert (kept[0] / "manifest.json").is_file()
+    if kept[0].name == "last.ckpt":
+        assert {of_rank["last"] for of_rank in found} == {"last-v1.ckpt"}
+        error_text = (
+            f"{kept[0]} is kept, and the next one has another name: it holds what no save wrote"
+        )
+        assert f"{error_text}: model.bin" in found[0]["said"]
+    else:
+        assert f"last.ckpt is kept as {kept[0]}: it holds what no save" in found[0]["said"]
+
+
+def test_top_k_leaves_a_users_file(worlds: Pools, tmp_path: Path) -> None:
+    """A checkpoint that is not of the best any more is kept with what a user put there."""
+    root, options = str(tmp_path), {**NAMES, "filename": "{epoch}", "save_last": False}
+    put = Puts(f"{root}/epoch=0.ckpt/pytorch_model.bin", 1)
+    found = worlds.run(2, Fit(FitSpec(root, 2, epochs=3, checkpoint=options), (put,)))
+    assert found[0]["best"] == "epoch=2.ckpt"
+    assert "epoch=0.ckpt is not deleted, and will not be: it holds what no save" in found[0]["said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=2.ckpt"]
+    assert (tmp_path / "epoch=0.ckpt" / "pytorch_model.bin").read_text() == MINE
+    assert (tmp_path / "epoch=0.ckpt" / "manifest.json").is_file()
+
+
+# -- names that are to be overwritten -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"save_last": True}, "last.ckpt"),
+        ({"filename": "best"}, "best.ckpt"),
+        ({}, "epoch=7-step=900.ckpt"),
+        ({"filename": "a{epoch:02d}", "auto_insert_metric_name": False}, "a07.ckpt"),
+    ],
+    ids=str,
+)
+def test_what_would_be_overwritten_is_refused_in_setup(
+    options: dict[str, Any], name: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Where names are not numbered, no hour of training is lost: all ranks refuse at once."""
+    (tmp_path / name).write_text(MINE)
+    for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2, checkpoint=options))):
+        assert said.startswith("SaveError: ModelCheckpoint(enable_version_counter=False) would ")
+        assert f"{name}, which is a file" in said
+    assert snapshot(tmp_path) == {str(tmp_path / name): MINE.encode()}
+
+
+def test_other_names_are_no_obstacle(worlds: Pools, tmp_path: Path) -> None:
+    """A pretrained file beside the checkpoints is left alone, and refuses nothing."""
+    (tmp_path / "resnet-50.ckpt").write_text(MINE)
+    for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2))):
+        assert said == "nothing was raised"
+    assert (tmp_path / "resnet-50.ckpt").read_text() == MINE

@@ -1,0 +1,138 @@
+"""Unusual ways to train: each once took other steps than it was told to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from deepspeed import comm
+from torch.utils.data import DataLoader
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import (
+    SMALL_BUCKETS,
+    IndexedSamples,
+    RecordingNet,
+    RunRecord,
+    RunSpec,
+    error_of,
+    fit,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def later(seen: RunRecord, begin: int) -> dict[int, list[int]]:
+    """Give the samples of later steps."""
+    return {step: ids for step, ids in seen.steps.items() if step >= begin}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_loaders_word_counts_for_its_batch_size(world: int, worlds: Pools) -> None:
+    """What DeepSpeed is told for its own log does not change the global batch."""
+    run = RunSpec(global_batch=16, batch_size=2, strategy={"logging_batch_size_per_gpu": 4})
+    seen = worlds.run(world, partial(fit, run))[0]
+    assert {len(ids) for ids in seen.steps.values()} == {16}
+
+
+def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
+    """Fit one trainer again and again; give steps and batches of each fit's epoch."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=comm.get_world_size(),
+        strategy=ElasticDeepSpeedStrategy(stage=2, global_batch_size=12, **dict(SMALL_BUCKETS)),  # type: ignore[arg-type]
+        max_epochs=1,
+        limit_train_batches=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    net, found, before = RecordingNet(RunSpec()), [], 0
+    for epoch, size in enumerate(batch_sizes):
+        trainer.fit_loop.max_epochs = epoch + 1
+        trainer.fit(net, DataLoader(IndexedSamples(length, 0.0), batch_size=size, shuffle=True))
+        found.append((trainer.global_step - before, int(trainer.num_training_batches)))
+        before = trainer.global_step
+    return found
+
+
+def test_every_fit_settles_its_own_batches(worlds: Pools) -> None:
+    """One trainer, other loaders: three global batches each time, in other micro-batches."""
+    found = worlds.run(2, partial(fitted_with, [2, 6, 3, 1], 60))[0]
+    assert found == [(3, 9), (3, 3), (3, 6), (3, 18)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_part_of_several_loaders(world: int, worlds: Pools) -> None:
+    """A fraction of an epoch is one of the longest loader's steps, on any number of ranks."""
+    run = RunSpec(kind="two", trainer={"limit_train_batches": 0.7})
+    assert len(worlds.run(world, partial(fit, run))[0].steps) == 2 * 3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_validation_before_a_window_is_not_done_again(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Saved inside the window after it: callbacks have counted it already."""
+    run = RunSpec(validate=True, trainer={"val_check_interval": 0.5})
+    saving = replace(run, save=("inside 0.2",), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, saving))[0]
+    path = str(tmp_path / "inside-0.2.ckpt")
+    seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path)))[0]
+    assert seen.events == whole.events[whole.events.index("validate at 2") + 1 :]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_loaders_made_anew_keep_order_and_interval(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """The seed is the run's in every epoch, 0 too, and validation comes at the same steps."""
+    run = RunSpec(
+        seed=0,
+        validate=True,
+        epochs=3,
+        trainer={"val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 1},
+    )
+    saving = replace(run, save=("step 0.2",), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, saving))[0]
+    assert [e for e in whole.events if "valid" in e] == [
+        f"validate at {step}" for step in (2, 4, 7, 9, 12, 14)
+    ]
+    path = str(tmp_path / "step-0.2.ckpt")
+    seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path, seed=99)))[0]
+    assert seen.steps == later(whole, 2)
+    assert seen.events == whole.events[len(whole.events) - len(seen.events) :]
+
+
+def test_own_optimization_cannot_accumulate(worlds: Pools) -> None:
+    """Each batch is a step then: a global batch of several is refused, with what would do."""
+    for message in worlds.run(2, partial(error_of, RunSpec(manual=True))):
+        assert message.startswith("UnsupportedError: the module optimizes by itself")
+        assert "batch_size=6" in message
+
+
+def test_states_of_loaders_go_on_twice(worlds: Pools, tmp_path: Path) -> None:
+    """A run that was taken up saves them again, also right after its start."""
+    run = RunSpec(kind="stateful", length=60, root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, replace(run, save=("step 0.2",))))[0]
+    again = replace(run, save=("inside 0.2",), ckpt_path=str(tmp_path / "step-0.2.ckpt"))
+    worlds.run(2, partial(fit, again))
+    last = replace(run, ckpt_path=str(tmp_path / "inside-0.2.ckpt"))
+    for seen in worlds.run(2, partial(fit, last)):
+        assert seen.steps == later(whole, 2)
+
+
+def test_an_epoch_that_is_shorter_now_ends(worlds: Pools, tmp_path: Path) -> None:
+    """What was trained of it is more than it has now: the next one begins, with whole steps."""
+    worlds.run(2, partial(fit, RunSpec(save=("step 0.3",), root=str(tmp_path))))
+    path = str(tmp_path / "step-0.3.ckpt")
+    seen = worlds.run(2, partial(fit, RunSpec(ckpt_path=path, trainer={"limit_train_batches": 2})))[
+        0
+    ]
+    assert {step: len(ids) for step, ids in seen.steps.items()} == {3: 12, 4: 12}
+    assert any("it ends here" in text for text in seen.messages)
