@@ -31,7 +31,7 @@ test-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-gpu lint format bench ops clean distclean
+.PHONY: help demo test test-long test-gpu lint format wheel bench ops clean distclean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,11 @@ lint: $(INSTALLED) ## Check style, formatting and types
 format: $(INSTALLED) ## Format the code, and mend what ruff can mend
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
+
+wheel: $(INSTALLED) ## Build dist/*.whl, and check what an index would show of it
+	rm -rf dist
+	$(PY) -m build --wheel --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*.whl
 
 bench: ops ## Measure saving and loading beside stock DeepSpeed
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(PY) $$script $(ARGS); done

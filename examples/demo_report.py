@@ -124,44 +124,54 @@ def _checkpoints(phase: Phase) -> tuple[str, ...]:
 
 
 def draw(elastic: Sequence[Phase], comparison: Comparison, path: Path) -> None:
-    """Draw the three curves and, below them, how far two are from the third."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    """Draw the elastic run over the uninterrupted one and, below, how far it is from that one."""
+    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
     _draw_losses(losses, elastic, comparison)
     _draw_differences(differences, elastic, comparison)
     for axes in (losses, differences):
+        for phase, color in zip(elastic, COLORS, strict=True):
+            axes.axvspan(phase.start_step, phase.stop_step, color=color, alpha=0.09, linewidth=0)
+        for phase in elastic[1:]:
+            axes.axvline(phase.start_step, color="0.35", linestyle=":", linewidth=1.2)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.92")
-        axes.set_axisbelow(True)
+        axes.margins(x=0)
     figure.savefig(path, dpi=150)
 
 
 def _draw_losses(axes: Axes, elastic: Sequence[Phase], comparison: Comparison) -> None:
-    """Draw the uninterrupted run as a broad band, the others on top of it."""
+    """Draw the uninterrupted run as a broad line, the phases of the elastic one on top of it."""
     reference = comparison.losses("uninterrupted")
-    label = "4 processes, never stopped"
-    axes.plot(list(reference), list(reference.values()), color="0.82", linewidth=6, label=label)
+    stopped = f"never stopped, on {elastic[0].processes} processes"
+    resumed = "killed and resumed, on " + ", ".join(str(phase.processes) for phase in elastic)
+    axes.plot(list(reference), list(reference.values()), color="0.7", linewidth=7, label=stopped)
     for phase, color in zip(elastic, COLORS, strict=True):
-        label = f"elastic, {phase.processes} processes: steps {phase.start_step + 1} to "
         steps, losses = _part(comparison.losses("elastic"), phase.start_step, phase.stop_step)
-        axes.plot(steps, losses, color=color, linewidth=1.8, label=f"{label}{phase.stop_step}")
-    steps, losses = _part(comparison.losses("weights-only"), elastic[0].stop_step)
-    label = "weights only: new runs on the same 2 and 3 processes"
-    axes.plot(steps, losses, color=OTHER_COLOR, linewidth=1.2, linestyle="--", label=label)
+        label = resumed if phase is elastic[0] else None
+        axes.plot(steps, losses, color=color, linewidth=2, label=label)
+        axes.annotate(
+            f"{phase.processes} processes",
+            ((phase.start_step + phase.stop_step) / 2, 0.93),
+            xycoords=("data", "axes fraction"),
+            color=color,
+            size=15,
+            weight="bold",
+            ha="center",
+        )
     for before, after in pairwise(elastic):
         axes.annotate(
-            f"killed in mid-epoch\n{before.processes} \N{RIGHTWARDS ARROW} {after.processes} "
-            "processes",
-            (after.start_step, 0.45),
+            "killed in the middle of an epoch;\nstock DeepSpeed refuses "
+            f"{before.processes} \N{RIGHTWARDS ARROW} {after.processes}",
+            (after.start_step, 0.47),
             xycoords=("data", "axes fraction"),
             xytext=(6, 0),
             textcoords="offset points",
-            color="0.35",
+            color="0.25",
+            size=9,
         )
-        axes.axvline(after.start_step, color="0.5", linestyle=":", linewidth=1.2)
-    axes.set_ylabel("training loss (nats per character)")
-    axes.set_title("A ZeRO-3 run on 4, then 2, then 3 processes, killed twice in mid-epoch")
-    axes.legend(loc="upper right", framealpha=1, edgecolor="none")
+    axes.set_ylabel("training loss")
+    axes.set_title("One ZeRO-3 run, killed twice, resumed on other numbers of processes")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.9), framealpha=0, edgecolor="none")
 
 
 def _draw_differences(axes: Axes, elastic: Sequence[Phase], comparison: Comparison) -> None:
@@ -170,15 +180,20 @@ def _draw_differences(axes: Axes, elastic: Sequence[Phase], comparison: Comparis
     for phase, color in zip(elastic, COLORS, strict=True):
         steps, heights = _part(difference, phase.start_step + 1, phase.stop_step)
         axes.bar(steps, heights, color=color)
-        if phase.start_step:
-            axes.axvline(phase.start_step, color="0.5", linestyle=":", linewidth=1.2)
     steps, heights = _part(comparison.difference("weights-only"), elastic[0].stop_step + 1)
+    planned = len(comparison.same_samples("weights-only").intersection(steps))
     axes.plot(steps, heights, color=OTHER_COLOR, linewidth=1.2, linestyle="--")
     axes.set_yscale("log")
-    axes.set_ylim(1e-8, 10)
+    axes.set_ylim(1e-8, 100)
     axes.set_yticks([1e-7, 1e-4, 1e-1])
     axes.minorticks_off()
-    axes.set_ylabel("difference")
+    notes = (
+        (1.5, OTHER_COLOR, f"weights alone: planned samples in {planned} of {len(steps)} steps"),
+        (1e-6, "0.25", f"this library: {_largest(comparison, 'elastic')[1]:.1e} at most"),
+    )
+    for height, color, text in notes:
+        axes.annotate(text, (elastic[0].stop_step + 1.5, height), color=color, size=9)
+    axes.set_ylabel("distance from the\nrun never stopped")
     axes.set_xlabel("optimizer step")
     axes.set_xticks([0, *(phase.stop_step for phase in elastic)])
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -31,6 +36,33 @@ def test_its_lines_are_those_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert CODE.findall(description())[0] in CODE.findall(readme)
     assert description().splitlines()[:3] == readme.splitlines()[:3]
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    """What is more has a page in docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def own_options() -> dict[str, object]:
+    """Return the strategy's options that are not its parent's, and their defaults."""
+    parents = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    classes = ElasticDeepSpeedStrategy.__mro__
+    options: dict[str, object] = {}
+    for cls in classes[: classes.index(DeepSpeedStrategy)]:
+        if "__init__" not in vars(cls):
+            continue
+        for name, parameter in inspect.signature(vars(cls)["__init__"]).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY and name not in parents:
+                options[name] = parameter.default
+    return options
+
+
+def test_every_option_is_described() -> None:
+    """docs/options.md has a row for each, with its default, and no other."""
+    page = (ROOT / "docs" / "options.md").read_text()
+    table = page.partition("## Options of the strategy")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.MULTILINE)
+    assert {name: ast.literal_eval(default) for name, default in rows} == own_options()
 
 
 PAGES = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*.md"))]
