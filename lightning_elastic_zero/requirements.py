@@ -1,7 +1,7 @@
 """The releases of DeepSpeed and Lightning that this library works with; pure.
 
 The names that it relies upon in them are listed beside their use: ``engine.releases`` and
-``continuation.releases``.
+``trainer.lightning_internals``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.limits import HANGS_S
+from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 NAME = "lightning-elastic-zero"
@@ -41,7 +41,7 @@ def run(*command: str | Path, folder: Path) -> str:
         start_new_session=True,
     )
     try:
-        printed, _ = process.communicate(timeout=HANGS_S)
+        printed, _ = process.communicate(timeout=HANG_TIMEOUT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -58,7 +58,7 @@ def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -
 
 
 @pytest.mark.parametrize("value", ["bogus", None, "Refuse", "", True, ["refuse"]])
-def test_lost_data(value: object) -> None:
+def test_on_unresumable_data(value: object) -> None:
     """A word that is not known is not taken as leave to repeat an epoch."""
     refused("on_unresumable_data", value, "'refuse'", "'restart_epoch'")
 
