@@ -189,8 +189,9 @@ def _shared(
     for key, by in metric._reductions.items():  # noqa: SLF001
         values = [source["states"][key] for source in sources]
         if by in (dim_zero_sum, dim_zero_cat):
-            default = _copy(metric._defaults[key])  # noqa: SLF001
-            states[key] = _JOINED[by](values) if shared.part == 0 else default
+            joined = _JOINED[by](values)
+            default = metric._defaults[key]  # noqa: SLF001
+            states[key] = joined if shared.part == 0 else _nothing_of(joined, default)
         elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and shared.is_even):
             states[key] = _JOINED[by](values)
         else:
@@ -202,10 +203,23 @@ def _shared(
     }
 
 
+def _nothing_of(joined: Any, default: Any) -> Any:
+    """Return a state that adds nothing to a joined one, of the same type and dimensions.
+
+    torchmetrics gathers what the ranks have, and hangs or crashes where dimensions differ. A list
+    of a single scalar is gathered as a scalar, so an empty list is not enough.
+    """
+    if isinstance(joined, list):
+        return [joined[0].new_empty((0, *joined[0].shape[1:]))] if joined else []
+    if default.shape != joined.shape:
+        return torch.zeros_like(joined)
+    return default.to(joined, copy=True)  # a metric may add to it in place
+
+
 def _lists(values: Sequence[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
-    return [each for value in values for each in value]
+    return [torch.atleast_1d(each) for value in values for each in value]
 
 
 _JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {

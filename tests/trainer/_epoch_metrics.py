@@ -55,6 +55,7 @@ class MetricsNet(RecordingNet):
         both = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
         self.several = torchmetrics.MetricCollection(both, prefix="of ")
         self.all = torchmetrics.CatMetric()
+        self.scalars = torchmetrics.CatMetric()
         self.by_hand = torchmetrics.SumMetric()
         self.bounds = MinMaxMetric(torchmetrics.MeanMetric())
         self.best_val = torchmetrics.MaxMetric()
@@ -81,6 +82,7 @@ class MetricsNet(RecordingNet):
         self.accuracy(guessed, classes)
         self.mean_metric.update(each)
         self.all.update(each)
+        self.scalars.update(each.sum())
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         self.log("object", self.mean_metric, on_step=True, on_epoch=True)
         self.several.update(guessed, classes)
@@ -101,6 +103,8 @@ class MetricsNet(RecordingNet):
         self.by_hand.reset()
         self.log("the mean of all", self.all.compute().mean())
         self.all.reset()
+        self.log("scalars", self.scalars.compute().sum(), sync_dist=True)
+        self.scalars.reset()
         if "correlation" in self.said:
             self.log("correlation", self.correlation.compute())
             self.correlation.reset()

@@ -23,7 +23,7 @@ LATER = {
     "step 0.2": ("late",),
     "step 0.5": ("late",),
     "step 1.3": ("late",),
-    "epoch 0": ("by hand of 1", "the mean of all of 1", "bounds"),
+    "epoch 0": ("by hand of 1", "the mean of all of 1", "scalars of 1", "bounds"),
 }
 """Logged in a hook of the module's that comes after that of the callback which saved; and what an
 epoch's end is taken to reset there."""
@@ -101,16 +101,22 @@ def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> 
     return {name: pair for name, pair in differing.items() if not any(map(name.count, lacks))}
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("saved_on", "world", "stage", "batch_size"),
+    [(2, 1, 3, 2), (2, 3, 2, 2), (1, 2, 2, 6), (3, 2, 1, 6)],
+)
 def test_another_world_sums_up_the_same(
-    world: int, stage: int, worlds: Pools, tmp_path: Path
+    saved_on: int, world: int, stage: int, batch_size: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """What is summed up over all ranks, up to the order of a sum; and the same decisions.
 
-    ZeRO-3's hooks count in attributes of every metric whose forward is called.
+    ZeRO-3's hooks count in attributes of every metric whose forward is called. With a batch size of
+    6, two devices take one batch for a step: a metric has a single value of what is left of the
+    epoch at one rank, and those of the run that saved at another.
     """
-    run = saving(tmp_path, save=("step 0.2", "inside 0.2", "epoch 0"), stage=stage)
-    whole = worlds.run(2, partial(values_of, run, "correlation"))[0]
+    moments = ("step 0.2", "inside 0.2", "step 0.4", "epoch 0")
+    run = saving(tmp_path, save=moments, stage=stage, batch_size=batch_size)
+    whole = worlds.run(saved_on, partial(values_of, run, "correlation"))[0]
     runs = resumed(run)
     of_rank = worlds.run(world, partial(all_values, list(runs.values()), "correlation"))[0]
     for moment, seen in zip(runs, of_rank, strict=True):
