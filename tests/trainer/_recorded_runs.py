@@ -31,6 +31,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
+    default_collate,
 )
 from typing_extensions import override
 
@@ -426,6 +427,11 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
+    """Return None in the place of the batch that has the 13th sample."""
+    return None if any(index == 12 for _, index in samples) else default_collate(samples)
+
+
 def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a table
     """Give the training loaders."""
     data = IndexedSamples(run.length, run.noise)
@@ -439,6 +445,8 @@ def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
+        case "None instead of a batch":
+            return made(data, sampler=range(run.length), collate_fn=_none_for_one)
         case "in order":
             return made(data)
         case "range":

@@ -21,6 +21,7 @@ from tests.trainer._recorded_runs import (
     RunSpec,
     error_of,
     fit,
+    fits,
 )
 
 pytestmark = pytest.mark.engine
@@ -107,6 +108,49 @@ def test_loaders_made_anew_keep_order_and_interval(
     seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path, seed=99)))[0]
     assert seen.steps == later(whole, 2)
     assert seen.events == whole.events[len(whole.events) - len(seen.events) :]
+
+
+@pytest.mark.parametrize("batch_size", [12, 6])
+def test_a_batch_that_is_none_is_counted_and_resumed(
+    batch_size: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """A collate function that returns None: the epoch has that batch, and none of its samples.
+
+    It is a step's only batch, or the first of two.
+    """
+    run = RunSpec(
+        kind="None instead of a batch",
+        batch_size=batch_size,
+        schedule="step",
+        validate=True,
+        trainer={"val_check_interval": 0.5},
+    )
+    moments = ("step 0.1", "inside 0.1", "step 0.2", "inside 0.2", "step 0.4", "step 1.2")
+    whole = worlds.run(1, partial(fit, replace(run, save=moments, root=str(tmp_path))))[0]
+    trained = [sample for ids in whole.steps.values() for sample in ids]
+    assert not {*range(12, 12 + batch_size)} & {*trained}
+    assert len(trained) == 2 * (60 - batch_size)
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    assert len(paths) == (4 if batch_size == 12 else 6)
+    runs = [replace(run, ckpt_path=str(path)) for path in paths]
+    for path, seen in zip(paths, worlds.run(1, partial(fits, runs))[0], strict=True):
+        assert seen.steps == later(whole, min(seen.steps)), path.name
+        for mine, all_of in ((seen.losses, whole.losses), (seen.rates, whole.rates)):
+            assert mine == {step: all_of[step] for step in seen.steps}, path.name
+        assert seen.events == whole.events[len(whole.events) - len(seen.events) :], path.name
+        for name in ("buffer", "drawn", "global_step"):
+            assert getattr(seen, name) == getattr(whole, name), path.name
+        assert _counted(seen) == _counted(whole), path.name
+
+
+def _counted(seen: RunRecord) -> dict[str, object]:
+    """Return the loops' counters, but those of what a batch without samples does not start.
+
+    Nor the loggers' axis, which a resume sets to the number of optimizer steps: Lightning's own
+    counts such a batch too.
+    """
+    left_out = ("total.started", "current.started", "zero_grad.", "_batches_that_stepped")
+    return {k: v for k, v in seen.loops["end"].items() if not any(map(k.count, left_out))}
 
 
 def test_own_optimization_cannot_accumulate(worlds: Pools) -> None:
