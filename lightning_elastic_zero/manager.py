@@ -129,6 +129,7 @@ class CheckpointManager:
             self._retention.delete_pending()
         self.last_save = save_with(engine, path, ranks, client_state, options)
         self._last_save_failed = False
+        self._run_monitor.look_soon()
 
     def save_async(
         self,
@@ -186,6 +187,7 @@ class CheckpointManager:
         self._last_save_failed = stats is None
         if stats is not None:
             self.last_save = stats
+            self._run_monitor.look_soon()
         if self._is_rank_zero:
             try:
                 self._links.on_save_ended(target, published=stats is not None)

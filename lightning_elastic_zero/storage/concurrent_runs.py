@@ -1,9 +1,10 @@
 """The runs that save into a folder: each leaves a note there while it lives, and sees the others'.
 
-Two runs in one folder take turns in overwriting ``last.ckpt``, and each deletes by its own top-k. A
-run that was killed leaves its note behind, and the one that goes on in its place must not be warned
-of it. So a process of this machine is asked of the system; one of another machine is alive when its
-note has been touched since it was first seen, whatever the clocks say.
+Two runs in one folder number the names that are taken; where both take one at the same time, or go
+on from one ``last.ckpt``, each replaces and deletes the other's. A run that was killed leaves its
+note behind, and the one that goes on in its place must not be warned of it. So a process of this
+machine is asked of the system; one of another machine is alive when its note has been touched since
+it was first seen, whatever the clocks say.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ConcurrentRunMonitor:
                     self._markers.setdefault(check_local_path(os.fspath(str(folder))), None)
         self._seen: dict[Path, int] = {}
         self._warned: set[tuple[Path, ProcessIdentity]] = set()
-        self._over = threading.Event()
+        self._over, self._asked = threading.Event(), threading.Event()
         self._at_work = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -72,6 +73,7 @@ class ConcurrentRunMonitor:
     def end(self) -> None:
         """Move out: nothing of this run's is left but what it saved. May be called twice."""
         self._over.set()
+        self._asked.set()
         if self._thread is not None:
             self._thread.join(_END_S)
             self._thread = None
@@ -94,8 +96,14 @@ class ConcurrentRunMonitor:
                 with suppress(OSError, SaveError):
                     self._look_at(folder)
 
+    def look_soon(self) -> None:
+        """Look in the background at once, as after a save, which may have made a folder."""
+        self._asked.set()
+
     def _stay(self) -> None:
-        while not self._over.wait(TOUCH_INTERVAL_S):
+        while not self._over.is_set():
+            self._asked.wait(TOUCH_INTERVAL_S)
+            self._asked.clear()
             self.look()
 
     def _look_at(self, folder: Path) -> None:
@@ -140,8 +148,11 @@ def _remove(marker: Path) -> None:
 
 def _warn(folder: Path, owner: ProcessIdentity) -> None:
     log.warning(
-        "Another run saves into %s: process %d on %s is alive. Both overwrite last.ckpt, and each "
-        "deletes what is not among its own best. Give each run a dirpath of its own, or end one.",
+        "Another run saves into %s: process %d on %s is alive. A name that is taken is numbered "
+        "(last-v1.ckpt); but where both take one at the same time, or both were resumed from the "
+        "same last.ckpt, each replaces and deletes the other's checkpoints, save_last=True or "
+        '"link" alike, and ckpt_path="last" takes whichever run\'s is newest. Give each run a '
+        "dirpath of its own, or end one.",
         folder,
         owner.pid,
         owner.host,

@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, ConcurrentRunMonitor
+from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, ConcurrentRunMonitor, concurrent_runs
 from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S, ProcessIdentity
+from tests.timeouts import HANG_TIMEOUT_S
 
 CHILD = """
 import sys
@@ -77,6 +79,41 @@ def test_a_live_run_is_named_once_on_both_sides(
     ours.end()
     ours.end()
     assert not list(tmp_path.iterdir())
+
+
+def wait_for(found: Callable[[], object]) -> None:
+    """Wait until something is found."""
+    end = time.monotonic() + HANG_TIMEOUT_S
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_runs_that_begin_together_are_both_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder comes with the first save, so that none sees the other before its own."""
+    monkeypatch.setattr(concurrent_runs, "TOUCH_INTERVAL_S", 2 * HANG_TIMEOUT_S)
+    folder = tmp_path / "later"
+    ours = ConcurrentRunMonitor([folder])
+    ours.begin()
+    with another_run(folder) as child:
+        folder.mkdir()
+        ours.look_soon()
+        wait_for(lambda: markers(folder))
+        assert child.stdin is not None
+        assert child.stdout is not None
+        print("look", file=child.stdin, flush=True)
+        assert child.stdout.readline() == "looked\n"
+        ours.look_soon()
+        wait_for(lambda: caplog.records)
+        _, told = child.communicate()
+    (record,) = caplog.records
+    assert f"into {folder}: process {child.pid} on" in record.getMessage()
+    assert "numbered (last-v1.ckpt)" in record.getMessage()
+    assert told.count(f"process {os.getpid()} on") == 1
+    ours.end()
+    assert not markers(folder)
 
 
 def goes_unheard(marker: Path, caplog: pytest.LogCaptureFixture) -> None:

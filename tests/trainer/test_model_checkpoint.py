@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from typing_extensions import override
 
-from lightning_elastic_zero.storage import RUN_MARKER_PREFIX
+from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, concurrent_runs
 from lightning_elastic_zero.storage.process_identity import ProcessIdentity
 from tests.engine._worker_pool import Pools
 from tests.timeouts import HANG_TIMEOUT_S
@@ -136,6 +139,47 @@ def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> Non
     }
     assert worlds.run(2, partial(fit_twice, str(tmp_path))) == [[[], []]] * 2
     assert not list(tmp_path.glob(f"{RUN_MARKER_PREFIX}*"))
+
+
+class LooksForNote(Callback):
+    """Waits at the epoch's end for the note of a run in its folder."""
+
+    def __init__(self, root: str) -> None:
+        self.root, self.found = Path(root), False
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        end = time.monotonic() + HANG_TIMEOUT_S
+        while not self.found and time.monotonic() < end:
+            self.found = any(self.root.glob(f"{RUN_MARKER_PREFIX}*"))
+            time.sleep(0.01)
+
+
+def looked_after_save(root: str, background: bool) -> bool:
+    """Save into a folder that is not there yet; tell whether the run left its note at once."""
+    by_itself, concurrent_runs.TOUCH_INTERVAL_S = (
+        concurrent_runs.TOUCH_INTERVAL_S,
+        HANG_TIMEOUT_S * 2,
+    )
+    options = {"save_top_k": -1, "every_n_train_steps": 1}
+    trainer, net, data, _ = FitSpec(
+        root, 2, checkpoint=options, strategy={"async_save": background}
+    ).make()
+    note = LooksForNote(root)
+    trainer.callbacks.append(note)  # type: ignore[attr-defined]
+    try:
+        trainer.fit(net, data)
+    finally:
+        concurrent_runs.TOUCH_INTERVAL_S = by_itself
+    return note.found
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_looks_for_others_after_its_save(
+    background: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """Two runs that begin together see each other at their saves, when the folder is there."""
+    assert worlds.run(1, partial(looked_after_save, str(tmp_path / "new"), background)) == [True]
 
 
 @pytest.mark.parametrize(
