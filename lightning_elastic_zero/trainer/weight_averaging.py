@@ -72,10 +72,9 @@ class StateDictTracker:
 
         Returns:
             The dictionary without the weights that were handed out, and without optimizer states,
-            which the engine saves; and
-            the names of those that a hook has taken out of ``state_dict``. One that has taken out
-            all of them is not believed: a checkpoint without weights is none. Nor is one that has
-            put in other names: it may have renamed them.
+            which the engine saves; and the names of those that a hook has taken out of
+            ``state_dict``. One that has taken out all of them is not believed: a checkpoint without
+            weights is none. Nor is one that may have renamed them.
         """
         given, self._weights = self._weights, {}
         kept = {
@@ -83,12 +82,10 @@ class StateDictTracker:
             for key, value in checkpoint.items()
             if key != "optimizer_states"
         }
-        back = checkpoint.get(WEIGHTS)
-        is_less = isinstance(back, Mapping) and back and back.keys() <= given.keys()
-        gone = given.keys() - back.keys() if isinstance(back, Mapping) and is_less else frozenset()
+        gone = _taken_out(given, checkpoint.get(WEIGHTS))
         if not kept.get(WEIGHTS):
             kept.pop(WEIGHTS, None)
-        return kept, frozenset(gone)
+        return kept, gone
 
     @staticmethod
     def _own(value: Any, given: Mapping[str, Any]) -> Any:
@@ -102,6 +99,28 @@ class StateDictTracker:
             for name, of in value.items()
             if id(of) not in handed_out and not (_is_empty(of) and name in given)
         }
+
+
+def _taken_out(given: Mapping[str, Any], back: object) -> frozenset[str]:
+    """Return the names that a hook has taken out, and not put in under other names."""
+    if not isinstance(back, Mapping) or not back.keys() & given.keys():
+        return frozenset()
+    missing = {name: given[name] for name in given if name not in back}
+    added = {name: value for name, value in back.items() if name not in given}
+    same = {id(value) for value in added.values()}
+    missing = {name: value for name, value in missing.items() if id(value) not in same}
+    # A copy under another name is known by its shape at most.
+    shapes = {getattr(value, "shape", None): name for name, value in added.items()}
+    alike = {n: shapes[v.shape] for n, v in missing.items() if getattr(v, "shape", ()) in shapes}
+    if alike:
+        name, other = next(iter(alike.items()))
+        rank_zero_warn(
+            f"on_save_checkpoint has taken {', '.join(alike)} out of state_dict and put tensors of "
+            f"the same shape into it under new names ({name} may be {other} now): they are saved "
+            "all the same. Put what is new into an entry of the checkpoint beside state_dict, and "
+            "they are left out."
+        )
+    return frozenset(missing.keys() - alike.keys())
 
 
 def _is_empty(value: object) -> bool:

@@ -183,6 +183,15 @@ class Pruning(RegressionNet):
         assert "first.weight" in checkpoint["state_dict"]
 
 
+class PruningAndAdding(Pruning):
+    """Puts an entry of its own into the weights as well."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["state_dict"]["of its own"] = torch.ones(3)
+
+
 class Renaming(RegressionNet):
     """Saves its weights under other names, as modules do that wrap or compile others."""
 

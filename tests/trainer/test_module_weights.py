@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine._worker_pool import Pools
 from tests.trainer import _module_weights
-from tests.trainer._fits import FitSpec, error_of, fit
+from tests.trainer._fits import FitSpec, RegressionNet, error_of, fit
 
 pytestmark = pytest.mark.engine
 
@@ -124,13 +124,24 @@ def test_what_is_unfrozen_or_frozen_later_is_said(
     assert changes == (1 if thaw else len(first["weights"])), first["weights"]
 
 
-@pytest.mark.parametrize(("stage", "target"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "target", "of"),
+    [
+        (2, 3, _module_weights.Pruning),
+        (2, 3, _module_weights.PruningAndAdding),
+        (3, 1, _module_weights.PruningAndAdding),
+    ],
+)
 def test_weights_that_a_hook_takes_out(
-    stage: int, target: int, worlds: Pools, tmp_path: Path
+    stage: int, target: int, of: type[RegressionNet], worlds: Pools, tmp_path: Path
 ) -> None:
-    """Frozen weights and buffers are not written; who loads the checkpoint keeps its own."""
+    """Frozen weights and buffers are not written; who loads the checkpoint keeps its own.
+
+    Also where the hook puts an entry of its own into the weights.
+    """
     root = str(tmp_path)
-    ends = worlds.run(2, partial(_module_weights.pruned, FitSpec(root, stage)))
+    program = partial(_module_weights.pruned, of=of)
+    ends = worlds.run(2, partial(program, FitSpec(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
     assert manifest["excluded"] == list(_module_weights.Pruning.took)
     assert "norm.running_mean" not in manifest["module_buffers"]
@@ -141,7 +152,7 @@ def test_weights_that_a_hook_takes_out(
     )
     for verb in ("fit", "validate"):
         plan = FitSpec(f"{root}/{verb}", target, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
-        found = worlds.run(1, partial(_module_weights.pruned, plan, verb))[0]
+        found = worlds.run(1, partial(program, plan, verb))[0]
         loaded = found["start"] if verb == "fit" else found["end"]
         same = {name for name, digest in loaded.items() if digest == ends[0]["end"][name]}
         assert loaded.keys() - same == set(_module_weights.Pruning.took)

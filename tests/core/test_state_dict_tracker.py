@@ -1,0 +1,63 @@
+"""What a hook has made of the weights that it was handed: what it took out, and what it renamed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.trainer.weight_averaging import StateDictTracker
+
+Weights = dict[str, Any]
+
+
+def without(weights: Weights, *names: str) -> Weights:
+    """Return the weights without some."""
+    return {name: value for name, value in weights.items() if name not in names}
+
+
+CASES: dict[str, tuple[Callable[[Weights], Weights], set[str], set[str]]] = {
+    "nothing": (lambda w: w, set(), set()),
+    "taken out": (lambda w: without(w, "teacher"), {"teacher"}, set()),
+    "taken out, another put in": (
+        lambda w: without(w, "teacher") | {"own": torch.ones(3)},
+        {"teacher"},
+        set(),
+    ),
+    "another that is no tensor": (
+        lambda w: without(w, "teacher", "bias") | {"own": 3},
+        {"teacher", "bias"},
+        set(),
+    ),
+    "renamed": (lambda w: without(w, "teacher") | {"new": w["teacher"]}, set(), set()),
+    "one renamed, one taken out": (
+        lambda w: without(w, "teacher", "bias") | {"new": w["teacher"]},
+        {"bias"},
+        set(),
+    ),
+    "a copy under a new name": (
+        lambda w: without(w, "teacher", "bias") | {"new": w["teacher"].clone()},
+        {"bias"},
+        {"teacher"},
+    ),
+    "all renamed": (lambda w: {f"x.{k}": v.clone() for k, v in w.items()}, set(), set()),
+    "all taken out": (lambda _: {}, set(), set()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_left_out_is_what_was_taken_out(case: str) -> None:
+    """Not what has another name now; where that cannot be told, it is saved, with a warning."""
+    change, gone, unclear = CASES[case]
+    given = {"student": torch.ones(4), "teacher": torch.ones(2, 2), "bias": torch.ones(5)}
+    tracker = StateDictTracker()
+    handed = tracker.track(given)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        _, left_out = tracker.remove_tracked({"state_dict": change(handed)})
+    assert left_out == gone
+    assert len(warned) == bool(unclear)
+    assert all(name in str(of.message) for name in unclear for of in warned)
