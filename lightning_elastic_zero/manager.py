@@ -282,12 +282,22 @@ def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
 
 
 def format_loaded(loaded: LoadResult, world_size: int) -> str:
-    """Say in a line what was loaded, on so many devices, and what it took."""
+    """Say in a line what was loaded, on so many devices, of where in the run, and what it took."""
     manifest, stats = loaded.manifest, loaded.stats
-    saved = f"saved on {manifest.world_size} devices with ZeRO-{manifest.stage}"
-    here = f"{world_size} device{'s' if world_size > 1 else ''}"
+    saved, here = (
+        f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
+    )
+    found = loaded.found or f"saved on {saved} with ZeRO-{manifest.stage}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    return f"Loaded {stats.path} ({loaded.found or saved}) on {here}: {cost}"
+    return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}"
+
+
+def _place_in_run(loaded: LoadResult) -> str:
+    """Return at which step and epoch a run goes on; empty where that was not recorded."""
+    match loaded.manifest.progress.sampler:
+        case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
+            return f" at step {step}, epoch {epoch + is_over}"
+    return ""
 
 
 def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:

@@ -145,7 +145,10 @@ def resolve_batch_settings(
     if loader_batch_size is None:
         msg = (
             f"global_batch_size={global_batch_size} needs a training loader that tells its "
-            "batch_size; pass logging_batch_size_per_gpu to the strategy if it cannot"
+            "batch_size. A batch sampler of your own needs an attribute batch_size, a method "
+            "resume_at(epoch, samples) to be resumed inside an epoch, and, as it shares out the "
+            "samples among ranks itself, Trainer(use_distributed_sampler=False). For any other "
+            "loader pass logging_batch_size_per_gpu to the strategy"
         )
         raise UnsupportedError(msg)
     plan = plan_batches(global_batch_size, loader_batch_size, world_size, allow_uneven=allow_uneven)
@@ -169,10 +172,16 @@ def resolve_batch_settings(
     settings.make(trainer, "accumulate_grad_batches", plan.accumulate)
     even = "" if plan.is_even else "up to "
     rank_zero_info(
-        f"Global batch of {global_batch_size}: {world_size} devices x {plan.accumulate} "
-        f"micro-batches of {even}{plan.largest_micro_batch} samples"
+        f"Global batch of {global_batch_size}: {world_size} device{_s(world_size)} x "
+        f"{plan.accumulate} micro-batch{_s(plan.accumulate, 'es')} of {even}"
+        f"{plan.largest_micro_batch} sample{_s(plan.largest_micro_batch)}"
     )
     return BatchSettings(loader_batch_size, plan, world_size, plan.accumulate)
+
+
+def _s(count: int, ending: str = "s") -> str:
+    """Return the ending of a noun after its count."""
+    return "" if count == 1 else ending
 
 
 def _scale_settings(trainer: pl.Trainer, settings: UserSettings, accumulate: int) -> None:

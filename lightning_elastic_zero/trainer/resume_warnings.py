@@ -49,11 +49,15 @@ def changed_batch(was: DataProgress, now: DataProgress, *, is_given: bool) -> st
         "number of devices"
     )
     return (
-        f"The global batch changes from {was.global_batch_size} samples ({was.world_size} devices, "
-        f"accumulation {was.accumulate}) to {now.global_batch_size} ({now.world_size} devices, "
+        f"The global batch changes from {was.global_batch_size} samples ({_devices(was)}, "
+        f"accumulation {was.accumulate}) to {now.global_batch_size} ({_devices(now)}, "
         f"accumulation {now.accumulate}): learning rate, schedules and max_steps now mean "
         f"something else. {keep}."
     )
+
+
+def _devices(run: DataProgress) -> str:
+    return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"
 
 
 def changed_plan(was: DataProgress, now: DataProgress) -> str | None:
