@@ -31,7 +31,7 @@ from lightning_elastic_zero.trainer.dataloader_resume import (
     UnresumableDataPolicy,
     check_same_order_on_ranks,
 )
-from lightning_elastic_zero.trainer.dataloader_warnings import are_sequential
+from lightning_elastic_zero.trainer.dataloader_warnings import orders_as_made
 from lightning_elastic_zero.trainer.lightning_internals import (
     check_lightning_release,
     pop_options_unknown_to_parent,
@@ -261,7 +261,7 @@ class BaseElasticStrategy(DeepSpeedStrategy):
         if self.lightning_module is not None and self._is_configured:
             if not self._is_settled:
                 self._resolve_batches(self._batch_size_of_loader())
-            elif self._resumer.were_sequential is None:
+            elif self._resumer.orders_as_made is None:
                 self._batch_size_of_loader()  # a hook asked for them, and they are shuffled by now
             batches = self._resumer.batches
             if batches is not None and batches.plan is not None:
@@ -276,7 +276,7 @@ class BaseElasticStrategy(DeepSpeedStrategy):
         if source is None or not source.is_defined():
             return self._user_batch_size
         loaders = source.dataloader()
-        self._resumer.were_sequential = are_sequential(loaders)
+        self._resumer.orders_as_made = orders_as_made(loaders)
         return batch_size_of(loaders) or self._user_batch_size
 
     @override

@@ -41,6 +41,7 @@ from lightning_elastic_zero.trainer.dataloader_resume import (
     loader_states_at,
     position_dataloaders,
 )
+from lightning_elastic_zero.trainer.dataloader_warnings import OrderAsMade
 from lightning_elastic_zero.trainer.dataloaders import (
     elastic_loader,
     elastic_sampler_of,
@@ -80,8 +81,8 @@ class RunResumer:
         self._random_before_validation: dict[str, Any] | None = None
         self._suspended: list[tuple[Any, int]] = []
         self._loader_states = LoaderStates()
-        self.were_sequential: list[bool] | None = None
-        """Of each training loader as the user made it: whether it gives samples as they come."""
+        self.orders_as_made: list[OrderAsMade] | None = None
+        """Of each training loader as the user made it; None where they were not asked for."""
         self._epoch_metrics = EpochMetrics()
         self._validated_at = -1
         self._loaders_made = 0
@@ -352,17 +353,17 @@ class RunResumer:
         else:
             seed_rng_streams(_seed(), trainer.global_step, rank)
             rank_zero_info(
-                f"Random numbers: saved on {pending.record.world_size} devices, so each of these "
-                f"{world_size} starts a stream of its own (seed {_seed()}, step "
-                f"{trainer.global_step}, rank)"
+                f"Random numbers: saved on another number of devices "
+                f"({pending.record.world_size}), so each rank of {world_size} starts a stream of "
+                f"its own (seed {_seed()}, step {trainer.global_step}, rank)"
             )
         return position
 
     def _warn_about_data(self, trainer: pl.Trainer, world_size: int) -> None:
         """Say what becomes of the training data that the user may not expect."""
         loaders = _loaders(trainer)
-        in_order, self.were_sequential = self.were_sequential or (), None
-        for text in dataloader_warnings.shuffle_warnings(in_order, loaders):
+        made, self.orders_as_made = self.orders_as_made or (), None
+        for text in dataloader_warnings.shuffle_warnings(made, loaders):
             rank_zero_warn(text)
         is_known = self._batches is not None and self._batches.global_batch_size is not None
         if self._on_unresumable_data == "refuse":

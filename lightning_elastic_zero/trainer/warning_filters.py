@@ -22,6 +22,13 @@ FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",
         r"lightning\.pytorch\.utilities\._pytree",
     ),
+    # Lightning knows loaders with a ``state_dict`` only. What cannot be taken up in the middle of
+    # an epoch, this library refuses, or it says itself that the epoch starts over.
+    (
+        UserWarning,
+        r"You're resuming from a checkpoint that ended before the epoch ended",
+        r"lightning\.pytorch\.loops\.training_epoch_loop",
+    ),
 )
 """Class, text and module of each."""
 

@@ -30,7 +30,9 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SequentialSampler,
     default_collate,
 )
 from typing_extensions import override
@@ -432,7 +434,7 @@ def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
     return None if any(index == 12 for _, index in samples) else default_collate(samples)
 
 
-def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a table
+def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912, PLR0915 - a table
     """Give the training loaders."""
     data = IndexedSamples(run.length, run.noise)
     made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
@@ -445,6 +447,12 @@ def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - a
             return DataLoader(data, run.batch_size, True, **run.loader)
         case "sampler":
             return made(data, sampler=Backwards(run.length))
+        case "own generator":
+            return made(data, shuffle=True, generator=torch.Generator().manual_seed(5))
+        case "replacement":
+            return made(data, sampler=RandomSampler(data, replacement=True))
+        case "explicit SequentialSampler":
+            return made(data, sampler=SequentialSampler(data))
         case "None instead of a batch":
             return made(data, sampler=range(run.length), collate_fn=_none_for_one)
         case "in order":
@@ -492,6 +500,14 @@ def fit(run: RunSpec) -> RunRecord:
         warnings.simplefilter("always")
         seen = _fit(run)
     return replace(seen, messages=[*(str(w.message) for w in warned), *said])
+
+
+def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
+    """Fit without any filter of warnings but those of libraries; return what was warned too."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.resetwarnings()
+        seen = _fit(run)
+    return seen, [str(w.message) for w in warned]
 
 
 @contextmanager

@@ -63,6 +63,9 @@ def warned_of(category: type[Warning], module: str) -> bool:
     """Warn as a module does; return whether it came through."""
     text = {
         "torch.distributed.c10d_logger": "`torch.distributed.broadcast` is deprecated. Use",
+        "lightning.pytorch.loops.training_epoch_loop": (
+            "You're resuming from a checkpoint that ended before the epoch ended and"
+        ),
         "lightning.pytorch.utilities._pytree": "`isinstance(treespec, LeafSpec)` is deprecated",
     }[module.replace("\\", "")]
     with warnings.catch_warnings(record=True) as seen:
