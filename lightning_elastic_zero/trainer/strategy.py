@@ -43,6 +43,7 @@ from lightning_elastic_zero.option_checks import check_flag
 from lightning_elastic_zero.strategy_names import STRATEGY_ARGUMENTS
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.base_strategy import BaseElasticStrategy
+from lightning_elastic_zero.trainer.configured_rates import configured_rates, warn_replaced_rates
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import RESUME_END
@@ -314,15 +315,18 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
             of_ranks=(STATE_KEY, RESULTS) if self._is_fitting() else (),
         )
         self.wait_for_save()
+        configured = configured_rates(self.optimizers) if self._is_fitting() else []
         loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
         self._resumed = True
         if not self._is_fitting():
             self._last_fit.forget()
         self.last_load = loaded.stats
         self._manager.protect(loaded.stats.path)
-        return self._trainer_state(loaded)
+        return self._trainer_state(loaded, configured)
 
-    def _trainer_state(self, loaded: LoadResult) -> dict[str, Any]:
+    def _trainer_state(
+        self, loaded: LoadResult, configured: list[dict[str, float]]
+    ) -> dict[str, Any]:
         """Give what Lightning's loops, callbacks and schedulers restore themselves from."""
         state, manifest = loaded.client_state, loaded.manifest
         fitting = self._is_fitting()
@@ -348,6 +352,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
             live = [config.scheduler for config in self.lr_scheduler_configs]
             as_saved, states = self._load_options.hyperparameters, state.get("lr_schedulers", [])
             go_on = resume_as_saved if as_saved else resume_as_configured
+            if as_saved:
+                warn_replaced_rates(configured, manifest.groups, scheduled=bool(live or states))
             state["lr_schedulers"] = go_on(live, states, manifest.groups)
         return state
 

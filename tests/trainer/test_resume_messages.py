@@ -1,0 +1,95 @@
+"""What a resumed run says of what it was given, once and on the first rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, warned_by_default
+
+pytestmark = pytest.mark.engine
+
+REPLACED = "The run goes on with the saved learning rate"
+
+
+def said(seen: RunRecord, text: str) -> list[str]:
+    """Return the messages with a text."""
+    return [message for message in seen.messages if text in message]
+
+
+def test_a_rate_that_gives_way_to_the_saved_one_is_said(worlds: Pools, tmp_path: Path) -> None:
+    """With both rates; not where it is as it was, is asked for, or is a scheduler's doing."""
+    expected = {
+        ("none", 0.01, True): "",
+        ("none", 0.03, True): "(group 0: configured 0.03, saved 0.01)",
+        ("none", 0.03, False): "",
+        ("step", 0.01, True): "",
+        ("step", 0.03, True): "and schedule, not with the configured one (group 0: configured 0.03",
+        ("step", 0.03, False): "",
+        ("warmup", 0.01, True): "",
+        ("plateau, stepwise", 0.01, True): "",
+    }
+    saves, runs = {}, []
+    for schedule, rate, taken in expected:
+        run = RunSpec(schedule=schedule, root=str(tmp_path / schedule), validate=True)
+        saves[schedule] = replace(run, save=("step 1.3",))
+        path = str(tmp_path / schedule / "step-1.3.ckpt")
+        strategy = {} if taken else {"load_hyperparameters": False}
+        runs.append(replace(run, ckpt_path=path, rate=rate, strategy=strategy))
+    worlds.run(1, partial(fits, list(saves.values())))
+    first, second = worlds.run(2, partial(fits, runs))
+    for (case, text), seen, other in zip(expected.items(), first, second, strict=True):
+        told = said(seen, REPLACED)
+        assert len(told) == bool(text), (case, told)
+        assert all(text in of for of in told), (case, told)
+        assert not said(other, REPLACED)
+    loaded = "(saved on 1 device with ZeRO-2) on 2 devices at step 8, epoch 1: "
+    assert all(len(said(seen, loaded)) == 1 for seen in first), first[0].messages
+    assert said(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
+
+
+def test_where_an_epoch_has_ended_the_next_one_is_named(worlds: Pools, tmp_path: Path) -> None:
+    """A run that was saved at an epoch's end goes on in the next."""
+    run = RunSpec(root=str(tmp_path), batch_size=12)
+    (saved,) = worlds.run(1, partial(fit, replace(run, save=("epoch 0",))))
+    assert said(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
+    (seen,) = worlds.run(1, partial(fit, replace(run, ckpt_path=str(tmp_path / "epoch-0.ckpt"))))
+    assert said(seen, "on 1 device at step 5, epoch 1: ")
+
+
+def test_an_order_that_lightning_overrules_is_said(worlds: Pools) -> None:
+    """A generator, drawing with replacement, and an explicit SequentialSampler; once each."""
+    expected = {
+        "own generator": "does not draw from the generator of the loader",
+        "replacement": "gives every sample once in an epoch",
+        "explicit SequentialSampler": "cannot tell sampler=SequentialSampler(dataset)",
+        "plain": "",
+    }
+    runs = [RunSpec(kind=kind, epochs=1) for kind in expected]
+    seen = worlds.run(1, partial(fits, runs))[0]
+    for (kind, text), of_kind in zip(expected.items(), seen, strict=True):
+        told = said(of_kind, "The training DataLoader of IndexedSamples")
+        assert len(told) == bool(text), (kind, told)
+        assert all(text in of for of in told), (kind, told)
+        # They are what the message says: one order, of every sample.
+        assert of_kind.steps == seen[-1].steps
+
+
+def test_a_loader_that_is_resumed_is_not_called_unresumable(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning knows of ``state_dict`` only."""
+    run = RunSpec(
+        kind="own batches",
+        length=60,
+        root=str(tmp_path),
+        trainer={"use_distributed_sampler": False},
+    )
+    whole = worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))[0]
+    resumed = replace(run, ckpt_path=str(tmp_path / "step-0.2.ckpt"))
+    ((seen, warned),) = worlds.run(1, partial(warned_by_default, resumed))
+    assert seen.steps == {step: ids for step, ids in whole.steps.items() if step >= 2}
+    assert warned
+    assert not [text for text in warned if "is not resumable" in text]
