@@ -219,7 +219,7 @@ def _nothing_of(joined: Any, default: Any) -> Any:
 def _lists(values: Sequence[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
-    return [torch.atleast_1d(each) for value in values for each in value]
+    return [each.reshape(each.shape or (1,)) for value in values for each in value]
 
 
 _JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {

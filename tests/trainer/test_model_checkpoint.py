@@ -157,10 +157,8 @@ class LooksForNote(Callback):
 
 def looked_after_save(root: str, background: bool) -> bool:
     """Save into a folder that is not there yet; tell whether the run left its note at once."""
-    by_itself, concurrent_runs.TOUCH_INTERVAL_S = (
-        concurrent_runs.TOUCH_INTERVAL_S,
-        HANG_TIMEOUT_S * 2,
-    )
+    names = vars(concurrent_runs)
+    by_itself, names["TOUCH_INTERVAL_S"] = names["TOUCH_INTERVAL_S"], 2 * HANG_TIMEOUT_S
     options = {"save_top_k": -1, "every_n_train_steps": 1}
     trainer, net, data, _ = FitSpec(
         root, 2, checkpoint=options, strategy={"async_save": background}
@@ -170,7 +168,7 @@ def looked_after_save(root: str, background: bool) -> bool:
     try:
         trainer.fit(net, data)
     finally:
-        concurrent_runs.TOUCH_INTERVAL_S = by_itself
+        names["TOUCH_INTERVAL_S"] = by_itself
     return note.found
 
 
