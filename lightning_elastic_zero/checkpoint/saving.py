@@ -41,7 +41,7 @@ from lightning_elastic_zero.checkpoint.types import (
     report_bytes,
 )
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.deepspeed.constants import LATEST, RECOVERY_SCRIPT, TAG
 from lightning_elastic_zero.formats.elastic.client_state import (
     dotted,
@@ -122,7 +122,7 @@ def write(
         staging = staging_path(target, first["save_id"])
         await_visible(staging, first["save_id"])
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
-        contents().check_consistent_with(theirs, ranks.rank)
+        contents().check_consistent_with(theirs)
         saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
         files = _write_files(saved, staging, theirs, ranks.rank, _told(callbacks, ranks))
         return {"files": files, "drifted": drifted_hyperparameters(theirs, contents().manifest)}
@@ -214,16 +214,9 @@ class ShardContents:
             for path, value in self.objects
         }
 
-    def check_consistent_with(self, first: RankZeroTables, rank: int) -> None:
+    def check_consistent_with(self, first: RankZeroTables) -> None:
         """Refuse ranks that would write different checkpoints."""
         check_consistent(first, self.manifest, self.state)
-        fragments = [f for flat in self.state.flats for f in flat.fragments]
-        if list(self.manifest.layout().on_rank(rank)) != fragments:
-            msg = (
-                f"DeepSpeed {self.manifest.writer.deepspeed} cuts parameters in a way that this "
-                "library does not know: report it with your DeepSpeed config"
-            )
-            raise UnsupportedError(msg)
 
 
 def _told(callbacks: SaveCallbacks, ranks: Ranks) -> WriteCallbacks:

@@ -1,8 +1,9 @@
 """The live DeepSpeed engine as fragments and buffers: the only user of DeepSpeed's insides.
 
-``support`` refuses what cannot be done; ``wrappers`` reads where each optimizer wrapper keeps its
-flat buffers; ``module`` tells names, shapes and buffers; ``training`` and ``inference`` are what
-``checkpoint`` saves and restores. Nothing of DeepSpeed is patched.
+``support`` refuses what cannot be done; ``flat_buffers`` reads where each optimizer wrapper keeps
+its flat buffers; ``places`` computes and verifies what lies where in them; ``module`` reads names,
+shapes and buffers; ``training`` and ``inference`` are what ``checkpoint`` saves and restores.
+Nothing of DeepSpeed is patched.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from lightning_elastic_zero.engine.inference import InferenceEngine
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
-    check_supported,
+    check_options,
     optimizer_wrapper,
     recovery_script,
     use_accelerator,
     version_of,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
-from lightning_elastic_zero.engine.weights_check import weights_match_masters
 
 __all__ = [
     "InferenceEngine",
@@ -61,11 +61,31 @@ def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401
     return [parameter for group in members for parameter in group]
 
 
+def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Refuse an engine, fresh from DeepSpeed, that the library cannot save and resume.
+
+    Raises:
+        UnsupportedError: with every reason that was found.
+    """
+    check_options(engine)
+    if optimizer_wrapper(engine):
+        TrainingEngine(engine).verify_places(fresh=True)
+
+
+def weights_match_masters(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
+    """Whether this rank's trained weights are its masters, rounded; True without masters."""
+    return not optimizer_wrapper(engine) or TrainingEngine(engine).weights_match_masters()
+
+
 def live_engine(engine: Any) -> TrainingEngine | InferenceEngine:  # noqa: ANN401 (untyped library)
-    """Give the engine's state, with or without an optimizer.
+    """Return the engine's state, with or without an optimizer.
 
     Raises:
         UnsupportedError: the engine, or an option of it, is not supported.
     """
-    check_supported(engine)
-    return TrainingEngine(engine) if optimizer_wrapper(engine) else InferenceEngine(engine)
+    check_options(engine)
+    if not optimizer_wrapper(engine):
+        return InferenceEngine(engine)
+    live = TrainingEngine(engine)
+    live.verify_places(fresh=False)
+    return live

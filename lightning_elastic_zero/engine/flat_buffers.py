@@ -1,7 +1,7 @@
 """Where each of DeepSpeed's optimizer wrappers keeps its flat buffers (``releases``: since when).
 
-Places come from the flat buffers and the wrapper's own offsets, never from DeepSpeed's
-``_hp_mapping``, which is wrong with ``round_robin_gradients`` and empty in several states.
+DeepSpeed's ``_hp_mapping`` is never read: it is wrong with ``round_robin_gradients``, and empty in
+several states. ``places`` computes what lies where.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import distributed
 
 from lightning_elastic_zero.engine.releases import parameter_paddings
-from lightning_elastic_zero.layout import Fragment
 
 GATHER_ELEMENTS = 1 << 21
 """Elements that are gathered at once from all ranks together: bounds the memory of a refresh."""
@@ -29,20 +28,11 @@ class LiveFlatBuffer:
     parameters: tuple[torch.nn.Parameter, ...]
     """In flat order."""
     paddings: tuple[int, ...]
-    """Elements of padding after each parameter (ZeRO-1/2 with ``parameter_alignment``)."""
+    """Elements of padding after each parameter (``parameter_alignment``); empty without."""
     master: torch.Tensor
     """This rank's master weights, 1-D; the key of the optimizer's state."""
     low: torch.Tensor
     """This rank's low-precision weights, of the same shape."""
-    places: tuple[tuple[int, int, int, int], ...]
-    """``(index in parameters, start, stop, offset)`` of each piece that this rank holds."""
-
-    def fragments(self, names: Sequence[str], rank: int, buffer: int) -> tuple[Fragment, ...]:
-        """Give the pieces as fragments, with the names of ``parameters``."""
-        return tuple(
-            Fragment(names[index], start, stop, rank, buffer, offset)
-            for index, start, stop, offset in self.places
-        )
 
 
 def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # noqa: ANN401 (untyped)
@@ -127,15 +117,12 @@ def _zero_1_2(optimizer: Any) -> Iterator[LiveFlatBuffer]:  # noqa: ANN401 (unty
     """ZeRO-1/2: one buffer per parameter group, equal partitions, offsets of its own."""
     for group, parameters in enumerate(optimizer.round_robin_bit16_groups):
         rank = distributed.get_rank(group=optimizer.real_dp_process_group[group])
-        master = optimizer.single_partition_of_fp32_groups[group]
-        paddings = parameter_paddings(optimizer, group)
         yield LiveFlatBuffer(
             group=group,
             parameters=tuple(parameters),
-            paddings=paddings,
-            master=master,
+            paddings=parameter_paddings(optimizer, group),
+            master=optimizer.single_partition_of_fp32_groups[group],
             low=optimizer.parallel_partitioned_bit16_groups[group][rank],
-            places=tuple(_contiguous(parameters, paddings, rank, master.numel())),
         )
 
 
@@ -143,48 +130,22 @@ def _bf16(optimizer: Any) -> Iterator[LiveFlatBuffer]:  # noqa: ANN401 (untyped)
     """BF16_Optimizer: as ZeRO-1, without alignment."""
     for group, parameters in enumerate(optimizer.bf16_groups):
         rank = distributed.get_rank(group=optimizer.real_dp_process_group[group])
-        master = optimizer.fp32_groups_flat_partition[group]
-        paddings = (0,) * len(parameters)
         yield LiveFlatBuffer(
             group=group,
             parameters=tuple(parameters),
-            paddings=paddings,
-            master=master,
+            paddings=(),
+            master=optimizer.fp32_groups_flat_partition[group],
             low=optimizer.bf16_partitioned_groups[group][rank],
-            places=tuple(_contiguous(parameters, paddings, rank, master.numel())),
         )
-
-
-def _contiguous(
-    parameters: Sequence[torch.nn.Parameter], paddings: Sequence[int], rank: int, partition: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the pieces of a rank's partition of a flat buffer."""
-    first, last = rank * partition, (rank + 1) * partition
-    at = 0
-    for index, (parameter, padding) in enumerate(zip(parameters, paddings, strict=True)):
-        low, high = max(first, at), min(last, at + parameter.numel())
-        if low < high:
-            yield index, low - at, high - at, low - first
-        at += parameter.numel() + padding
 
 
 def _zero_3(optimizer: Any) -> Iterator[LiveFlatBuffer]:  # noqa: ANN401 (untyped)
     """ZeRO-3: one buffer per sub-group, each parameter cut by itself."""
     for sub_group, parameters in enumerate(optimizer.fp16_groups):
-        places = []
-        offset = 0
-        for index, parameter in enumerate(parameters):
-            piece = parameter.partition_numel()
-            start = distributed.get_rank(group=parameter.ds_process_group) * piece
-            stop = min(start + piece, parameter.ds_numel)
-            if start < stop:
-                places.append((index, start, stop, offset))
-            offset += piece
         yield LiveFlatBuffer(
             group=optimizer.sub_group_to_group_id[sub_group],
             parameters=tuple(parameters),
-            paddings=(0,) * len(parameters),
+            paddings=(),
             master=optimizer.fp32_partitioned_groups_flat[sub_group],
             low=optimizer.fp16_partitioned_groups_flat[sub_group],
-            places=tuple(places),
         )

@@ -36,7 +36,7 @@ class InferenceEngine:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
-        """Take a supported engine (``check_supported``)."""
+        """Take a supported engine (``check_options``)."""
         self._engine = engine
         self._parameters = {names[0]: p for p, names in parameter_names(engine.module).items()}
         self._partitioned = any(hasattr(p, "ds_tensor") for p in self._parameters.values())

@@ -102,14 +102,12 @@ def check_names(engine: Any, wrapper: str | None, found: str) -> Iterator[str]: 
 
 
 def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: ANN401 (untyped)
-    """Return the elements of padding after each parameter of a ZeRO-1/2 group.
+    """Return the elements of padding after each parameter of a ZeRO-1/2 group; empty without any.
 
     ``parameter_alignment`` came with 0.19.7; before it, parameters follow one another.
     """
     paddings = getattr(optimizer, "round_robin_bit16_padding", None)
-    if paddings is None:
-        return (0,) * len(optimizer.round_robin_bit16_groups[group])
-    return tuple(paddings[group])
+    return tuple(paddings[group]) if paddings and any(paddings[group]) else ()
 
 
 def zero_grad(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)

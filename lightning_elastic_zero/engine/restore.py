@@ -11,12 +11,11 @@ import torch
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_group
+from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import RestoreTargets, RestoreValues, Scalar, cast_like
-
-COMPARE_ELEMENTS = 1 << 20
-"""Elements compared at a time: bounds the memory of comparing masters with weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,8 @@ class Target:
     """Where one flat buffer's masters are received."""
 
     buffer: LiveFlatBuffer
+    fragments: tuple[Fragment, ...]
+    """What this rank holds in it."""
     tensor: torch.Tensor
     """The live masters, or a tensor of their shape on the host."""
     in_place: bool
@@ -34,27 +35,20 @@ class Target:
             self.tensor.copy_(self.buffer.master.data)
 
 
-def master_target(buffer: LiveFlatBuffer) -> Target:
+def master_target(buffer: LiveFlatBuffer, fragments: tuple[Fragment, ...]) -> Target:
     """Choose where a flat buffer's masters are received.
 
     In place, where the low-precision weights can rebuild what is overwritten: that is so in a
     fresh engine, and in one that trains in fp32. It saves one more copy of the masters.
     """
     master = buffer.master.data
-    if _masters_are_weights(buffer):
-        return Target(buffer, master, in_place=True)
-    return Target(buffer, torch.empty_like(master, device="cpu"), in_place=False)
-
-
-def _masters_are_weights(buffer: LiveFlatBuffer) -> bool:
-    """Tell whether a flat buffer's masters are exactly its low-precision weights, widened."""
-    for _, start, stop, offset in buffer.places:
-        for at in range(offset, offset + stop - start, COMPARE_ELEMENTS):
-            end = min(at + COMPARE_ELEMENTS, offset + stop - start)
-            master = buffer.master.data[at:end]
-            if not torch.equal(master, buffer.low.data[at:end].to(master)):
-                return False
-    return True
+    low = buffer.low.data
+    if all(
+        torch.equal(master[at:end], low[at:end].to(master))
+        for _, at, end in bounded_runs(fragments)
+    ):
+        return Target(buffer, fragments, master, in_place=True)
+    return Target(buffer, fragments, torch.empty_like(master, device="cpu"), in_place=False)
 
 
 def rebuild_masters(targets: Sequence[Target]) -> None:
@@ -112,9 +106,9 @@ def commit_masters(targets: Sequence[Target], filled: RestoreTargets, *, keep_fp
         if not keep_fp32:
             _round(master, target.buffer.low.dtype)
         reached = 0
-        for _, start, stop, offset in target.buffer.places:
-            master[reached:offset].zero_()
-            reached = offset + stop - start
+        for fragment in target.fragments:
+            master[reached : fragment.offset].zero_()
+            reached = fragment.offset + fragment.stop - fragment.start
         master[reached:].zero_()
 
 

@@ -48,7 +48,7 @@ def optimizer_wrapper(engine: Any) -> str | None:  # noqa: ANN401 (untyped libra
     return None if name in NO_OPTIMIZER else name
 
 
-def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+def check_options(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     """Refuse an engine that the library cannot save and resume.
 
     Raises:
@@ -67,7 +67,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
     Args:
         config: the DeepSpeed config dict. What only a live engine shows is left to
-            ``check_supported``.
+            ``check_options``.
 
     Raises:
         UnsupportedError: with every reason that was found.

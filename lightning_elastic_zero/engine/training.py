@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,12 @@ from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
     split_state,
     state_keys,
+)
+from lightning_elastic_zero.engine.places import (
+    bounded_runs,
+    rank_fragments,
+    verify_pieces,
+    verify_places,
 )
 from lightning_elastic_zero.engine.restore import (
     Target,
@@ -84,7 +91,7 @@ class TrainingEngine:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
-        """Take a supported engine (``check_supported``)."""
+        """Take a supported engine (``check_options``)."""
         self._engine = engine
         self._wrapper = optimizer_wrapper(engine) or ""
         self._optimizer = engine.optimizer
@@ -115,8 +122,51 @@ class TrainingEngine:
         """Number of data-parallel ranks."""
         return int(self._engine.seq_dp_world_size)
 
-    def _flat_names(self, buffer: LiveFlatBuffer) -> tuple[str, ...]:
-        return tuple(self._names[p] for p in buffer.parameters)
+    @cached_property
+    def _rows(self) -> tuple[FlatBuffer, ...]:
+        """How each flat buffer is laid out over all ranks."""
+        zero_3 = self._stage == STAGE_WEIGHTS
+        return tuple(
+            FlatBuffer(
+                group=buffer.group,
+                names=tuple(self._names[p] for p in buffer.parameters),
+                numels=tuple(math.prod(full_shape(p)) for p in buffer.parameters),
+                paddings=buffer.paddings,
+                partition_numel=0 if zero_3 else buffer.master.numel(),
+            )
+            for buffer in self._buffers
+        )
+
+    @cached_property
+    def _fragments(self) -> tuple[tuple[Fragment, ...], ...]:
+        """What this rank holds, by flat buffer."""
+        return rank_fragments(self._stage, self._rows, self.world_size, self.rank)
+
+    def verify_places(self, *, fresh: bool) -> None:
+        """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
+
+        Raises:
+            UnsupportedError: they lie elsewhere; see ``places.verify_places``.
+        """
+        verify_pieces(self._names, self.rank, self.world_size)
+        for placed in zip(self._buffers, self._rows, self._fragments, strict=True):
+            verify_places(*placed, fresh=fresh)
+
+    def weights_match_masters(self) -> bool:
+        """Whether this rank's part of the module's trained weights is its masters, rounded.
+
+        After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
+        masters.
+        """
+        for buffer, row, fragments in zip(self._buffers, self._rows, self._fragments, strict=True):
+            parameters = dict(zip(row.names, buffer.parameters, strict=True))
+            for fragment, at, end in bounded_runs(fragments):
+                first, piece = weight_piece(parameters[fragment.name])
+                skipped = fragment.start - first - fragment.offset
+                weights = piece[at + skipped : end + skipped]
+                if not torch.equal(weights, buffer.master.data[at:end].to(weights)):
+                    return False
+        return True
 
     def describe(self) -> Manifest:
         """Say what the engine is, in the words of a manifest that has no files yet.
@@ -134,7 +184,7 @@ class TrainingEngine:
             master_dtype=dtype_name(self._buffers[0].master.dtype),
             parameters=parameter_table(engine.module, groups_of),
             groups=self._groups(),
-            buffers=tuple(self._flat_buffer(buffer) for buffer in self._buffers),
+            buffers=self._rows,
             module_buffers=tuple(persistent_buffers(engine.module)),
             files=(),
             progress=Progress(
@@ -153,18 +203,6 @@ class TrainingEngine:
                 engine=self._wrapper,
                 optimizer=type(self._inner).__name__,
             ),
-        )
-
-    def _flat_buffer(self, buffer: LiveFlatBuffer) -> FlatBuffer:
-        """Say how a flat buffer is laid out over all ranks."""
-        zero_3 = self._stage == STAGE_WEIGHTS
-        numels = tuple(_numel(full_shape(p)) for p in buffer.parameters)
-        return FlatBuffer(
-            group=buffer.group,
-            names=self._flat_names(buffer),
-            numels=numels,
-            paddings=buffer.paddings if any(buffer.paddings) else (),
-            partition_numel=0 if zero_3 else buffer.master.numel(),
         )
 
     def _groups(self) -> tuple[Group, ...]:
@@ -203,7 +241,7 @@ class TrainingEngine:
         module = self._engine.module
         scheduler = self._engine.lr_scheduler
         return RankState(
-            flats=tuple(self._flat_state(i, buffer) for i, buffer in enumerate(self._buffers)),
+            flats=tuple(map(self._flat_state, self._buffers, self._fragments)),
             frozen={} if exclude_frozen else self._frozen_pieces(),
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
@@ -211,14 +249,8 @@ class TrainingEngine:
             lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
         )
 
-    def _flat_state(self, index: int, buffer: LiveFlatBuffer) -> FlatState:
-        elementwise, scalars = self._split(buffer)
-        return FlatState(
-            fragments=buffer.fragments(self._flat_names(buffer), self.rank, index),
-            master=buffer.master.detach(),
-            elementwise=elementwise,
-            scalars=scalars,
-        )
+    def _flat_state(self, buffer: LiveFlatBuffer, fragments: tuple[Fragment, ...]) -> FlatState:
+        return FlatState(fragments, buffer.master.detach(), *self._split(buffer))
 
     def _frozen(self) -> dict[str, torch.nn.Parameter]:
         owned = {p for b in self._buffers for p in b.parameters}
@@ -284,16 +316,16 @@ class TrainingEngine:
         rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
         """
         self.partition()
-        self._targets = [master_target(buffer) for buffer in self._buffers]
+        self._targets = list(map(master_target, self._buffers, self._fragments))
         held = {p.name for p in source.parameters} - set(source.excluded)
         fragments = [
             fragment
-            for index, buffer in enumerate(self._buffers)
-            for fragment in buffer.fragments(self._flat_names(buffer), self.rank, index)
+            for target in self._targets
+            for fragment in target.fragments
             if fragment.name in held
         ]
-        for target in self._targets:
-            if not held.issuperset(self._flat_names(target.buffer)):
+        for target, row in zip(self._targets, self._rows, strict=True):
+            if not held.issuperset(row.names):
                 target.copy_live_masters()
         weights = [target.tensor for target in self._targets]
         for name, parameter in self._frozen().items():
@@ -344,10 +376,3 @@ class TrainingEngine:
             if fragment.buffer >= len(self._targets):
                 _, piece = weight_piece(frozen[fragment.name])
                 piece.copy_(filled.weights[fragment.buffer])
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

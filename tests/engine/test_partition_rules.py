@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.partition import (
     FlatBuffer,
     alignment_paddings,
@@ -18,7 +20,7 @@ from lightning_elastic_zero.partition import (
 )
 from tests.engine._model import group_members, trained
 from tests.engine._oracle import PADDING, positions
-from tests.engine._setup import Setup
+from tests.engine._setup import Engine, Setup, engine_of
 from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
@@ -100,3 +102,61 @@ def test_rules_say_what_engines_hold(setup: Setup, world: int, pools: Pools) -> 
     """Each place of each flat buffer of each rank holds the element that the rules say."""
     setup = Setup(**{**vars(setup), "world": world})
     assert pools.run(world, partial(observed, setup))[0] == predicted(setup)
+
+
+def refusals(setup: Setup) -> dict[str, str]:
+    """Change what the library reads of an engine's flat buffers; return what it says of it."""
+    from lightning_elastic_zero.engine import check_supported, live_engine
+
+    said = {}
+    with engine_of(setup, 0) as engine:
+        check_supported(engine)
+        for what, (holder, key, value) in _changes(engine.optimizer, setup).items():
+            before, holder[key] = holder[key], value
+            for when, look in (("setup", check_supported), ("save", live_engine)):
+                try:
+                    look(engine)
+                    said[f"{what} at {when}"] = "nothing"
+                except UnsupportedError as error:
+                    said[f"{what} at {when}"] = str(error)
+            holder[key] = before
+        live_engine(engine)
+    return said
+
+
+def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]:
+    """Name what another release of DeepSpeed might do otherwise: holder, key and other value."""
+    of_stage = {"3": "fp16_groups", "B": "bf16_groups"}
+    groups = getattr(optimizer, of_stage.get(setup.zero, "round_robin_bit16_groups"))
+    order = list(groups[0])
+    changes = {
+        "order": (groups, 0, order[::-1]),
+        "round robin": (groups, 0, [order[i] for i in round_robin_order(len(order), 2)]),
+    }
+    if hasattr(optimizer, "round_robin_bit16_padding"):
+        paddings = optimizer.round_robin_bit16_padding
+        masters = optimizer.single_partition_of_fp32_groups
+        changes["alignment"] = (paddings, 0, [0 if any(paddings[0]) else 2] * len(order))
+        changes["padding"] = (masters, 0, masters[0].detach()[:-1])
+    if setup.zero == "3":
+        tables = vars(order[0].ds_tensor)
+        changes["cut"] = (tables, "ds_numel", order[0].ds_tensor.ds_numel + 1)
+    return changes
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(2, "1", alignment=True),
+        Setup(3, "2", "bf16", grouping="one"),
+        Setup(2, "B", "bf16"),
+        Setup(2, "3", "bf16"),
+    ],
+    ids=str,
+)
+def test_places_that_are_not_deepspeeds_are_refused(setup: Setup, pools: Pools) -> None:
+    """What is computed of order, alignment, padding and cut is compared with the live weights."""
+    for said in pools.run(setup.world, partial(refusals, setup)):
+        assert said
+        unseen = {what for what, text in said.items() if "lays parameters out" not in text}
+        assert not unseen, said

@@ -1,0 +1,119 @@
+"""Which elements of which parameter lie where in a live engine: computed, then compared.
+
+``partition`` computes the places from the order, the sizes and the paddings of the parameters.
+DeepSpeed's own tensors show them a second time, without any formula: each of its weights is a view
+of the flat buffer that it partitions, so that the weight's address says where its elements lie.
+Masters lie as the low-precision weights do: DeepSpeed's step copies the one into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+
+from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.module import weight_piece
+from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
+
+COMPARE_ELEMENTS = 1 << 20
+"""Elements compared at a time: bounds the memory of comparing masters with weights."""
+
+
+def rank_fragments(
+    stage: int, rows: Sequence[FlatBuffer], world_size: int, rank: int
+) -> tuple[tuple[Fragment, ...], ...]:
+    """Return what a rank holds, by flat buffer.
+
+    Raises:
+        UnsupportedError: the flat buffers cannot hold their parameters.
+    """
+    found: list[list[Fragment]] = [[] for _ in rows]
+    try:
+        layout = zero_layout(stage, rows, world_size)
+    except CheckpointFormatError as error:
+        _refuse(str(error))
+    for fragment in layout.on_rank(rank):
+        found[fragment.buffer].append(fragment)
+    return tuple(map(tuple, found))
+
+
+def verify_places(
+    buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Sequence[Fragment], *, fresh: bool
+) -> None:
+    """Refuse a flat buffer in which DeepSpeed's own weights lie elsewhere than computed.
+
+    Args:
+        buffer: a live flat buffer.
+        row: the same, as a table.
+        fragments: what this rank holds of it, as computed.
+        fresh: whether nothing but DeepSpeed has touched the module. A weight that is no view of
+            the flat buffer is then refused in ZeRO-1/2. Later a user may have put another tensor
+            in its place, which says nothing of the masters.
+
+    Raises:
+        UnsupportedError: one lies elsewhere.
+    """
+    if buffer.low.shape != buffer.master.shape:
+        shapes = f"{tuple(buffer.master.shape)} masters for {tuple(buffer.low.shape)} weights"
+        _refuse(f"a flat buffer of group {row.group} has {shapes}")
+    parameters = dict(zip(row.names, buffer.parameters, strict=True))
+    for fragment in fragments:
+        parameter = parameters[fragment.name]
+        if _is_view(parameter, buffer.low):
+            first, piece = weight_piece(parameter)
+            at = (piece.data_ptr() - buffer.low.data_ptr()) // buffer.low.element_size()
+            at += fragment.start - first
+        elif fresh and not hasattr(parameter, "ds_tensor"):
+            at = None
+        else:
+            continue
+        if at != fragment.offset:
+            there = "not there at all" if at is None else f"at {at}"
+            _refuse(
+                f"{fragment.name}[{fragment.start}:{fragment.stop}] should lie at element "
+                f"{fragment.offset} of a flat buffer of group {row.group}, and is {there}"
+            )
+
+
+def verify_pieces(parameters: Iterable[Any], rank: int, world_size: int) -> None:
+    """Refuse parameters that ZeRO-3 has cut otherwise than ``partition`` does.
+
+    Raises:
+        UnsupportedError: one is.
+    """
+    for parameter in parameters:
+        if not hasattr(parameter, "ds_tensor"):
+            continue
+        held = distributed.get_rank(group=parameter.ds_process_group), parameter.partition_numel()
+        if held != (rank, piece_numel(parameter.ds_numel, world_size)):
+            _refuse(
+                f"of a parameter of {parameter.ds_numel} elements, rank {rank} of {world_size} "
+                f"holds piece {held[0]} of {held[1]} elements"
+            )
+
+
+def _is_view(parameter: Any, flat: torch.Tensor) -> bool:  # noqa: ANN401 (ZeRO-3 adds fields)
+    held = getattr(parameter, "ds_tensor", parameter)
+    there: bool = held.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    return there
+
+
+def _refuse(what: str) -> NoReturn:
+    msg = (
+        "this release of DeepSpeed, or this configuration of it, lays parameters out in a way that "
+        f"this library does not know: {what}. Report it with your DeepSpeed config"
+    )
+    raise UnsupportedError(msg)
+
+
+def bounded_runs(fragments: Iterable[Fragment]) -> Iterator[tuple[Fragment, int, int]]:
+    """Yield the runs of a flat buffer, at most ``COMPARE_ELEMENTS`` long, as offsets in it."""
+    for fragment in fragments:
+        end = fragment.offset + fragment.stop - fragment.start
+        for at in range(fragment.offset, end, COMPARE_ELEMENTS):
+            yield fragment, at, min(at + COMPARE_ELEMENTS, end)
