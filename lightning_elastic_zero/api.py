@@ -121,8 +121,9 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         rename: layers that had other names: beginnings of names in the checkpoint, and what they
             are in the model: ``{"encoder": "backbone.encoder"}``.
         allow_pickle: build Python objects of any class from the client state; it can run code.
-        fallback: where the checkpoint is damaged, take the newest older one in its folder that is
-            sound, with a warning. Otherwise the error names it.
+        fallback: where a checkpoint of this library is damaged, take the newest older one in its
+            folder that is sound and has the same parameters, with a warning. Otherwise the error
+            names it. Checkpoints of other software are neither replaced nor taken.
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             load fails on all ranks; see ``save_checkpoint``.
         absent_timeout_s: for how many seconds ranks that make this call wait for those that do

@@ -27,6 +27,9 @@ FRESH_AND_LENIENT = (
 )
 """How trained parameters may be missing from a checkpoint, or too many in it."""
 
+LENIENT = "strict=False (strict_loading = False in a LightningModule)"
+"""How buffers may be missing from a checkpoint, or too many in it."""
+
 _OTHER_OWNERS = (
     "let requires_grad be what it was before the optimizer is made, or pass "
     "load_optimizer_state=False: a fresh optimizer on the saved weights"
@@ -144,7 +147,11 @@ def _parameters(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterat
         if name in have and have[name].shape != parameter.shape
     ]
     if reshaped:
-        yield f"of other shapes: {_names(reshaped)}"
+        yield (
+            f"of other shapes: {_names(reshaped)}; configure the model that was saved. To start "
+            f"layers of a new size as they are here, rename the saved ones away, as by "
+            f"{_renamed_away(reshaped)}, with {FRESH_AND_LENIENT}"
+        )
     retyped = {
         name: f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
         for name, parameter in want.items()
@@ -188,11 +195,20 @@ def _absent(
         text = f"missing from the checkpoint: {_names(missing)}"
         yield f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
     if unexpected:
-        yield f"in the checkpoint, but not in the model: {_names(unexpected)}"
+        text = f"in the checkpoint, but not in the model: {_names(unexpected)}"
+        yield f"{text}; left out by {FRESH_AND_LENIENT}"
     shapes_here = {n: want[n].shape for n in missing}
     shapes_there = {n: have[n].shape for n in unexpected}
     if renamed := guess_key_mapping(shapes_there, shapes_here, have.keys() & want.keys()):
         yield _perhaps(renamed)
+
+
+def _renamed_away(reshaped: Sequence[str]) -> str:
+    """Return the option that takes the first layer's saved name out of the model's names."""
+    name = reshaped[0].split(" ", 1)[0]
+    layer = name.rpartition(".")[0] or name
+    away = {layer: f"saved.{layer}"}
+    return f"rename={away!r}"
 
 
 def _perhaps(renamed: Mapping[str, str]) -> str:
@@ -263,9 +279,11 @@ def _buffers(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[
     have, want = set(saved.module_buffers), set(live.module_buffers)
     missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
     if missing:
-        yield f"buffers missing from the checkpoint: {_names(missing)}"
+        text = f"buffers missing from the checkpoint: {_names(missing)}"
+        yield f"{text}; they stay as they are here by {LENIENT}"
     if beyond:
-        yield f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
+        text = f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
+        yield f"{text}; left out by {LENIENT}"
     if renamed := guess_key_mapping(beyond, missing, have & want):
         yield _perhaps(renamed)
 
@@ -291,7 +309,10 @@ def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: frozenset[str]
         if b.saved_shape != b.shape
     ]
     if reshaped:
-        yield f"buffers of other shapes: {_names(reshaped)}"
+        yield (
+            f"buffers of other shapes: {_names(reshaped)}; register them with the shapes that were "
+            f"saved, or rename the saved ones away, as by {_renamed_away(reshaped)}, with {LENIENT}"
+        )
     lossy = [
         f"{b.name} (saved {b.saved_dtype}, here {b.dtype})"
         for b in buffers

@@ -21,7 +21,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.formats.elastic.verify import verify_files
 from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest
-from lightning_elastic_zero.storage import check_local_path
+from lightning_elastic_zero.storage import SUMS_SUFFIX, check_local_path
 
 DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
 """What may mean that the checkpoint which was asked for is not what it was."""
@@ -36,21 +36,28 @@ class FallbackCheckpoint:
     """Optimizer steps that had been taken."""
 
 
-def find_fallback(asked: str | os.PathLike[str], ranks: Ranks) -> FallbackCheckpoint | None:
-    """Find the newest sound checkpoint beside one that is damaged. Collective.
+def find_fallback(
+    asked: str | os.PathLike[str],
+    ranks: Ranks,
+    fits_model: Callable[[Manifest], bool],
+) -> FallbackCheckpoint | None:
+    """Find the newest sound checkpoint of this library beside one that is damaged. Collective.
 
-    Every byte of it has been verified, each rank reading its share. Of another run's checkpoints in
-    the same folder nothing is known, so that it is for the user to take what is found here.
+    Every byte of it has been verified, each rank reading its share. It has the parameters of the
+    damaged one. It may be another run's all the same, so that the user decides whether to take it.
 
     Args:
         asked: the path of the damaged one, on rank 0.
         ranks: those that load.
+        fits_model: whether a checkpoint has the parameters of the model; asked where the damaged
+            one cannot say what it had.
 
     Returns:
-        None where there is none, or where nothing says that there was ever a checkpoint.
+        None where there is none, where nothing says that there was ever a checkpoint, or where
+        other software wrote the damaged one.
     """
     found = ranks.broadcast(
-        f"load {asked}: look for an older one", lambda: _beside(asked, ranks.progress)
+        f"load {asked}: look for an older one", lambda: _beside(asked, ranks.progress, fits_model)
     )
     for path, step in found:
         problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
@@ -60,14 +67,18 @@ def find_fallback(asked: str | os.PathLike[str], ranks: Ranks) -> FallbackCheckp
 
 
 def _beside(
-    asked: str | os.PathLike[str], on_progress: Callable[[], None]
+    asked: str | os.PathLike[str],
+    on_progress: Callable[[], None],
+    fits_model: Callable[[Manifest], bool],
 ) -> list[tuple[str, int]]:
-    """Rank 0: give the published checkpoints in the same folder, the newest first."""
+    """Rank 0: return the published checkpoints in the same folder, the newest first."""
     damaged = check_local_path(asked)
     if not os.path.lexists(damaged):
         # A path that is misspelt: another checkpoint is not what is meant.
         return []
     real = Path(os.path.realpath(damaged))
+    if _is_foreign(real):
+        return []
     mine = _manifest_of(real)
     rows: list[tuple[Any, str, int]] = []
     for manifest_path in {*damaged.parent.glob(f"*/{MANIFEST_NAME}"), *_siblings(real)}:
@@ -76,6 +87,8 @@ def _beside(
         on_progress()
         if path == real or path.name.startswith(".") or manifest is None:
             continue
+        if not (_shapes(manifest) == _shapes(mine) if mine else fits_model(manifest)):
+            continue
         if _can_replace(manifest, mine) if mine else _was_before(path, (real, damaged), manifest):
             step = manifest.progress.global_steps
             rows.append(((_published_at(path), step), str(path), step))
@@ -83,8 +96,20 @@ def _beside(
     return [(path, step) for _, path, step in ordered]
 
 
+def _is_foreign(path: Path) -> bool:
+    """Return whether other software wrote what is there: no trace of a save of this library."""
+    if not path.is_dir():
+        return path.exists()
+    traces = (MANIFEST_NAME, f"*{SUMS_SUFFIX}")
+    return any(path.iterdir()) and not any(next(path.rglob(trace), None) for trace in traces)
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {p.name: p.shape for p in manifest.parameters}
+
+
 def _siblings(real: Path) -> list[Path]:
-    """Give the manifests beside what a link leads to, which may be in another folder."""
+    """Return the manifests beside what a link leads to, which may be in another folder."""
     return list(real.parent.glob(f"*/{MANIFEST_NAME}"))
 
 
@@ -96,18 +121,18 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _can_replace(other: Manifest, damaged: Manifest) -> bool:
-    """Tell whether a run can go on from the other one: it is older, and as whole."""
+    """Return whether a run can go on from the other one: it is older, and as whole."""
     older = other.progress.global_steps <= damaged.progress.global_steps
     return older and (damaged.weights_only or not other.weights_only)
 
 
 def _was_before(path: Path, damaged: tuple[Path, ...], manifest: Manifest) -> bool:
-    """Tell the same where nothing is left of what the damaged one said of itself, by the clock."""
+    """Return the same by the clock, where the damaged one can no longer say what it was."""
     return _published_at(path) <= _published_at(*damaged) and not manifest.weights_only
 
 
 def _published_at(*paths: Path) -> int:
-    """Give the time, in nanoseconds, at which a manifest was written, or else a folder or link."""
+    """Return when a manifest, or else a folder or link, was written, in nanoseconds."""
     for there in (paths[0] / MANIFEST_NAME, *paths):
         with suppress(OSError):
             return there.lstat().st_mtime_ns
@@ -115,7 +140,7 @@ def _published_at(*paths: Path) -> int:
 
 
 def _problem(path: str, ranks: Ranks) -> str:
-    """Verify this rank's share; give what is wrong with it."""
+    """Verify this rank's share; return what is wrong with it."""
     try:
         with closing(open_checkpoint(Path(path), on_progress=ranks.progress)) as source:
             source.check_all()

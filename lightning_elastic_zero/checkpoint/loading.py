@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,14 @@ def load(
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
-        older = find_fallback(path, ranks)
+        older = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
         if older is None:
             raise
         if not options.fallback:
             msg = (
                 f"{error}\nThe newest older checkpoint beside it that is sound, every byte of it "
-                f"verified, is {older.path} (step {older.step}). Load that one, or allow it by "
-                "fallback=True."
+                f"verified, is {older.path} (step {older.step}). It has the same parameters, and "
+                "may be of another run all the same. Load that one, or allow it by fallback=True."
             )
             raise type(error)(msg) from error
         if ranks.rank == 0:
@@ -97,6 +98,15 @@ def load(
                 older.step,
             )
     return replace(_load(older.path, live, ranks, options=options), instead_of=str(path))
+
+
+def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> bool:
+    """Return whether a checkpoint and the model share parameters, all of the same shapes."""
+    renaming = KeyMapping(options.renamed)
+    here = {p.name: p.shape for p in live.describe().parameters}
+    pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
+    shared = [here[name] == shape for name, shape in pairs if name in here]
+    return bool(shared) and all(shared)
 
 
 def _load(

@@ -298,7 +298,7 @@ class TrainingEngine:
                 check_unnamed_state(source.groups, self._inner, stepped=wanted.stepped)
         changed = weight_decay_change(source, self._inner) if wanted.hyperparameters else ""
         if changed and self.rank == 0:
-            log.warning("%s.", changed.capitalize())
+            log.warning("%s", changed)
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
         """Refuse state of another kind of scheduler.

@@ -16,7 +16,7 @@ NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
 
 
 def weight_decay_change(source: Manifest, inner: Any) -> str:  # noqa: ANN401 (any optimizer)
-    """Say that weight decay is of another kind than configured, or than it was; else nothing.
+    """Return in sentences how weight decay is of another kind; empty where it is not.
 
     Args:
         source: the checkpoint, whose hyperparameters are restored.
@@ -36,13 +36,13 @@ def weight_decay_change(source: Manifest, inner: Any) -> str:  # noqa: ANN401 (a
         saved, here = NAMED[bool(was)], NAMED[bool(now)]
         if DECOUPLED_KEY in held.hyperparameters and DECOUPLED_KEY in group:
             return (
-                f"weight decay of parameter group {index} goes on as it was saved, {saved}; {name} "
+                f"Weight decay of parameter group {index} goes on as it was saved, {saved}; {name} "
                 f"is configured here with one that is {here}. load_hyperparameters=False takes "
-                "what is configured"
+                "what is configured."
             )
         return (
-            f"weight decay of parameter group {index} was {saved} when it was saved, and {name} "
+            f"Weight decay of parameter group {index} was {saved} when it was saved, and {name} "
             f"has one that is {here}: steps are other ones from now on. Configure the optimizer "
-            "that was saved to go on as before"
+            "that was saved to go on as before."
         )
     return ""

@@ -95,8 +95,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
             save_module_weights: write the low-precision weights too, for tools that insist on them.
             allow_pickle: build Python objects of any class from the trainer's state, where it is no
                 plain data. That can run code: only for checkpoints that you trust.
-            fallback: where the checkpoint that ``fit(ckpt_path=...)`` is given is damaged, go on
-                from the newest sound one before it, with a warning; else the error names that one.
+            fallback: where ``fit(ckpt_path=...)`` is given a damaged checkpoint of this library, go
+                on from the newest sound one before it, with a warning; else the error names it.
             rename: layers that had other names: see ``load_checkpoint``.
             async_save: let training wait for a copy of the state in host memory only, and write
                 and publish it in the background. A checkpoint is then there some time after

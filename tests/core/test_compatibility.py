@@ -88,6 +88,25 @@ GROUPS = (
 LENIENT = (
     "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
 )
+STRICT = "strict=False (strict_loading = False in a LightningModule)"
+KEPT = f"; they stay as they are here by {STRICT}"
+BEYOND = f"; left out by {STRICT}"
+UNUSED = f"; left out by {LENIENT}"
+
+
+def resized(layer: str) -> str:
+    """Give what is advised where a layer has another size."""
+    return (
+        "; configure the model that was saved. To start layers of a new size as they are here, "
+        f"rename the saved ones away, as by {away(layer)}, with {LENIENT}"
+    )
+
+
+def away(layer: str) -> str:
+    """Give the option by which a layer's saved name is none of the model's."""
+    return f"rename={ ({layer: f'saved.{layer}'})!r}"
+
+
 NEW = f"; new ones start as they are by {LENIENT}"
 LEFT_OUT = (
     "left out when saved (exclude_frozen_parameters), but trained here: b; freeze them here too, "
@@ -147,16 +166,23 @@ class TestDifferences:
         [
             (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b" + NEW]),
             (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f" + NEW]),
-            (model(["a", "b"]), model(["a"]), ["in the checkpoint, but not in the model: b"]),
+            (
+                model(["a", "b"]),
+                model(["a"]),
+                ["in the checkpoint, but not in the model: b" + UNUSED],
+            ),
             (
                 model(["a"], frozen=("f",)),
                 model(["a"]),
-                ["in the checkpoint, but not in the model: f"],
+                ["in the checkpoint, but not in the model: f" + UNUSED],
             ),
             (
                 model(["a", "b"]),
                 reshaped(model(["b", "a"]), "a", "b"),
-                ["of other shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"],
+                [
+                    "of other shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"
+                    + resized("b")
+                ],
             ),
             (
                 model(["a", "b"]),
@@ -193,8 +219,8 @@ class TestDifferences:
                 model(["a"], module_buffers=("mean", "old")),
                 model(["a"], module_buffers=("var", "mean")),
                 [
-                    "buffers missing from the checkpoint: var",
-                    "buffers in the checkpoint, but not in the model: old",
+                    "buffers missing from the checkpoint: var" + KEPT,
+                    "buffers in the checkpoint, but not in the model: old" + BEYOND,
                 ],
             ),
             (
@@ -280,12 +306,12 @@ class TestDifferences:
             "Here: ZeRO-2 on 1 device, bf16, 6 parameters with 24 elements, 2 parameter groups, "
             "SGD\n"
             f"  - missing from the checkpoint: new{NEW}\n"
-            "  - in the checkpoint, but not in the model: gone\n"
-            "  - of other shapes: shape (saved (4,), here (2, 2))\n"
+            f"  - in the checkpoint, but not in the model: gone{UNUSED}\n"
+            f"  - of other shapes: shape (saved (4,), here (2, 2)){resized('shape')}\n"
             f"  - trained when saved, frozen here: then frozen{OWNERS}\n"
             f"  - frozen when saved, trained here: unfrozen{OWNERS}\n"
-            "  - buffers missing from the checkpoint: young\n"
-            "  - buffers in the checkpoint, but not in the model: old\n"
+            f"  - buffers missing from the checkpoint: young{KEPT}\n"
+            f"  - buffers in the checkpoint, but not in the model: old{BEYOND}\n"
             f"  - in parameter group 0 here, in 1 when saved: moved{GROUPS}"
         )
 
@@ -324,8 +350,8 @@ class TestNotStrict:
         live = reshaped(model(["a", "new"], frozen=("f",)), "f")
         assert differences(saved, live, self.lenient) == [
             "missing from the checkpoint: new" + NEW,
-            "in the checkpoint, but not in the model: old",
-            "of other shapes: f (saved (4,), here (2, 2))",
+            "in the checkpoint, but not in the model: old" + UNUSED,
+            "of other shapes: f (saved (4,), here (2, 2))" + resized("f"),
         ]
 
     def test_with_a_fresh_optimizer_it_may(self) -> None:
@@ -348,10 +374,10 @@ class TestNotStrict:
         live = model(["enc.weight", "enc.bias"], module_buffers=("bn.mean",))
         assert differences(saved, live) == [
             "missing from the checkpoint: enc.weight, enc.bias" + NEW,
-            "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias",
+            "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias" + UNUSED,
             perhaps({"model": ""}),
-            "buffers missing from the checkpoint: bn.mean",
-            "buffers in the checkpoint, but not in the model: model.bn.mean",
+            "buffers missing from the checkpoint: bn.mean" + KEPT,
+            "buffers in the checkpoint, but not in the model: model.bn.mean" + BEYOND,
             perhaps({"model": ""}),
         ]
 
@@ -404,8 +430,12 @@ def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
     with pytest.raises(CheckpointMismatchError) as refused:
         check_compatible(saved, live, EVERYTHING, "a.ckpt", buffers)
     assert str(refused.value).splitlines()[3:] == [
-        "  - of other shapes: a (saved (5,), here (4,))",
-        "  - buffers of other shapes: wide (saved (1,), here (4,)), square (saved (), here (2, 2))",
+        f"  - of other shapes: a (saved (5,), here (4,)){resized('a')}",
+        (
+            "  - buffers of other shapes: wide (saved (1,), here (4,)), square (saved (), here "
+            "(2, 2)); register them with the shapes that were saved, or rename the saved ones "
+            f"away, as by {away('wide')}, with {STRICT}"
+        ),
         (
             "  - buffers of types that cannot hold what was saved: half (saved float32, here "
             "float16), count (saved int64, here uint8)"

@@ -138,6 +138,8 @@ def test_another_kind_of_weight_decay_is_said(saved: Kind, here: Kind, said: str
     for name in ("", saved.__name__):
         found = weight_decay_change(manifest(group, name), optimizer(here, weight_decay=0.1))
         assert (said in found) if said else not found
+        assert not said or found.startswith("Weight decay of parameter group 0 ")
+        assert not said or found.endswith("load_hyperparameters=False takes what is configured.")
     none = own(optimizer(saved, weight_decay=0.0))
     assert not weight_decay_change(manifest(none), optimizer(here, weight_decay=0.1))
 
@@ -150,6 +152,7 @@ def test_deepspeeds_kind_of_weight_decay() -> None:
     found = weight_decay_change(manifest(saved), inner)
     assert "was in the gradient (Adam's) when it was saved" in found
     assert "steps are other ones from now on" in found
+    assert found[0] + found[-1] == "W."
     assert not weight_decay_change(
         manifest(own(optimizer(torch.optim.AdamW, weight_decay=0.1))), inner
     )

@@ -415,7 +415,7 @@ class TestDeleting:
         a_dirpath(tmp_path / "runs")
         fill(tmp_path / "older.ckpt", "old")
         before = snapshot(tmp_path)
-        assert find_fallback(tmp_path / "last.ckpt", OneRank()) is None
+        assert find_fallback(tmp_path / "last.ckpt", OneRank(), lambda _: True) is None
         assert snapshot(tmp_path) == before
 
 

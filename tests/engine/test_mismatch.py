@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine import _damaged_checkpoints
 from tests.engine._save_load_programs import (
@@ -19,7 +20,7 @@ from tests.engine._save_load_programs import (
     Scheduler,
     refusal,
 )
-from tests.engine._setup import Setup
+from tests.engine._setup import Setup, engine_of
 from tests.engine._worker_pool import Pools
 from tests.timeouts import PROMPT_TIMEOUT_S
 
@@ -66,6 +67,39 @@ def test_another_model_is_refused(
     """All differences are listed by name, with what was saved and what is here."""
     saved = saved_by(source)
     assert_refused(pools, replace(target, **change), saved.path, "CheckpointMismatchError", *names)
+
+
+RESIZED = ("a", "b", "bn", "frozen", "average")
+"""Layers and buffers whose size is ``Setup.hidden``."""
+
+
+def kept_in_a_resized_model(setup: Setup, path: str) -> dict[str, bool]:
+    """Load as the error advises; return whether each parameter is what it was before."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 1) as engine:
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        options = {"load_optimizer_state": False, "strict": False}
+        rename = {layer: f"saved.{layer}" for layer in RESIZED}
+        load_checkpoint(engine, path, rename=rename, **options)
+        after = dict(engine.module.named_parameters())
+        return {name: torch.equal(value, after[name]) for name, value in before.items()}
+
+
+def test_resized_layers_start_as_they_are_if_renamed_away(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """What the error advises for a layer of another size works: the others are restored."""
+    source, target = RUNS[1]
+    target = replace(target, hidden=64)
+    refused = pools.run(target.world, partial(refusal, target, Loading(saved_by(source).path, {})))
+    assert "rename={'a': 'saved.a'}, with load_optimizer_state=False" in refused[0].message
+    path = saved_by(source).path
+    for kept in pools.run(target.world, partial(kept_in_a_resized_model, target, path)):
+        resized = {name for name in kept if name.split(".")[0] in RESIZED}
+        assert resized
+        assert all(kept[name] for name in resized)
+        assert not all(kept.values())
 
 
 @pytest.mark.parametrize(

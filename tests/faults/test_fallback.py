@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from lightning_elastic_zero.checkpoint.fallback import find_fallback
 from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.manifest import MANIFEST_NAME
+from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from tests.engine import _damaged_checkpoints
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
@@ -62,6 +63,7 @@ def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
         assert f"verified, is {folder / 'a.ckpt'} (step 1)" in rank.message
         assert "b.ckpt" not in rank.message
         assert "fallback=True" in rank.message
+        assert "may be of another run" in rank.message
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,11 @@ def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
             os.utime(path, ns=(time_ns, time_ns))
 
 
-def proposed_for(checkpoint: Path) -> str | None:
+def proposed_for(
+    checkpoint: Path, fits_model: Callable[[Manifest], bool] = lambda _: True
+) -> str | None:
     """Give the name of the checkpoint that is proposed in place of another."""
-    older = find_fallback(checkpoint, OneRank())
+    older = find_fallback(checkpoint, OneRank(), fits_model)
     return None if older is None else Path(older.path).name
 
 
@@ -153,6 +157,38 @@ def test_without_a_manifest_times_tell_what_is_older(
     assert proposed_for(folder / "a.ckpt") is None
     assert proposed_for(folder / "b.ckpt") is None
     assert proposed_for(folder / "last.ckpt") is None
+
+
+def test_beside_one_of_other_software_none_is_named(folder: Path) -> None:
+    """What this library did not write may be another run's; so may any checkpoint beside it."""
+    (folder / "file.ckpt").write_bytes(b"PK, and no more")
+    shard = folder / "stock" / "global_step3" / "mp_rank_00_model_states.pt"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"")
+    assert proposed_for(folder / "file.ckpt") is None
+    assert proposed_for(folder / "stock") is None
+
+
+@pytest.mark.parametrize(
+    "damage", [_damaged_checkpoints.flip_bit, _damaged_checkpoints.cut_manifest]
+)
+def test_one_of_another_model_is_not_named(damage: Callable[[Path], object], folder: Path) -> None:
+    """Names and shapes are those of the damaged one; where that says nothing, of the model."""
+    manifest = manifest_from_json((folder / "b.ckpt" / MANIFEST_NAME).read_text(), "b.ckpt")
+    fits = partial(_shares_shapes, manifest)
+    turned = [replace(p, shape=p.shape[::-1]) for p in manifest.parameters]
+    other = replace(manifest, parameters=tuple(turned))
+    (folder / "b.ckpt" / MANIFEST_NAME).write_text(other.to_json())
+    times = (folder / "a.ckpt" / MANIFEST_NAME).stat().st_mtime_ns + 1
+    os.utime(folder / "b.ckpt" / MANIFEST_NAME, ns=(times, times))
+    rot_manifest(folder / "c.ckpt", damage)
+    assert proposed_for(folder / "c.ckpt", fits) == "a.ckpt"
+
+
+def _shares_shapes(model: Manifest, saved: Manifest) -> bool:
+    return {(p.name, p.shape) for p in saved.parameters} == {
+        (p.name, p.shape) for p in model.parameters
+    }
 
 
 def test_only_a_newer_one_is_none(pools: Pools, folder: Path) -> None:
