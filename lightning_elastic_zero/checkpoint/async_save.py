@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.saving import ShardContents, suggested_name, write
+from lightning_elastic_zero.checkpoint.saving import collect, suggested_name, write
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -121,7 +121,7 @@ class AsyncCheckpointer:
             self._wait(ranks.progress)
             self._job = None  # with the snapshot, whose memory may have to be replaced
             target = check_local_path(path)
-            contents = ShardContents.make(open_engine(), client_state, options)()
+            contents = collect(open_engine(), client_state, options)
             if ranks.rank == 0:
                 # A target that is refused is refused here, not when the next save asks for news.
                 repair_target(target)

@@ -16,7 +16,19 @@ log = logging.getLogger(__name__)
 
 
 def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
-    """Leave out what is not to be written: of the frozen weights and buffers, never of others."""
+    """Return a live engine's manifest as it is saved: stage, progress, and what is left out.
+
+    Of the frozen weights and buffers alone anything is left out.
+    """
+    manifest = replace(
+        manifest,
+        # An engine without an optimizer has no stage: the files are ZeRO-1's.
+        stage=manifest.stage or 1,
+        progress=replace(manifest.progress, sampler=options.sampler or manifest.progress.sampler),
+    )
+    if options.weights_only or not manifest.groups:
+        groups = tuple(replace(group, state=()) for group in manifest.groups)
+        manifest = replace(manifest, weights_only=True, groups=groups)
     left_out = {
         p.name
         for p in manifest.parameters
@@ -35,13 +47,15 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
     )
 
 
-def written(state: RankState, manifest: Manifest) -> RankState:
+def written(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
     """Return what of a rank's state is written."""
-    frozen, buffers = {p.name for p in manifest.frozen}, set(manifest.module_buffers)
+    frozen, kept = {p.name for p in manifest.frozen}, options.module_buffers or {}
     return replace(
         state,
         frozen={n: t for n, t in state.frozen.items() if n in frozen},
-        module_buffers={n: t for n, t in state.module_buffers.items() if n in buffers},
+        module_buffers={
+            name: kept.get(name, state.module_buffers[name]) for name in manifest.module_buffers
+        },
     )
 
 

@@ -85,7 +85,7 @@ def save(
     """
     return write(
         path,
-        ShardContents.make(live, client_state, options),
+        lambda: collect(live, client_state, options),
         ranks,
         recovery_script=recovery_script,
     )
@@ -93,24 +93,26 @@ def save(
 
 def write(
     path: str | os.PathLike[str],
-    contents: Callable[[], ShardContents],
+    make_contents: Callable[[], ShardContents],
     ranks: Ranks,
     *,
     recovery_script: Path | None = None,
     callbacks: SaveCallbacks = SaveCallbacks(),  # noqa: B008 - it is frozen
 ) -> CheckpointStats:
-    """Write what was drafted and publish it; see ``save``. Collective.
+    """Write a rank's contents and publish them; see ``save``. Collective.
 
     Args:
         path: the checkpoint's directory.
-        contents: gives what this rank writes; what it raises fails the save on all ranks.
+        make_contents: returns what this rank writes, in the first step of the save: what it raises
+            fails the save on all ranks.
         ranks: to agree with, in the thread that runs this.
         recovery_script: DeepSpeed's, to be laid beside the files.
         callbacks: who is asked and told while it goes on.
     """
     began = time.monotonic()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
-    tables: Callable[[], Tables] = cache(lambda: contents().tables())
+    contents = cache(make_contents)
+    tables = cache(lambda: contents().tables())
 
     def stage() -> dict[str, Any]:
         sent = {"path": str(check_local_path(path)), "save_id": uuid.uuid4().hex}
@@ -124,18 +126,19 @@ def write(
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         contents().check_consistent_with(theirs)
         saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
-        files = _write_files(saved, staging, theirs, ranks.rank, _told(callbacks, ranks))
-        return {"files": files, "drifted": drifted_hyperparameters(theirs, contents().manifest)}
+        return {
+            "files": _write_files(
+                saved, staging, theirs, ranks.rank, _while_writing(callbacks, ranks)
+            ),
+            "drifted": drifted_hyperparameters(theirs, saved.manifest),
+        }
 
     def publish() -> list[float]:
         warn_of_drift(contents().manifest, [of_rank["drifted"] for of_rank in written or []])
         entries = [entry for of_rank in written or [] for entry in of_rank["files"]]
         remove_tables(staged[0].path, first[DIGESTS])
         _complete(contents(), staged[0], first["save_id"], entries, recovery_script)
-        staged[0].publish(
-            on_step=lambda step: callbacks.commit() if step == "synced" else None,
-            on_progress=ranks.progress,
-        )
+        staged[0].publish(commit=callbacks.commit, on_progress=ranks.progress)
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
 
     try:
@@ -162,42 +165,6 @@ class ShardContents:
     told: set[str] | None = None
     """See ``SaveOptions``."""
 
-    @classmethod
-    def make(
-        cls, live: LiveState, client_state: Mapping[str, Any], options: SaveOptions
-    ) -> Callable[[], ShardContents]:
-        """Give a function that makes the draft once: what it raises must reach all ranks."""
-        made: list[ShardContents] = []
-
-        def contents() -> ShardContents:
-            if not made:
-                manifest = live.describe()
-                if options.sampler:
-                    progress = replace(manifest.progress, sampler=options.sampler)
-                    manifest = replace(manifest, progress=progress)
-                if not manifest.groups:
-                    # An engine without an optimizer has no stage: the files are ZeRO-1's.
-                    manifest = replace(manifest, stage=manifest.stage or 1)
-                if options.weights_only or not manifest.groups:
-                    groups = tuple(replace(group, state=()) for group in manifest.groups)
-                    manifest = replace(manifest, weights_only=True, groups=groups)
-                manifest = manifest_to_save(manifest, options)
-                state = live.rank_state(
-                    exclude_frozen=options.exclude_frozen,
-                    keep_module_weights=options.module_weights,
-                )
-                if options.module_buffers is not None:
-                    kept = options.module_buffers
-                    buffers = {n: kept.get(n, b) for n, b in state.module_buffers.items()}
-                    state = replace(state, module_buffers=buffers)
-                state = written(state, manifest)
-                _check_state(state)
-                split = split_objects(client_state)
-                made.append(cls(manifest, state, split.plain, split.objects, options.told))
-            return made[0]
-
-        return contents
-
     def tables(self) -> Tables:
         """Return what ranks compare with each other."""
         return {
@@ -208,7 +175,7 @@ class ShardContents:
         }
 
     def object_digests(self) -> dict[str, str]:
-        """Give a digest of each object of the client state, by where it belongs."""
+        """Return a digest of each object of the client state, by where it belongs."""
         return {
             dotted(path): hashlib.sha256(pickled(value, path)).hexdigest()
             for path, value in self.objects
@@ -219,8 +186,26 @@ class ShardContents:
         check_consistent(first, self.manifest, self.state)
 
 
-def _told(callbacks: SaveCallbacks, ranks: Ranks) -> WriteCallbacks:
-    """Return who is told how far the writing has come."""
+def collect(
+    live: LiveState, client_state: Mapping[str, Any], options: SaveOptions
+) -> ShardContents:
+    """Return what this rank writes of a live engine and the trainer's state, by reference.
+
+    Raises:
+        UnsupportedError: something in the state has no rule by which it could be saved.
+    """
+    manifest = manifest_to_save(live.describe(), options)
+    state = live.rank_state(
+        exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
+    )
+    state = written(state, manifest, options)
+    _check_state(state)
+    split = split_objects(client_state)
+    return ShardContents(manifest, state, split.plain, split.objects, options.told)
+
+
+def _while_writing(callbacks: SaveCallbacks, ranks: Ranks) -> WriteCallbacks:
+    """Return the calls that a rank's writing makes."""
     report = report_bytes("writing", ranks)
 
     def on_bytes(count: int) -> None:
@@ -301,9 +286,9 @@ def _write_files(
     staging: Path,
     first: RankZeroTables,
     rank: int,
-    told: WriteCallbacks,
+    callbacks: WriteCallbacks,
 ) -> list[dict[str, Any]]:
-    """Write this rank's files; give their records as plain data."""
+    """Write this rank's files; return their records as plain data."""
     manifest, state = contents.manifest, contents.state
     client = ClientPart(contents.client, contents.objects)
     if rank:
@@ -319,7 +304,7 @@ def _write_files(
         )
         if drifted_hyperparameters(first, manifest):
             client = _without_schedulers(client)
-    records = write_rank(staging, manifest, rank, state, client, told)
+    records = write_rank(staging, manifest, rank, state, client, callbacks)
     entries = [asdict(record) for record in records]
     kept = {
         "buffers": bool(rank and state.module_buffers),

@@ -12,7 +12,7 @@ import copy
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,32 +104,32 @@ class Snapshotter:
                 memory for the copy.
         """
         self._forget_last()
-        state = _needed(contents, with_weights=with_weights)
-        at_once = _copied_now(state)
-        live, later = _split(
-            _copied_later(state), self._most_bytes - sum(map(aligned_bytes, at_once))
-        )
+        at_once, behind = _to_copy(contents, with_weights=with_weights)
+        room_bytes = self._most_bytes - sum(map(aligned_bytes, at_once))
+        live, later = _split(behind, room_bytes)
         given = self._memory.allocate_like([*at_once, *later], on_progress)
-        now = list(zip(given[: len(at_once)], at_once, strict=True))
-        behind = list(zip(given[len(at_once) :], later, strict=True))
-        copies = {id(source): to for to, source in now + behind}
-        copied = _with_copies(state, {**copies, **{id(tensor): tensor for tensor in live}})
-        for pair in now:
-            _copy([pair])
+        copies = {id(source): to for source, to in zip([*at_once, *later], given, strict=True)}
+        # By tensors of our own on the same memory: DeepSpeed's ``offload_states`` gives its tensors
+        # other memory, and theirs back.
+        uncopied = [tensor.detach() for tensor in live]
+        copies.update(zip(map(id, live), uncopied, strict=True))
+        pairs = [(copies[id(tensor)], tensor.detach()) for tensor in later]
+        for tensor in at_once:
+            _copy([(copies[id(tensor)], tensor)])
             on_progress()
         contents = replace(
             contents,
-            state=copied,
+            state=_with_copies(contents.state, copies),
             client=copy_plain_data(contents.client),
             objects=_copy_objects(contents.objects),
         )
-        events = _copy_on_side_streams([pair for pair in behind if is_on_device(pair[1])])
-        to_host = self._thread.submit(_copy, [p for p in behind if not is_on_device(p[1])])
-        self._last = Snapshot(contents, UncopiedTensors(live), to_host, events)
+        events = _copy_on_side_streams([pair for pair in pairs if is_on_device(pair[1])])
+        to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
+        self._last = Snapshot(contents, UncopiedTensors(uncopied), to_host, events)
         return self._last
 
     def close(self) -> None:
-        """Give the memory back, once nothing reads the last snapshot any more."""
+        """Release the memory, once nothing reads the last snapshot any more."""
         self._forget_last()
         self._thread.shutdown()
         self._memory.release()
@@ -141,37 +141,25 @@ class Snapshotter:
             last.wait_for_copies()
 
 
-def _needed(contents: ShardContents, *, with_weights: bool) -> RankState:
-    """Give what of a rank's state is written."""
-    state = replace(contents.state, flats=tuple(map(_held, contents.state.flats)))
-    if contents.manifest.weights_only:
-        state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
-    return state if with_weights else replace(state, frozen={}, module_weights={})
+def _to_copy(
+    contents: ShardContents, *, with_weights: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the large tensors that are written: those copied at once, and those behind training.
 
-
-def _held(flat: FlatState) -> FlatState:
-    """Return a flat buffer by tensors of our own on the same memory.
-
-    DeepSpeed's ``offload_states`` gives its tensors other memory, and theirs back.
+    The latter are masters and optimizer states, in the order in which they are written.
     """
-    elementwise = {key: tensor.detach() for key, tensor in flat.elementwise.items()}
-    return replace(flat, master=flat.master.detach(), elementwise=elementwise)
-
-
-def _copied_now(state: RankState) -> list[torch.Tensor]:
-    return [*state.frozen.values(), *state.module_weights.values()]
-
-
-def _copied_later(state: RankState) -> list[torch.Tensor]:
-    """Give masters and optimizer states, in the order in which they are written."""
-    masters = [flat.master for flat in state.flats]
-    return masters + [t for flat in state.flats for t in flat.elementwise.values()]
+    state = contents.state
+    at_once = [*state.frozen.values(), *state.module_weights.values()] if with_weights else []
+    behind = [flat.master for flat in state.flats]
+    if not contents.manifest.weights_only:
+        behind += [tensor for flat in state.flats for tensor in flat.elementwise.values()]
+    return at_once, behind
 
 
 def _split(
     tensors: list[torch.Tensor], room_bytes: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Give the first tensors, for which there is no room, and the last ones."""
+    """Return the first tensors, for which there is no room, and the last ones."""
     first = len(tensors)
     while first and aligned_bytes(tensors[first - 1]) <= room_bytes:
         first -= 1
@@ -180,13 +168,17 @@ def _split(
 
 
 def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:
-    """Give the state with each large tensor's copy in its place, and small ones copied now."""
+    """Return what is written: each large tensor's copy in its place, and small ones copied now."""
+
+    def written(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: copies[id(t)] for name, t in tensors.items() if id(t) in copies}
+
     return RankState(
         flats=tuple(
             FlatState(
                 fragments=flat.fragments,
                 master=copies[id(flat.master)],
-                elementwise={key: copies[id(t)] for key, t in flat.elementwise.items()},
+                elementwise=written(flat.elementwise),
                 scalars={
                     key: value.detach().clone() if isinstance(value, torch.Tensor) else value
                     for key, value in flat.scalars.items()
@@ -194,11 +186,11 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
             )
             for flat in state.flats
         ),
-        frozen={name: copies[id(t)] for name, t in state.frozen.items()},
+        frozen=written(state.frozen),
         module_buffers={
             name: t.detach().to("cpu", copy=True) for name, t in state.module_buffers.items()
         },
-        module_weights={name: copies[id(t)] for name, t in state.module_weights.items()},
+        module_weights=written(state.module_weights),
         loss_scaler=dict(state.loss_scaler),
         lr_scheduler=copy.deepcopy(state.lr_scheduler),
     )

@@ -128,6 +128,7 @@ class StagedDirectory:
         self,
         *,
         exchange: bool = True,
+        commit: Callable[[], None] = ignore_progress,
         on_step: Callable[[str], None] = _no_step,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
@@ -139,6 +140,9 @@ class StagedDirectory:
 
         Args:
             exchange: Whether to exchange the two names in one step, where the system can.
+
+            commit: Called when all is on the disk and nothing in its place; what it raises
+                prevents that it gets there.
 
             on_step: Told the name of each step when it is done: "synced", then "placed", or "set
                 aside" and "placed" where names cannot be exchanged, then "kept" (it outlives a
@@ -157,6 +161,7 @@ class StagedDirectory:
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
                 on_progress()
+            commit()
             on_step("synced")
             _check_still_ours(self.target)
             self._place(on_step, exchange=exchange)
