@@ -103,7 +103,7 @@ def check_compatible(
 
 
 def describe(manifest: Manifest) -> str:
-    """Give one line about a checkpoint, or a live engine."""
+    """Return one line about a checkpoint, or a live engine."""
     numel = sum(p.numel for p in manifest.parameters)
     devices = f"{manifest.world_size} device{'s' if manifest.world_size > 1 else ''}"
     parts = [
@@ -257,12 +257,12 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
 
 
 def _owned(parameter: Parameter) -> bool:
-    """Tell whether the optimizer owns it."""
+    """Return whether the optimizer owns it."""
     return parameter.group is not None
 
 
 def _may_lack(parameter: Parameter, wanted: RestoreScope) -> bool:
-    """Tell whether a load may go on without a parameter, on either side."""
+    """Return whether a load may go on without a parameter, on either side."""
     return not wanted.strict and not (wanted.optimizer_state and _owned(parameter))
 
 

@@ -31,7 +31,7 @@ class KeyMapping:
     of: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Tell whether anything is renamed."""
+        """Return whether anything is renamed."""
         return bool(self.of)
 
     def here(self, saved: str) -> str:
@@ -120,7 +120,7 @@ def _with_shapes(names: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
 
 
 def _may_be(name: str, other: str, left: Mapping[str, Any], free: Mapping[str, Any]) -> bool:
-    """Tell whether a name may be another one's: of one shape, with the same end."""
+    """Return whether a name may be another one's: of one shape, with the same end."""
     return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
 
 

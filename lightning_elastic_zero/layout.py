@@ -47,7 +47,7 @@ class Fragment:
             raise ValueError(msg)
 
     def cut(self, start: int, stop: int) -> Fragment:
-        """Give the part of this fragment inside ``[start, stop)``, which must overlap it."""
+        """Return the part of this fragment inside ``[start, stop)``, which must overlap it."""
         first, last = max(self.start, start), min(self.stop, stop)
         offset = self.offset + first - self.start
         return Fragment(self.name, first, last, self.rank, self.buffer, offset)
@@ -67,7 +67,7 @@ class Layout(Protocol):
         ...
 
     def on_rank(self, rank: int) -> Sequence[Fragment]:
-        """Give all that one rank holds, ordered by buffer and offset."""
+        """Return all that one rank holds, ordered by buffer and offset."""
         ...
 
     def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:

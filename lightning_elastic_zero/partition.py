@@ -57,7 +57,7 @@ class FlatBuffer:
             raise CheckpointFormatError(msg)
 
     def starts(self) -> tuple[int, ...]:
-        """Give each parameter's first element in the whole (unpartitioned) ZeRO-1/2 buffer."""
+        """Return each parameter's first element in the whole (unpartitioned) ZeRO-1/2 buffer."""
         pads = self.paddings or (0,) * len(self.names)
         ends = accumulate(n + pad for n, pad in zip(self.numels, pads, strict=True))
         return (0, *ends)[: len(self.names)]
@@ -67,7 +67,7 @@ class ContiguousPartition:
     """ZeRO-1/2: rank ``r`` holds ``[r, r + 1) * partition_numel`` of each group's flat buffer."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Take the buffers in order.
+        """Hold the buffers in order.
 
         Raises:
             CheckpointFormatError: a buffer's partitions cannot hold its parameters, two buffers
@@ -102,7 +102,7 @@ class ContiguousPartition:
         }
 
     def on_rank(self, rank: int) -> list[Fragment]:
-        """Give all that one rank holds, ordered by buffer and offset."""
+        """Return all that one rank holds, ordered by buffer and offset."""
         return [
             fragment
             for index, buffer in enumerate(self._buffers)
@@ -137,7 +137,7 @@ class PerParameterPartition:
     """ZeRO-3: rank ``r`` holds ``[r, r + 1) * ceil(numel / world_size)`` of each parameter."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Take the sub-groups in order.
+        """Hold the sub-groups in order.
 
         Raises:
             CheckpointFormatError: two buffers name one parameter, or there is no rank.
@@ -164,7 +164,7 @@ class PerParameterPartition:
         return places
 
     def on_rank(self, rank: int) -> list[Fragment]:
-        """Give all that one rank holds, ordered by buffer and offset."""
+        """Return all that one rank holds, ordered by buffer and offset."""
         fragments = []
         for name, (index, offset, numel) in self._places.items():
             piece = piece_numel(numel, self._world_size)
@@ -186,13 +186,13 @@ class PerParameterPartition:
 
 
 def zero_layout(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
-    """Give the layout of a ZeRO stage's flat buffers over the ranks."""
+    """Return the layout of a ZeRO stage's flat buffers over the ranks."""
     rule = PerParameterPartition if stage == 3 else ContiguousPartition  # noqa: PLR2004
     return rule(buffers, world_size)
 
 
 def frozen_partition(shapes: Iterable[tuple[str, int]], world_size: int) -> PerParameterPartition:
-    """Give the layout of weights that the optimizer does not own: frozen ones.
+    """Return the layout of weights that the optimizer does not own: frozen ones.
 
     ZeRO-3 cuts them as it cuts all parameters; ZeRO-1/2 keeps them whole, so ``world_size`` is 1.
     """

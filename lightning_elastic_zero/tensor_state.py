@@ -103,7 +103,7 @@ def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Give ``"float32"`` for ``torch.float32``."""
+    """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 

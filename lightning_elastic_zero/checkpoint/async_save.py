@@ -71,7 +71,7 @@ class AsyncCheckpointer:
         on_end: Callable[[Path, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
-        """Take what the writers use.
+        """Hold what the writers use.
 
         Args:
             ranks: a line of the writers' own; ``stop`` closes it.
@@ -102,7 +102,7 @@ class AsyncCheckpointer:
         options: SaveOptions,
         recovery_script: Path | None = None,
     ) -> None:
-        """Take a snapshot, and let it be written; first, wait for the save before. Collective.
+        """Save a snapshot behind training; first, wait for the save before. Collective.
 
         Args:
             path: the checkpoint's directory.
@@ -207,7 +207,7 @@ class AsyncCheckpointer:
             log.error("%s", failure)
 
     def stop(self, drain_timeout_s: float | None = None) -> ElasticZeroError | None:
-        """Let the save in flight end, or end it, and give all back; no collective.
+        """End the save in flight, or wait for its end, and release all; no collective.
 
         Args:
             drain_timeout_s: how long it may go on; None: until it has ended by itself.
@@ -223,7 +223,7 @@ class AsyncCheckpointer:
         return failure
 
     def drain_local(self, drain_timeout_s: float | None = None) -> ElasticZeroError | None:
-        """Let the save in flight end, or end it; see ``stop``, after which no other can be made."""
+        """End the save in flight, or wait for its end; see ``stop``. No other can be made then."""
         job = self._job
         if job is None:
             return None
@@ -279,7 +279,7 @@ class _Job(threading.Thread):
         self.over.set()
 
     def end(self, drain_timeout_s: float | None) -> bool:
-        """Let it end by itself, or give it up; tell whether it is over."""
+        """Wait until it ends by itself, or give it up; return whether it is over."""
         if not self._ending and not self.over.wait(drain_timeout_s):
             self._ending = True
             with self._deciding:
@@ -290,7 +290,7 @@ class _Job(threading.Thread):
         return self.over.is_set()
 
     def describe_pending(self) -> str:
-        """Say where it stands, if it does not end."""
+        """Return in words where it stands, if it does not end."""
         if self._committed:
             return f"{self.target} is being published, but the disk takes long: see whether it is"
         return (
@@ -313,7 +313,7 @@ class _Job(threading.Thread):
 def _with_target(
     target: Path, error: BaseException, what: str = "could not be saved in the background"
 ) -> ElasticZeroError:
-    """Give an error as training's thread raises it, later, with its cause."""
+    """Return an error as training's thread raises it, later, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
     traceback.clear_frames(error.__traceback__)  # they hold the snapshot
     told = made(f"{target} {what}: {error}")
@@ -322,14 +322,14 @@ def _with_target(
 
 
 def _lower_priority() -> None:
-    """Let this thread run only where training leaves room."""
+    """Lower this thread's priority, so that it runs only where training leaves room."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _at_exit(writer: weakref.ref[AsyncCheckpointer]) -> Callable[[], None]:
-    """Give what ends a save that is in flight when the process ends without a teardown."""
+    """Return what ends a save that is in flight when the process ends without a teardown."""
 
     def end() -> None:
         if (alive := writer()) is not None and (failure := alive.stop(DRAIN_TIMEOUT_S)) is not None:

@@ -43,7 +43,7 @@ def current_device() -> torch.device | None:
 
 
 def use_device(device: torch.device | None) -> None:
-    """Let the calling thread, a new one, work on a device.
+    """Make the calling thread, a new one, work on a device.
 
     Every thread begins on device 0, and CUDA makes a context there (500 MB) at the first call that
     needs one, such as waiting for an event of another device.
@@ -62,7 +62,7 @@ def side_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Give work to a stream, on its device; ``torch.Stream`` itself can this since 2.7."""
+    """Enqueue work on a stream, on its device; ``torch.Stream`` itself can do this since 2.7."""
     before = torch.accelerator.current_stream()
     displaced = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)

@@ -60,7 +60,7 @@ class HostBuffer:
     def allocate_like(
         self, tensors: Sequence[torch.Tensor], on_progress: Callable[[], None] = ignore_progress
     ) -> list[torch.Tensor]:
-        """Give a contiguous host tensor of the shape and type of each, without values.
+        """Return a contiguous host tensor of the shape and type of each, without values.
 
         What was given before is given up: it is the same memory.
 
@@ -85,7 +85,7 @@ class HostBuffer:
     def _of(
         self, size_bytes: int, on_progress: Callable[[], None], *, pinned: bool
     ) -> torch.Tensor:
-        """Give the block, a new one where the old one is too small or not pinned."""
+        """Return the block, a new one where the old one is too small or not pinned."""
         if self._block is None or self.size_bytes < size_bytes or pinned > self._pinned:
             self.release()
             self._block = _pages(size_bytes)
@@ -97,14 +97,14 @@ class HostBuffer:
         return self._block
 
     def release(self) -> None:
-        """Give the memory back, once nothing reads or fills it any more."""
+        """Release the memory, once nothing reads or fills it any more."""
         if self._block is not None and self._pinned and self.size_bytes:
             _cudart().cudaHostUnregister(self._block.data_ptr())
         self._block, self._pinned = None, False
 
 
 def aligned_bytes(tensor: torch.Tensor) -> int:
-    """Tell how much memory a tensor's copy takes."""
+    """Return how much memory a tensor's copy takes."""
     return -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 

@@ -272,13 +272,13 @@ def _restores_run(source: CheckpointReader, here: Manifest) -> bool:
 
 
 def _with_hyperparameters(source: CheckpointReader, options: LoadOptions) -> bool:
-    """Tell whether the groups' hyperparameters are restored."""
+    """Return whether the groups' hyperparameters are restored."""
     held = source.found.hyperparameters and not source.manifest.weights_only
     return options.hyperparameters and held
 
 
 def _source_summary(source: CheckpointReader) -> str:
-    """Say in one line what was found, and what it does not hold."""
+    """Return in one line what was found, and what it does not hold."""
     manifest, found = source.manifest, source.found
     writer = manifest.writer
     names = {"DeepSpeed": writer.deepspeed, "Lightning": writer.lightning, "torch": writer.torch}
@@ -325,7 +325,7 @@ def _read(
 def _of_ranks(
     manifest: Manifest, options: LoadOptions, ranks: Ranks, once: SharedState
 ) -> dict[int, Any]:
-    """Give the entry that is wanted of the ranks whose part this one takes over, if others saved.
+    """Return the entry that is wanted of the ranks whose part this one takes over, if others saved.
 
     Of more ranks each has every so many; of fewer, several ranks share what one had.
     """
@@ -372,7 +372,7 @@ def _requests(transfers: Sequence[Transfer], restore_targets: RestoreTargets) ->
 
 
 def _states_of(transfer: Transfer, restore_targets: RestoreTargets) -> Mapping[str, Any]:
-    """Give the state targets that share a transfer's place; frozen weights have none."""
+    """Return the state targets that share a transfer's place; frozen weights have none."""
     states = restore_targets.states
     return states[transfer.target_buffer] if transfer.target_buffer < len(states) else {}
 
@@ -380,7 +380,7 @@ def _states_of(transfer: Transfer, restore_targets: RestoreTargets) -> Mapping[s
 def _scalars_of(
     source: CheckpointReader, layout: Layout, names: tuple[str, ...]
 ) -> Mapping[str, Scalar]:
-    """Give the scalars of a live flat buffer, whose parameters may have lain in several.
+    """Return the scalars of a live flat buffer, whose parameters may have lain in several.
 
     Raises:
         CheckpointMismatchError: those differ, and the live buffer can have one value only.

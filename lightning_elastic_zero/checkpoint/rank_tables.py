@@ -41,7 +41,7 @@ class RankZeroTables(Mapping[str, Any]):
     """Rank 0's tables, to a rank that has its own: read where those differ, and only then."""
 
     def __init__(self, sent: Mapping[str, str], own: Tables, directory: Path) -> None:
-        """Take what is needed to compare.
+        """Hold what is needed to compare.
 
         Args:
             sent: rank 0's digests.

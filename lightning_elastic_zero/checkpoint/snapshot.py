@@ -69,7 +69,7 @@ class Snapshotter:
     """
 
     def __init__(self, memory_bytes: int | None = None) -> None:
-        """Take nothing yet: no memory is allocated.
+        """Begin with nothing: no memory is allocated.
 
         Args:
             memory_bytes: the most that copies may take, as far as they need not be made at once;

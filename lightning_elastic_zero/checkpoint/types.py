@@ -29,11 +29,11 @@ class LiveState(Protocol):
     """What a live engine offers; ``lightning_elastic_zero.engine`` implements it twice."""
 
     def describe(self) -> Manifest:
-        """Say what it is, as a manifest without files."""
+        """Return what it is, as a manifest without files."""
         ...
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Give what this rank holds, by reference."""
+        """Return what this rank holds, by reference."""
         ...
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -49,7 +49,7 @@ class LiveState(Protocol):
         ...
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Give buffers to fill; nothing live is lost before ``commit``."""
+        """Allocate buffers to fill; nothing live is lost before ``commit``."""
         ...
 
     def rollback(self) -> None:
@@ -57,7 +57,7 @@ class LiveState(Protocol):
         ...
 
     def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
-        """Take what was received; collective."""
+        """Commit what was received; collective."""
         ...
 
 
@@ -133,7 +133,7 @@ class LoadResult:
 
 
 def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:
-    """Give a callback for long I/O: shows the other ranks that this one lives, and reports."""
+    """Return a callback for long I/O: shows the other ranks that this one lives, and reports."""
     done, reported = 0, time.monotonic()
 
     def on_bytes(count: int) -> None:

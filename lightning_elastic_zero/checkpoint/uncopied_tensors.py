@@ -17,7 +17,7 @@ class UncopiedTensors:
     """What the writer still has to read before the optimizer may step. Used by two threads."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the tensors, as they are now; they must not change until ``wait`` has returned."""
+        """Hold the tensors, as they are now; they must not change until ``wait`` has returned."""
         self._tensors = {id(tensor): tensor for tensor in tensors}
         self._unread = set(self._tensors)
         self._over = threading.Event()

@@ -33,7 +33,7 @@ class BatchPlan:
 
     @property
     def is_even(self) -> bool:
-        """Tell whether all micro-batches of all ranks have one size."""
+        """Return whether all micro-batches of all ranks have one size."""
         return self.global_batch_size % (self.world_size * self.accumulate) == 0
 
     @property
@@ -42,16 +42,16 @@ class BatchPlan:
         return _ceil(_ceil(self.global_batch_size, self.world_size), self.accumulate)
 
     def samples_of(self, rank: int) -> int:
-        """Give a rank's samples per optimizer step."""
+        """Return a rank's samples per optimizer step."""
         return len(range(rank, self.global_batch_size, self.world_size))
 
     def micro_batches_of(self, rank: int) -> tuple[int, ...]:
-        """Give the sizes of a rank's micro-batches, in order: they differ by one at most."""
+        """Return the sizes of a rank's micro-batches, in order: they differ by one at most."""
         size, larger = divmod(self.samples_of(rank), self.accumulate)
         return (size + 1,) * larger + (size,) * (self.accumulate - larger)
 
     def loss_weight(self, rank: int, micro_batch: int) -> float:
-        """Give what a micro-batch's mean loss counts with, beside Lightning's ``1 / A``.
+        """Return what a micro-batch's mean loss counts with, beside Lightning's ``1 / A``.
 
         1 where all micro-batches are equal, and exactly so.
         """
@@ -88,7 +88,7 @@ def plan_batches(
 
 
 def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> BatchPlan | None:
-    """Give the plan of equal micro-batches with the fewest of them, if one is not too wasteful."""
+    """Return the plan of the fewest equal micro-batches, if one is not too wasteful."""
     of_rank, rest = divmod(global_batch_size, world_size)
     if rest or not of_rank:
         return None
@@ -102,7 +102,7 @@ def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> Ba
 def _refusal(
     global_batch_size: int, most_samples: int, world_size: int, *, allow_uneven: bool
 ) -> str:
-    """Say why a global batch cannot be cut, and what helps."""
+    """Return why a global batch cannot be cut, and what helps."""
     counts = [
         count
         for count in range(1, global_batch_size + 1)

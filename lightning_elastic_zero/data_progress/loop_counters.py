@@ -56,7 +56,7 @@ def read_position(
 
 
 def _is_finished(progress: Mapping[str, Any]) -> bool:
-    """Tell whether a validation has run all its batches."""
+    """Return whether a validation has run all its batches."""
     current = progress["current"]
     return bool(progress["is_last_batch"] and current["completed"] == current["ready"] > 0)
 
@@ -101,7 +101,7 @@ def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, no
 
 
 def with_loader_states(loops: Mapping[str, Any], states: list[Any]) -> dict[str, Any]:
-    """Give all loops' counters with these states of the training loaders, and no others."""
+    """Return all loops' counters with these states of the training loaders, and no others."""
     fit = loops["fit_loop"]
     own = {key: value for key, value in fit["state_dict"].items() if key != LOADER_STATES}
     if states:

@@ -61,7 +61,7 @@ class DataProgress:
         return self.position.steps * self.global_batch_size
 
     def to_plain(self) -> dict[str, Plain]:
-        """Give what the manifest holds."""
+        """Return what the manifest holds."""
         position = self.position
         return {
             "epoch": position.epoch,
@@ -122,7 +122,7 @@ class DataProgress:
         return record
 
     def at_batch_size(self, global_batch_size: int | None) -> Position:
-        """Give the position in steps of another global batch, rounded down: nothing is skipped."""
+        """Return the position in steps of another global batch, rounded down: none is skipped."""
         if not self.global_batch_size or not global_batch_size or self.samples is None:
             return self.position
         steps = self.samples // global_batch_size

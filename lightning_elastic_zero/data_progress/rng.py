@@ -18,7 +18,7 @@ import torch
 
 
 def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
-    """Give the states of Python's, NumPy's, torch's and the device's generators, as plain data.
+    """Return the states of Python's, NumPy's, torch's and the device's generators, as plain data.
 
     Args:
         device: this rank's; its generator is kept too if it has one of its own.
@@ -45,7 +45,7 @@ def _words(keys: Any) -> torch.Tensor:  # noqa: ANN401 (NumPy's stubs: a union)
 
 
 def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Put back what ``collect_rng_states`` gave; what is missing in it stays as it is."""
+    """Restore what ``collect_rng_states`` returned; what is missing in it stays as it is."""
     if "python" in state:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))

@@ -88,12 +88,12 @@ class ElasticSampler(DistributedSampler[Any]):
         self._latest_digest: str | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Let the next iteration, if it is of that epoch, begin at that optimizer step of it."""
+        """Begin the next iteration, if it is of that epoch, at that optimizer step of it."""
         self.epoch = epoch
         self._start = (epoch, step)
 
     def describe(self) -> dict[str, Any]:
-        """Give the fingerprint: two samplers with the same one give the same epochs."""
+        """Return the fingerprint: two samplers with the same one give the same epochs."""
         return {
             "order": "sequential" if not self.shuffle else "torch.randperm",
             "sampler": "" if self.sampler is None else type(self.sampler).__name__,
@@ -104,7 +104,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @override
     def __len__(self) -> int:
-        """Give this rank's samples in a whole epoch, wherever the next one begins."""
+        """Return this rank's samples in a whole epoch, wherever the next one begins."""
         return self.num_samples
 
     @override
@@ -133,7 +133,7 @@ class ElasticSampler(DistributedSampler[Any]):
                 yield batch
 
     def _of_step(self, order: Sequence[Any] | torch.Tensor, step: int) -> list[Any]:
-        """Give this rank's samples of an optimizer step."""
+        """Return this rank's samples of an optimizer step."""
         begin = step * self.plan.global_batch_size
         places = range(begin + self.rank, begin + self.plan.global_batch_size, self.plan.world_size)
         if isinstance(order, torch.Tensor):
@@ -175,11 +175,11 @@ class ElasticSampler(DistributedSampler[Any]):
         return torch.randperm(self.length, generator=generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give nothing but what it is: the position is the run's, and is saved with it."""
+        """Return no position: that is the run's, and is saved with it."""
         return self.describe()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take nothing: see ``start_at``."""
+        """Ignore the state: see ``start_at``."""
 
 
 class ElasticBatchSampler(BatchSampler):

@@ -46,7 +46,7 @@ __all__ = [
 
 
 def copy_full_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:  # noqa: ANN401
-    """Put whole weights and buffers into an engine without an optimizer; collective.
+    """Write whole weights and buffers into an engine without an optimizer; collective.
 
     Returns:
         The names of the parameters that were taken.

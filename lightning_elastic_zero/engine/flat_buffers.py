@@ -46,7 +46,7 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # 
 
 
 def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Parameter]]:  # noqa: ANN401
-    """Give the trained parameters of each group in the order in which the optimizer was given them.
+    """Return each group's trained parameters in the order in which the optimizer was given them.
 
     ``round_robin_gradients`` (ZeRO-1/2) changes the order in the flat buffers, not this one: other
     software's optimizer states are told apart by it.
@@ -99,7 +99,7 @@ def _gather_partitions(
     own: torch.Tensor,
     process_group: Any,  # noqa: ANN401
 ) -> None:
-    """Give every rank all partitions of a flat buffer: collective.
+    """Gather all partitions of a flat buffer on every rank: collective.
 
     A bounded part at a time: DeepSpeed's own ``update_lp_params`` gathers the whole buffer at once,
     for which gloo holds a second copy of it.

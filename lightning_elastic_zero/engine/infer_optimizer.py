@@ -83,7 +83,7 @@ def check_unnamed_hyperparameters(
 
 
 def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
-    """Tell whether hyperparameters are those of one kind of optimizer."""
+    """Return whether hyperparameters are those of one kind of optimizer."""
     if name not in ADAM_FAMILY:
         return theirs ^ ours <= NEWER_KEYS
     # What else is a number, and not the run's own, is of an algorithm that builds on Adam's.
@@ -95,7 +95,7 @@ def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
 
 
 def _own_keys(group: Group) -> set[str]:
-    """Give the hyperparameters that say what an optimizer computes."""
+    """Return the hyperparameters that say what an optimizer computes."""
     return set(group.hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS - MEMBER_KEYS
 
 
@@ -120,7 +120,7 @@ def _refuse_stateless(index: int, held: Group, live: str) -> None:
 
 
 def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:  # noqa: ANN401
-    """Give the names of the states that an optimizer keeps, found out by a step of a twin.
+    """Return the names of the states that an optimizer keeps, found out by a step of a twin.
 
     Args:
         inner: the live optimizer.

@@ -36,7 +36,7 @@ class InferenceEngine:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
-        """Take a supported engine (``check_options``)."""
+        """Read from a supported engine (``check_options``)."""
         self._engine = engine
         self._parameters = {names[0]: p for p, names in parameter_names(engine.module).items()}
         self._partitioned = any(hasattr(p, "ds_tensor") for p in self._parameters.values())
@@ -52,7 +52,7 @@ class InferenceEngine:
         return int(self._engine.seq_dp_world_size)
 
     def describe(self) -> Manifest:
-        """Say what the engine is, in the words of a manifest without groups."""
+        """Return a description of the engine: a manifest without groups."""
         engine = self._engine
         return Manifest(
             save_id="",
@@ -69,7 +69,7 @@ class InferenceEngine:
         )
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Give the weights as the module has them, by reference; there are no masters.
+        """Return the weights as the module has them, by reference; there are no masters.
 
         Args:
             exclude_frozen: not used: without an optimizer nobody knows which weights are frozen.
@@ -101,7 +101,7 @@ class InferenceEngine:
             self._engine.optimizer.partition_all_parameters()
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Give buffers, beside the live weights, for this rank's pieces of all weights."""
+        """Allocate buffers, beside the live weights, for this rank's pieces of all weights."""
         del with_optimizer
         self.partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
@@ -120,7 +120,7 @@ class InferenceEngine:
 
     @torch.no_grad()
     def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
-        """Take what was received: collective under ZeRO-3."""
+        """Commit what was received: collective under ZeRO-3."""
         for fragment in filled.fragments:
             _, piece = weight_piece(self._parameters[fragment.name])
             piece.copy_(filled.weights[fragment.buffer])
@@ -128,7 +128,7 @@ class InferenceEngine:
 
     @torch.no_grad()
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """Take whole weights and buffers, by name: collective under ZeRO-3.
+        """Write whole weights and buffers, by name: collective under ZeRO-3.
 
         Args:
             weights: by the module's names; those of another shape, and others, are not taken.
@@ -154,7 +154,7 @@ class InferenceEngine:
         return taken
 
     def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Take buffers, and let forward see what the weights are now: collective under ZeRO-3."""
+        """Write buffers, and refresh what forward reads of the weights: collective under ZeRO-3."""
         write_buffers(self._engine.module, buffers)
         drop_secondary_tensors(self._engine.module)
         persistent = getattr(self._engine.optimizer, "persistent_parameters", None)

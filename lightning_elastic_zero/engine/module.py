@@ -14,7 +14,7 @@ from lightning_elastic_zero.tensor_state import cast_like, dtype_name
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
-    """Give every name of every parameter, by identity; a tied weight has several."""
+    """Return every name of every parameter, by identity; a tied weight has several."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -24,7 +24,7 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[st
 def parameter_table(
     module: torch.nn.Module, groups: Mapping[torch.nn.Parameter, int]
 ) -> tuple[Parameter, ...]:
-    """Give the manifest's parameter table, in the module's order.
+    """Return the manifest's parameter table, in the module's order.
 
     Args:
         module: the engine's module.
@@ -43,12 +43,12 @@ def parameter_table(
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """Give the whole parameter's shape, whether ZeRO-3 has cut it or not."""
+    """Return the whole parameter's shape, whether ZeRO-3 has cut it or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:  # noqa: ANN401 (ZeRO-3 adds fields)
-    """Give this rank's piece of a module weight: its first element, and a 1-D view of it.
+    """Return this rank's piece of a module weight: its first element, and a 1-D view of it.
 
     Under ZeRO-3 the piece is the rank's partition without padding, which may be empty; the
     parameter must be partitioned, not gathered. Otherwise it is the whole parameter.
@@ -65,7 +65,7 @@ def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:  # noqa: ANN401 (Z
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Give the buffers that belong into a checkpoint, by name; shared ones under each name."""
+    """Return the buffers that belong into a checkpoint, by name; shared ones under each name."""
     return {name: buffer for name, buffer in _buffers(module, "") if buffer is not None}
 
 
@@ -98,7 +98,7 @@ def drop_secondary_tensors(module: torch.nn.Module) -> None:
 
 
 def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Give the low-precision weights as the module has them, under all their names.
+    """Return the low-precision weights as the module has them, under all their names.
 
     Under ZeRO-3 they are the empty placeholders that DeepSpeed itself writes.
     """
@@ -109,7 +109,7 @@ def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def engine_precision(engine: Any) -> str:  # noqa: ANN401 (untyped library)
-    """Give ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    """Return ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"

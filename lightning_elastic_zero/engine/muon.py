@@ -8,7 +8,7 @@ MOMENTUM_KEY = "momentum_buffer"
 
 
 def restore_muon_momentum(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Let DeepSpeed go on with the momentum that the wrapped optimizer's state has now.
+    """Continue with the momentum that the wrapped optimizer's state has now.
 
     With ``save_muon_momentum_buffer_in_memory`` it reads buffers of its own, to which that state is
     a link; without, it reads the state, in the type in which it communicates.

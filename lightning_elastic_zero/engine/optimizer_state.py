@@ -64,7 +64,7 @@ def split_state(
 
 
 def _is_scalar(value: object) -> bool:
-    """Tell whether a state is one value for the whole flat buffer."""
+    """Return whether a state is one value for the whole flat buffer."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0
     return value is None or isinstance(value, (bool, int, float))
@@ -73,7 +73,7 @@ def _is_scalar(value: object) -> bool:
 def state_keys(
     elementwise: Mapping[str, torch.Tensor], scalars: Mapping[str, Scalar]
 ) -> tuple[StateKey, ...]:
-    """Give the table of a flat buffer's states, sorted by name."""
+    """Return the table of a flat buffer's states, sorted by name."""
     keys = [state_key(k, v, elementwise=True) for k, v in elementwise.items()]
     keys += [state_key(k, v, elementwise=False) for k, v in scalars.items()]
     return tuple(sorted(keys, key=lambda key: key.name))
@@ -104,7 +104,7 @@ def check_same_optimizer(saved: str, live: str) -> None:
 def place_scalar(
     key: str, value: Scalar, live: str, group: Mapping[str, Any], device: torch.device
 ) -> Scalar:
-    """Give a scalar in the form, and on the device, that the live optimizer keeps it.
+    """Return a scalar in the form, and on the device, in which the live optimizer keeps it.
 
     Args:
         key: name of the state.

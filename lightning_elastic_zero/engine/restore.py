@@ -85,13 +85,13 @@ def _has_place(live: object, master: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _state_dtype(saved: str, source: Manifest, master: torch.Tensor) -> torch.dtype:
-    """Give a state's dtype: one kept in the masters' dtype follows the live masters' one."""
+    """Return a state's dtype: one kept in the masters' dtype follows the live masters' one."""
     dtype: torch.dtype = master.dtype if saved == source.master_dtype else getattr(torch, saved)
     return dtype
 
 
 def commit_masters(targets: Sequence[Target], filled: RestoreTargets, *, keep_fp32: bool) -> None:
-    """Take the masters; padding, which is uninitialised memory in a live engine, is zeroed.
+    """Commit the masters; padding, which is uninitialised memory in a live engine, is zeroed.
 
     Args:
         targets: where they were received.
@@ -125,7 +125,7 @@ def commit_state(
     elementwise: Mapping[str, torch.Tensor],
     scalars: Mapping[str, Scalar],
 ) -> None:
-    """Give a flat buffer its states; without any the optimizer starts fresh on it.
+    """Commit a flat buffer's states; without any the optimizer starts fresh on it.
 
     Live states of the same type are overwritten where they are: they may be pinned or linked to,
     and what is allocated now could fail half-way. Scalars are new: each buffer needs its own.
@@ -143,7 +143,7 @@ def commit_state(
 
 
 def _take(live: object, value: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Put received values into the live state if they fit; else return them on its device."""
+    """Copy received values into the live state if they fit; else return them on its device."""
     if isinstance(live, torch.Tensor) and _has_place(live, master, value.dtype):
         return live.copy_(value)
     return value.to(master.device)

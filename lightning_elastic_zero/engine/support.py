@@ -41,7 +41,7 @@ CURRICULUM = (
 
 
 def optimizer_wrapper(engine: Any) -> str | None:  # noqa: ANN401 (untyped library)
-    """Give the class name of the engine's ZeRO optimizer; None in an engine without one."""
+    """Return the class name of the engine's ZeRO optimizer; None in an engine without one."""
     name = type(engine.optimizer).__name__
     if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
         return None
@@ -130,7 +130,7 @@ def use_accelerator(name: str) -> None:
 
 
 def _do_without_shared_memory_op(accelerator: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Let DeepSpeed start on a machine that cannot compile its shared-memory collectives.
+    """Make DeepSpeed start on a machine that cannot compile its shared-memory collectives.
 
     They are an optional speed-up beside gloo, but ``init_distributed`` raises where they do not
     build. DeepSpeed consults its table of compatible ops first; what cannot be built is not.
@@ -149,7 +149,7 @@ def _do_without_shared_memory_op(accelerator: Any) -> None:  # noqa: ANN401 (unt
 
 
 def recovery_script() -> Path | None:
-    """Give DeepSpeed's own ``zero_to_fp32.py``, which checkpoints carry; None where it lacks."""
+    """Return DeepSpeed's own ``zero_to_fp32.py``, which checkpoints carry; None where it lacks."""
     spec = util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -158,7 +158,7 @@ def recovery_script() -> Path | None:
 
 
 def version_of(package: str) -> str:
-    """Give an installed package's version, empty where it is not installed."""
+    """Return an installed package's version, empty where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -242,7 +242,7 @@ def _added_later(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library
 
 
 def _flat_groups(optimizer: Any, wrapper: str) -> set[int]:  # noqa: ANN401 (untyped library)
-    """Give the indices of the parameter groups that the wrapper was built with."""
+    """Return the indices of the parameter groups that the wrapper was built with."""
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         return set(optimizer.sub_group_to_group_id.values())
     bf16 = wrapper == "BF16_Optimizer"

@@ -91,7 +91,7 @@ class TrainingEngine:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
-        """Take a supported engine (``check_options``)."""
+        """Read from a supported engine (``check_options``)."""
         self._engine = engine
         self._wrapper = optimizer_wrapper(engine) or ""
         self._optimizer = engine.optimizer
@@ -169,7 +169,7 @@ class TrainingEngine:
         return True
 
     def describe(self) -> Manifest:
-        """Say what the engine is, in the words of a manifest that has no files yet.
+        """Return a description of the engine: a manifest that has no files yet.
 
         Raises:
             UnsupportedError: an optimizer state or a hyperparameter has no rule.
@@ -232,7 +232,7 @@ class TrainingEngine:
         return split_state(state, buffer.master, type(self._inner).__name__)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Give all that this rank holds, by reference; no collective, nothing is changed.
+        """Return all that this rank holds, by reference; no collective, nothing is changed.
 
         Args:
             exclude_frozen: leave out the weights that the optimizer does not own.
@@ -260,7 +260,7 @@ class TrainingEngine:
         return {name: weight_piece(p)[1] for name, p in self._frozen().items()}
 
     def _loss_scaler(self) -> dict[str, Plain]:
-        """Give the scaler's class and its plain fields."""
+        """Return the scaler's class and its plain fields."""
         scaler = getattr(self._optimizer, "loss_scaler", None)
         if scaler is None:
             return {}
@@ -309,7 +309,7 @@ class TrainingEngine:
         check_scheduler(self._engine.lr_scheduler, saved)
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Give buffers to fill with what this rank wants of a checkpoint.
+        """Allocate buffers to fill with what this rank wants of a checkpoint.
 
         Nothing live is lost before ``commit``: optimizer states and frozen weights are received
         beside the live ones. Masters are received in place where the low-precision weights can
@@ -352,7 +352,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
-        """Take what was received: collective, after all ranks have agreed that all is well."""
+        """Commit what was received: collective, after all ranks have agreed that all is well."""
         keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
         commit_masters(self._targets, filled, keep_fp32=keep_fp32)
         for index, target in enumerate(self._targets):

@@ -129,7 +129,7 @@ def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]
     of_stage = {"3": "fp16_groups", "B": "bf16_groups"}
     groups = getattr(optimizer, of_stage.get(setup.zero, "round_robin_bit16_groups"))
     order = list(groups[0])
-    changes = {
+    changes: dict[str, tuple[Any, Any, Any]] = {
         "order": (groups, 0, order[::-1]),
         "round robin": (groups, 0, [order[i] for i in round_robin_order(len(order), 2)]),
     }
