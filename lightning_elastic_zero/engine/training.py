@@ -76,6 +76,7 @@ from lightning_elastic_zero.tensor_state import (
     RankState,
     RestoreTargets,
     RestoreValues,
+    Scalar,
     dtype_name,
     numpy_to_python,
     plain,
@@ -207,7 +208,10 @@ class TrainingEngine:
 
     def _groups(self) -> tuple[Group, ...]:
         """Describe the optimizer's parameter groups; a group's buffers must hold like states."""
-        keys = [(buffer.group, state_keys(*self._split(buffer))) for buffer in self._buffers]
+        keys = [
+            (buffer.group, state_keys(*states))
+            for buffer, states in zip(self._buffers, self._states, strict=True)
+        ]
         members = group_parameters(self._optimizer, self._wrapper)
         first: dict[int, tuple[StateKey, ...]] = {}
         for group, table in keys:
@@ -227,9 +231,14 @@ class TrainingEngine:
         check_groups_alike(groups, keys)
         return groups
 
-    def _split(self, buffer: LiveFlatBuffer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        state = self._inner.state.get(buffer.master, {})
-        return split_state(state, buffer.master, type(self._inner).__name__)
+    @cached_property
+    def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
+        """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
+        name = type(self._inner).__name__
+        return tuple(
+            split_state(self._inner.state.get(buffer.master, {}), buffer.master, name)
+            for buffer in self._buffers
+        )
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.
@@ -241,16 +250,18 @@ class TrainingEngine:
         module = self._engine.module
         scheduler = self._engine.lr_scheduler
         return RankState(
-            flats=tuple(map(self._flat_state, self._buffers, self._fragments)),
+            flats=tuple(
+                FlatState(fragments, buffer.master.detach(), *states)
+                for buffer, fragments, states in zip(
+                    self._buffers, self._fragments, self._states, strict=True
+                )
+            ),
             frozen={} if exclude_frozen else self._frozen_pieces(),
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
             loss_scaler=self._loss_scaler(),
             lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
         )
-
-    def _flat_state(self, buffer: LiveFlatBuffer, fragments: tuple[Fragment, ...]) -> FlatState:
-        return FlatState(fragments, buffer.master.detach(), *self._split(buffer))
 
     def _frozen(self) -> dict[str, torch.nn.Parameter]:
         owned = {p for b in self._buffers for p in b.parameters}
