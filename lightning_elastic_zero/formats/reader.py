@@ -26,6 +26,12 @@ class ReadRequest:
     """From where to where; ``target_offset`` counts in ``target``."""
     target: torch.Tensor
 
+    @property
+    def slot(self) -> torch.Tensor:
+        """The part of ``target`` that the run fills."""
+        first, transfer = self.transfer.target_offset, self.transfer
+        return self.target.detach()[first : first + transfer.stop - transfer.start]
+
 
 @dataclass(frozen=True, slots=True)
 class SharedState:

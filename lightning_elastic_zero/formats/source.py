@@ -10,7 +10,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -24,11 +23,11 @@ from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedSta
 from lightning_elastic_zero.formats.torch_file import (
     LegacyFile,
     PickleRules,
-    Piece,
+    StoredRun,
     TorchFile,
     is_legacy,
 )
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
@@ -37,9 +36,12 @@ OPEN_FILES = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
 
 COMPARED_ELEMENTS = 1 << 20
-"""Elements of low-precision weights that are compared with masters at a time."""
+"""Elements of two copies of a weight that are compared at a time."""
 
 TensorFile: TypeAlias = "TorchFile | LegacyFile"
+
+NamedRun: TypeAlias = "tuple[str, StoredRun]"
+"""The name of a file, relative to the source's folder, and a run of one of its tensors."""
 
 
 def _any_name(path: Path, saved_as: str) -> None:
@@ -115,18 +117,6 @@ class SourceFiles:
             self._open.popitem()[1].close()
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """Where a run of elements lies."""
-
-    file: str
-    """Name of the file, relative to the source's folder."""
-    tensor: torch.Tensor
-    """A contiguous tensor of the file's tree; its elements are counted flat."""
-    start: int
-    """The run's first element in it."""
-
-
 class Source(Protocol):
     """One foreign checkpoint, understood."""
 
@@ -154,12 +144,12 @@ class Source(Protocol):
         """Learn what it is to be loaded into."""
         ...
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run lies; ``key`` as in ``ReadRequest``."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return the file in which a run lies, and the run; ``key`` as in ``ReadRequest``."""
         ...
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the low-precision weights of a run of masters lie, if the files hold them."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the low-precision weights of a run of masters lie, if the files do."""
         ...
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
@@ -235,26 +225,12 @@ class SourceReader:
             requests, key=lambda r: (r.transfer.source_rank, r.transfer.name in self._frozen)
         )
         bytes_read = 0
-        for name, of_file in itertools.groupby(self._placed(in_order), key=lambda p: p[0].file):
-            pieces = [(r.target, _piece(held, r.transfer)) for held, r in of_file]
-            bytes_read += self._fill(name, pieces, on_bytes)
+        # Located one by one: the tensors of a file that was closed meanwhile are useless.
+        located = ((*self._source.locate(r.key, r.transfer), r.slot) for r in in_order)
+        for name, of_file in itertools.groupby(located, key=lambda found: found[0]):
+            wanted = [(slot, run) for _, run, slot in of_file]
+            bytes_read += self._source.files.get(name).read_into(wanted, on_bytes)
         return bytes_read + self._check_rounding(requests, on_bytes)
-
-    def _placed(self, requests: Iterable[ReadRequest]) -> Iterator[tuple[StoredRun, ReadRequest]]:
-        """Say where each run lies, just before it is read: a closed file's tensors are useless."""
-        for request in requests:
-            yield self._source.held(request.key, request.transfer), request
-
-    def _fill(
-        self,
-        name: str,
-        pieces: Iterable[tuple[torch.Tensor, Piece]],
-        on_bytes: Callable[[int], None],
-    ) -> int:
-        file = self._source.files.get(name)
-        before = file.bytes_read
-        file.read_into(pieces, on_bytes)
-        return file.bytes_read - before
 
     def _check_rounding(
         self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]
@@ -262,24 +238,22 @@ class SourceReader:
         """Compare masters with low-precision weights where the source holds both."""
         bytes_read = 0
         for request in requests:
-            held = self._source.rounded(request.transfer) if request.key == WEIGHT else None
-            if held is None or not _comparable(request.target.dtype, held.tensor.dtype):
+            found = self._source.locate_rounded(request.transfer) if request.key == WEIGHT else None
+            if found is None or not _comparable(request.target.dtype, found[1].tensor.dtype):
                 continue
-            for part in _parts(request.transfer):
-                shift = part.start - request.transfer.start
-                low = torch.empty(part.stop - part.start, dtype=held.tensor.dtype)
-                start = held.start + shift
-                piece = Piece(held.tensor, start, start + low.numel(), 0)
-                bytes_read += self._fill(held.file, [(low, piece)], on_bytes)
-                first = part.target_offset
-                master = request.target.detach()[first : first + low.numel()].cpu()
+            name, run = found
+            for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
+                low = torch.empty(stop - start, dtype=run.tensor.dtype)
+                wanted = [(low, StoredRun(run.tensor, start, stop))]
+                bytes_read += self._source.files.get(name).read_into(wanted, on_bytes)
+                master = request.slot[start - run.start : stop - run.start].cpu()
                 if not same_rounded(master, low):
                     msg = (
-                        f"{self._source.files.folder}: the master weights of {part.name} do not "
-                        f"round to the {held.tensor.dtype} weights in {held.file}: the files are "
-                        "of two runs or steps, or a conversion has cut them in the wrong places, "
-                        "as ds_to_universal does with round_robin_gradients. Resume from another "
-                        "checkpoint"
+                        f"{self._source.files.folder}: the master weights of "
+                        f"{request.transfer.name} do not round to the {run.tensor.dtype} weights "
+                        f"in {name}: the files are of two runs or steps, or a conversion has cut "
+                        "them in the wrong places, as ds_to_universal does with "
+                        "round_robin_gradients. Resume from another checkpoint"
                     )
                     raise CheckpointCorruptedError(msg)
         return bytes_read
@@ -295,27 +269,6 @@ class SourceReader:
     def close(self) -> None:
         """Close the files."""
         self._source.files.close()
-
-
-def _piece(held: StoredRun, transfer: Transfer) -> Piece:
-    numel = transfer.stop - transfer.start
-    return Piece(held.tensor, held.start, held.start + numel, transfer.target_offset)
-
-
-def _parts(transfer: Transfer) -> Iterable[Transfer]:
-    """Cut a run into parts of bounded size."""
-    for start in range(transfer.start, transfer.stop, COMPARED_ELEMENTS):
-        shift = start - transfer.start
-        yield Transfer(
-            name=transfer.name,
-            start=start,
-            stop=min(start + COMPARED_ELEMENTS, transfer.stop),
-            source_rank=transfer.source_rank,
-            source_buffer=transfer.source_buffer,
-            source_offset=transfer.source_offset + shift,
-            target_buffer=transfer.target_buffer,
-            target_offset=transfer.target_offset + shift,
-        )
 
 
 def _comparable(target: torch.dtype, low: torch.dtype) -> bool:

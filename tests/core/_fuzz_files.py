@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.formats.torch_file import PickleRules, Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file import PickleRules, StoredRun, TorchFile
 from tests.core._fuzz_runner import refuse_much_memory
 
 
@@ -75,4 +75,4 @@ def _read(file: TorchFile, size_bytes: int) -> None:
     for tensor in file.tree.values() if isinstance(file.tree, dict) else []:
         if isinstance(tensor, torch.Tensor) and tensor.is_contiguous() and tensor.numel():
             target = torch.empty(1, dtype=tensor.dtype)
-            file.read_into([(target, Piece(tensor, tensor.numel() - 1, tensor.numel(), 0))])
+            file.read_into([(target, StoredRun(tensor, tensor.numel() - 1, tensor.numel()))])

@@ -48,7 +48,7 @@ def state_dict_of(
 
 
 def _values(leaves: list[Leaf], chunks: Chunks) -> dict[str, Any]:
-    tensors = {leaf.key: leaf.tensor for leaf in leaves if leaf.tensor is not None}
+    tensors = [leaf.key for leaf in leaves if leaf.tensor is not None]
     objects = chunks.objects([leaf.key for leaf in leaves if leaf.tensor is None])
     return {**objects, **chunks.load(tensors)}
 

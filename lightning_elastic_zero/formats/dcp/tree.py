@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
@@ -56,7 +56,7 @@ class Tree:
     """All that is in no optimizer: the models' leaves too."""
 
 
-def leaves_of(metadata: Metadata) -> list[Leaf]:
+def leaves_of(metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> list[Leaf]:
     """List the leaves, in the order in which they were saved where that is known.
 
     The entries themselves are in the order of writing, which ranks share out by load. What the
@@ -66,18 +66,12 @@ def leaves_of(metadata: Metadata) -> list[Leaf]:
     entries = metadata.state_dict_metadata
     keys = [key for key in paths if key in entries]
     keys += [key for key in entries if key not in paths]
-    return [Leaf(key, tuple(paths.get(key, (key,))), _without_values(entries[key])) for key in keys]
+    return [Leaf(key, tuple(paths.get(key, (key,))), tensors.get(key)) for key in keys]
 
 
 def knows_order(metadata: Metadata) -> bool:
     """Whether the order in which the leaves were saved is known."""
     return set(metadata.state_dict_metadata) <= set(metadata.planner_data or {})
-
-
-def _without_values(entry: object) -> torch.Tensor | None:
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
 
 def sort_leaves(leaves: Iterable[Leaf]) -> Tree:

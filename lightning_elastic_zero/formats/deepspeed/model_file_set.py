@@ -12,7 +12,8 @@ from lightning_elastic_zero.formats.deepspeed.model_file import ModelFile
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
 from lightning_elastic_zero.formats.deepspeed.zero_shard import numel_of
 from lightning_elastic_zero.formats.reader import SharedState
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun
+from lightning_elastic_zero.formats.source import NamedRun, SourceFiles
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Layout, Transfer
 from lightning_elastic_zero.manifest import Parameter, Plain
 from lightning_elastic_zero.partition import frozen_partition, piece_numel
@@ -104,24 +105,24 @@ class ModelFileSet:
             for name, shape, group in (*owned, *frozen)
         )
 
-    def frozen(self, transfer: Transfer) -> StoredRun:
-        """Say where a run of a weight that no optimizer owns lies."""
+    def locate_frozen(self, transfer: Transfer) -> NamedRun:
+        """Return where a run of a weight that no optimizer owns lies."""
         rank, start = transfer.source_rank, transfer.start
-        name = self.name(rank)
+        name, numel = self.name(rank), transfer.stop - transfer.start
         tensor = self.first.frozen_tensor(self._files.tree(name), transfer.name)
         if self.partitioned:
-            numel = self._frozen_numel[transfer.name]
-            start -= rank * piece_numel(numel, self.first.world_size)
-        return StoredRun(name, tensor.view(-1), start)
+            whole = self._frozen_numel[transfer.name]
+            start -= rank * piece_numel(whole, self.first.world_size)
+        return name, StoredRun(tensor.view(-1), start, start + numel)
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
         if self.partitioned or transfer.name in self.first.frozen:
             return None
         tensor = self._files.tree(self.first.name)["module"].get(transfer.name)
         if not isinstance(tensor, torch.Tensor) or not tensor.numel():
             return None
-        return StoredRun(self.first.name, tensor.view(-1), transfer.start)
+        return self.first.name, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def module_state(
         self, rank: int, world_size: int, loss_scaler: Mapping[str, Plain]

@@ -27,7 +27,8 @@ from lightning_elastic_zero.formats.deepspeed.model_file_set import ModelFileSet
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder, check_saved_name
 from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, numel_of
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, SourceFiles, file_list_digest
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
@@ -236,16 +237,17 @@ class UniversalSource:
         """Which rank's model file holds which elements of the weights that no optimizer owns."""
         return self._models.frozen_layout
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of masters, of a state or of a frozen weight lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._models.first.frozen:
-            return self._models.frozen(transfer)
+            return self._models.locate_frozen(transfer)
         tensor = self._tensor(transfer.name, key)
-        return StoredRun(self._file(transfer.name, key), tensor, transfer.start)
+        run = StoredRun(tensor, transfer.start, transfer.stop)
+        return self._file(transfer.name, key), run
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the low-precision weights of a run of masters lie."""
-        return self._models.rounded(transfer)
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the low-precision weights of a run of masters lie."""
+        return self._models.locate_rounded(transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Give the scalar optimizer states of the flat buffer that holds ``at``."""

@@ -49,6 +49,7 @@ from lightning_elastic_zero.formats.deepspeed.zero_shard import (
     stage_of,
 )
 from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
@@ -230,8 +231,8 @@ class ZeroShardSet:
 
     # -- where things lie ------------------------------------------------------------------------
 
-    def held(self, key: str, transfer: Transfer) -> tuple[torch.Tensor, int]:
-        """Give the tensor of the source rank's shard that holds a run, and the run's start in it.
+    def locate(self, key: str, transfer: Transfer) -> StoredRun:
+        """Return where a run lies in the source rank's shard.
 
         Raises:
             CheckpointFormatError: the shard holds fewer elements than the first one makes believe.
@@ -246,9 +247,10 @@ class ZeroShardSet:
             start = transfer.start - transfer.source_rank * piece_numel(numel, self.world_size)
         else:
             tensor = self._state(shard, transfer.source_buffer)[key]
-        if start + transfer.stop - transfer.start > tensor.numel():
+        stop = start + transfer.stop - transfer.start
+        if stop > tensor.numel():
             self._refuse_numel(transfer.source_rank, transfer.source_buffer, tensor.numel())
-        return tensor, start
+        return StoredRun(tensor, start, stop)
 
     def _numel_of(self, transfer: Transfer) -> int:
         return numel_of(self._shapes[transfer.source_buffer][transfer.name])

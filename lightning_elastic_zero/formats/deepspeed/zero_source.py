@@ -23,7 +23,7 @@ from lightning_elastic_zero.formats.full_state.torch_optimizer import (
     format_names,
 )
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, SourceFiles, file_list_digest
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.storage import ignore_progress
@@ -200,16 +200,15 @@ class ZeroSource:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
             self.manifest = self._manifest()
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of masters, of a state or of a frozen weight lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._models.first.frozen:
-            return self._models.frozen(transfer)
-        name = self._shard_name(transfer.source_rank)
-        return StoredRun(name, *self._shards.held(key, transfer))
+            return self._models.locate_frozen(transfer)
+        return self._shard_name(transfer.source_rank), self._shards.locate(key, transfer)
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the low-precision weights of a run of masters lie."""
-        return self._models.rounded(transfer)
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the low-precision weights of a run of masters lie."""
+        return self._models.locate_rounded(transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Give the scalar optimizer states of the flat buffer that holds ``at``."""

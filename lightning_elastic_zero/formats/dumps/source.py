@@ -31,7 +31,8 @@ from lightning_elastic_zero.formats.dumps.table import (
     state_dict_in,
 )
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, SourceFiles, file_list_digest
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
 from lightning_elastic_zero.partition import frozen_partition
@@ -167,20 +168,19 @@ class DumpsSource:
     def bind(self, live: Manifest) -> None:
         """Learn nothing: the table names the parameters."""
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of masters, of a state or of a frozen weight lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._unowned:
             return self._low(transfer)
-        tensor, start = self._shards.held(key, transfer)
-        return StoredRun(self._dump(transfer.source_rank), tensor, start)
+        return self._dump(transfer.source_rank), self._shards.locate(key, transfer)
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the weights of a run of masters lie in the model file."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the weights of a run of masters lie in the model file."""
         return None if transfer.name in self._unowned else self._low(transfer)
 
-    def _low(self, transfer: Transfer) -> StoredRun:
+    def _low(self, transfer: Transfer) -> NamedRun:
         tensor = self._tensor(transfer.name, self._weights())
-        return StoredRun(self._table.model.name, tensor.view(-1), transfer.start)
+        return self._table.model.name, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def _weights(self) -> Mapping[str, Any]:
         name = self._table.model.name

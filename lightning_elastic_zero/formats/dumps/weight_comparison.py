@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -15,8 +15,8 @@ from lightning_elastic_zero.formats.source import (
     SourceFiles,
     same_rounded,
 )
-from lightning_elastic_zero.formats.torch_file import Piece
-from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, spans
 
 HEAD_ELEMENTS = 64
 """Compared first: few parameters begin alike."""
@@ -100,15 +100,15 @@ class WeightComparison:
         return all(self._head_fits(name, f) for f in fragments[:1]) and all(
             same_rounded(self._masters(f, start, stop), self._low(name, start, stop))
             for f in fragments
-            for start, stop in _parts(f)
+            for start, stop in spans(f.start, f.stop, COMPARED_ELEMENTS)
         )
 
     def weights_digest(self, name: str) -> Hashable:
         """Give what is the same for parameters of the same weights."""
         digest, dtype = xxhash.xxh3_128(), None
         numel = self._rows[name].numel
-        for start in range(0, numel, COMPARED_ELEMENTS):
-            low = self._low(name, start, min(start + COMPARED_ELEMENTS, numel))
+        for start, stop in spans(0, numel, COMPARED_ELEMENTS):
+            low = self._low(name, start, stop)
             # Zeros are alike, whatever their sign, and so are all NaN: see same_rounded.
             plain = torch.nan_to_num(low, nan=0.5) + 0
             digest.update(plain.view(torch.uint8).numpy().tobytes())
@@ -143,8 +143,8 @@ class WeightComparison:
         flat = self._flat(at)
         first = at.offset + start - at.start
         found = torch.empty(stop - start, dtype=flat.dtype)
-        piece = Piece(flat, first, first + stop - start, 0)
-        self._files.get(self._dumps[at.rank]).read_into([(found, piece)])
+        run = StoredRun(flat, first, first + stop - start)
+        self._files.get(self._dumps[at.rank]).read_into([(found, run)])
         return found
 
     def _low(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -153,11 +153,6 @@ class WeightComparison:
         weights = state_dict_in(self._files.tree(self._model_file), where)
         tensor = find_tensor((name, *row.aliases), weights, where)
         found = torch.empty(stop - start, dtype=tensor.dtype)
-        piece = Piece(tensor.view(-1), start, stop, 0)
-        self._files.get(self._model_file).read_into([(found, piece)])
+        run = StoredRun(tensor.view(-1), start, stop)
+        self._files.get(self._model_file).read_into([(found, run)])
         return found
-
-
-def _parts(at: Fragment) -> Iterator[tuple[int, int]]:
-    for start in range(at.start, at.stop, COMPARED_ELEMENTS):
-        yield start, min(start + COMPARED_ELEMENTS, at.stop)

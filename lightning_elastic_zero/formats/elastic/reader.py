@@ -25,7 +25,7 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 from lightning_elastic_zero.formats.elastic.client_state import Objects, join_objects
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
 from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
-from lightning_elastic_zero.formats.torch_file import Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from lightning_elastic_zero.layout import Fragment, Layout
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
@@ -141,11 +141,8 @@ class ElasticReader:
         bytes_read = 0
         for name, of_file in itertools.groupby(in_order, key=self._file_of):
             file = self._file(name)
-            before = file.bytes_read
-            file.read_into(
-                [(request.target, self._piece(file, request)) for request in of_file], on_bytes
-            )
-            bytes_read += file.bytes_read - before
+            wanted = [(request.slot, self._locate(file, request)) for request in of_file]
+            bytes_read += file.read_into(wanted, on_bytes)
         return bytes_read
 
     def _file_of(self, request: ReadRequest) -> str:
@@ -154,8 +151,8 @@ class ElasticReader:
             return model_file(transfer.source_rank, manifest.stage)
         return optimizer_file(transfer.source_rank, manifest.precision)
 
-    def _piece(self, file: TorchFile, request: ReadRequest) -> Piece:
-        """Say where in the file a run lies."""
+    def _locate(self, file: TorchFile, request: ReadRequest) -> StoredRun:
+        """Return where in the file a run lies."""
         transfer = request.transfer
         if transfer.name not in self._optimized:
             pieces = file.tree[FROZEN]
@@ -178,7 +175,7 @@ class ElasticReader:
                 "one save"
             )
             raise CheckpointFormatError(msg)
-        return Piece(stored, start, stop, transfer.target_offset)
+        return StoredRun(stored, start, stop)
 
     def _frozen_start(self, name: str, rank: int) -> int:
         """Give the first element that a rank's file holds of a frozen weight."""

@@ -27,9 +27,6 @@ from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.tensor_state import dtype_name, plain, precision_of
 
-COMPARED_ELEMENTS = 1 << 20
-"""Elements of two copies of a tied weight that are compared at a time."""
-
 NO_STATE = "optimizer state"
 """What ``SourceInfo.lacks`` says of weights alone."""
 

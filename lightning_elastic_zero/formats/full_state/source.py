@@ -21,7 +21,6 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
 from lightning_elastic_zero.formats.full_state.binding import (
     AVERAGING,
-    COMPARED_ELEMENTS,
     CURRENT,
     NO_STATE,
     BoundState,
@@ -36,8 +35,14 @@ from lightning_elastic_zero.formats.full_state.binding import (
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
 from lightning_elastic_zero.formats.shared_tensors import storage_location
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.formats.source import (
+    COMPARED_ELEMENTS,
+    NamedRun,
+    SourceFiles,
+    file_list_digest,
+)
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import frozen_partition
 from lightning_elastic_zero.storage import ignore_progress
@@ -149,22 +154,23 @@ class SingleFileSource:
             return False
         file = self.files.get(self._path.name)
         flats = one.view(-1), other.view(-1)
-        for start in range(0, one.numel(), COMPARED_ELEMENTS):
-            parts = [file.load(flat[start : start + COMPARED_ELEMENTS]) for flat in flats]
+        for start, stop in spans(0, one.numel(), COMPARED_ELEMENTS):
+            parts = [file.load(flat[start:stop]) for flat in flats]
             if not same_bits(*parts):
                 return False
         return True
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of a weight or of a state lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of a weight or of a state lies."""
         if key == WEIGHT:
             tensor = self._weights[self._bound.weight_of[transfer.name]]
         else:
             tensor = self._bound.states[transfer.name][key]
-        return StoredRun(self._path.name, tensor.detach().view(-1), transfer.start)
+        run = StoredRun(tensor.detach().view(-1), transfer.start, transfer.stop)
+        return self._path.name, run
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say that there are no other weights beside these."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return None: there are no other weights beside these."""
         del transfer
         return None
 

@@ -10,9 +10,8 @@ which classes a file may ask for; ``legacy`` reads what is no zip.
 from __future__ import annotations
 
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules
-from lightning_elastic_zero.formats.torch_file.index import FileSlice
 from lightning_elastic_zero.formats.torch_file.legacy import LegacyFile, is_legacy
-from lightning_elastic_zero.formats.torch_file.reading import Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file.reading import StoredRun, TorchFile
 from lightning_elastic_zero.formats.torch_file.writing import (
     PiecewiseSource,
     TensorSource,
@@ -20,11 +19,10 @@ from lightning_elastic_zero.formats.torch_file.writing import (
 )
 
 __all__ = [
-    "FileSlice",
     "LegacyFile",
     "PickleRules",
-    "Piece",
     "PiecewiseSource",
+    "StoredRun",
     "TensorSource",
     "TorchFile",
     "TorchFileWriter",

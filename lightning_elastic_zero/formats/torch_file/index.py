@@ -101,8 +101,8 @@ class TorchIndex:
         self._check_byte_order()
         self.tree = self._read_tree()
 
-    def locate(self, tensor: torch.Tensor) -> FileSlice:
-        """Say where the elements from a tensor's first to its last are; gaps between them count.
+    def byte_range(self, tensor: torch.Tensor) -> FileSlice:
+        """Return the bytes from a tensor's first element to its last; gaps between them count.
 
         Args:
             tensor: One of the tree's, or a view of one.

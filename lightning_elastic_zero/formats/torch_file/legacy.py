@@ -14,9 +14,8 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
 )
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules, refuse_class
-from lightning_elastic_zero.formats.torch_file.reading import Piece
+from lightning_elastic_zero.formats.torch_file.reading import StoredRun
 from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
-from lightning_elastic_zero.tensor_state import check_cast
 
 ZIP_MARK = b"PK\x03\x04"
 
@@ -112,16 +111,16 @@ class LegacyFile:
 
     def read_into(
         self,
-        wanted: Iterable[tuple[torch.Tensor, Piece]],
+        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> None:
-        """Fill targets with pieces of the tree's tensors."""
-        for target, piece in wanted:
-            check_cast(piece.tensor.dtype, target.dtype, str(self.path))
-            numel = piece.stop - piece.start
-            found = piece.tensor.detach().reshape(-1)[piece.start : piece.stop]
-            target.detach()[piece.target_offset : piece.target_offset + numel].copy_(found)
-            on_bytes(numel * found.element_size())
+    ) -> int:
+        """Fill tensors with runs of the tree's ones; nothing more is read from disk."""
+        for target, run in wanted:
+            run.check_fills(target, self.path)
+            found = run.tensor.detach().reshape(-1)[run.start : run.stop]
+            target.detach().copy_(found)
+            on_bytes(found.numel() * found.element_size())
+        return 0
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give a tensor of the tree."""
