@@ -18,11 +18,10 @@ import torch
 import xxhash
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed.class_stubs import CLASS_STUBS
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
 from lightning_elastic_zero.formats.torch_file import (
     LegacyFile,
-    PickleRules,
     StoredRun,
     TorchFile,
     is_legacy,
@@ -74,7 +73,7 @@ class SourceFiles:
         self._check_name = check_saved_name
         self.on_progress = on_progress
         self._open_files = open_files
-        self._rules = PickleRules(CLASS_STUBS, any_class=allow_pickle)
+        self._policy = FOREIGN_TREE.with_any_class(allow_pickle)
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
 
     def get(self, name: str) -> TensorFile:
@@ -92,9 +91,9 @@ class SourceFiles:
         legacy = is_legacy(path)
         self.on_progress()
         file: TensorFile = (
-            LegacyFile(path, self._rules, self.on_progress)
+            LegacyFile(path, self._policy, self.on_progress)
             if legacy
-            else TorchFile.open_unverified(path, self._rules, self.on_progress)
+            else TorchFile.open_unverified(path, self._policy, self.on_progress)
         )
         self._open[name] = file
         self._check_name(path, file.saved_as)

@@ -21,9 +21,9 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
 )
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
 from lightning_elastic_zero.formats.torch_file import (
     LegacyFile,
-    PickleRules,
     PiecewiseSource,
     StoredRun,
     TorchFile,
@@ -129,7 +129,7 @@ class TestReading:
             _use_new_zipfile_serialization=not legacy,
         )
         kind: Any = LegacyFile if legacy else TorchFile.open_unverified
-        file, target = kind(tmp_path / "a.pt", PickleRules()), torch.zeros(8, dtype=wanted)
+        file, target = kind(tmp_path / "a.pt", PLAIN_DATA), torch.zeros(8, dtype=wanted)
         with pytest.raises(CheckpointMismatchError, match=f"elements of {stored} where {wanted}"):
             file.read_into([(target, StoredRun(file.tree["a"], 0, 8))])
         assert not target.any()
@@ -210,7 +210,7 @@ class TestReading:
         path = tmp_path / "a.pt"
         torch.save(torch.zeros(10), path, _use_new_zipfile_serialization=not legacy)
         kind: Any = LegacyFile if legacy else TorchFile.open_unverified
-        with contextlib.closing(kind(path, PickleRules())) as file:
+        with contextlib.closing(kind(path, PLAIN_DATA)) as file:
             for start, stop in ((-1, 3), (4, 3), (0, 11), (10, 11)):
                 with pytest.raises(ValueError, match="is not within"):
                     file.read_into([(torch.ones(5), StoredRun(file.tree, start, stop))])

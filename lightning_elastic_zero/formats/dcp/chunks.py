@@ -10,7 +10,6 @@ import io
 import itertools
 import math
 import os
-import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,24 +34,13 @@ from torch.distributed.checkpoint.planner import (
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroError
 from lightning_elastic_zero.formats.dcp.entry_checksums import verify_entries
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import refuse_class
-from lightning_elastic_zero.formats.torch_file import PickleRules, StoredRun
+from lightning_elastic_zero.formats.safe_pickle.policy import DAMAGED, PicklePolicy
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
 from lightning_elastic_zero.tensor_state import check_cast
 
-_UNREADABLE = (
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
+_UNREADABLE = (*DAMAGED, OSError, zipfile.BadZipFile)
 """What damaged data can raise in torch's reader."""
 
 
@@ -140,7 +128,7 @@ class Chunks:
         self,
         folder: Path,
         metadata: Metadata,
-        rules: PickleRules,
+        policy: PicklePolicy,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
         """Prepare reading by what ``read_metadata`` returned; every read calls ``on_progress``."""
@@ -153,7 +141,7 @@ class Chunks:
         self._key_of = {id(tensor): key for key, tensor in self.tensors.items()}
         self._on_work = on_progress
         self._metadata = metadata
-        self._rules = rules
+        self._policy = policy
         self._reader = FileSystemReader(folder)
         self._reader.fs = _BoundedReadFileSystem(on_progress)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -276,7 +264,7 @@ class Chunks:
             )
             for index in indices
         ]
-        planner = _ObjectPlanner(self.folder, self._rules)
+        planner = _ObjectPlanner(self.folder, self._policy)
         self._read(sorted(items, key=lambda item: self._place(item.storage_index)), planner)
         return planner.found
 
@@ -377,21 +365,14 @@ class _TensorPlanner(_Planner):
 
 
 class _ObjectPlanner(_Planner):
-    """Unpickles objects by the rules."""
+    """Unpickles objects by a policy."""
 
-    def __init__(self, folder: Path, rules: PickleRules) -> None:
+    def __init__(self, folder: Path, policy: PicklePolicy) -> None:
         self._folder = folder
-        self._rules = rules
+        self._policy = policy
         self.found: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle one."""
         key = read_item.storage_index.fqn
-        try:
-            with self._rules.allowed():
-                self.found[key] = torch.load(
-                    value, map_location="cpu", weights_only=not self._rules.any_class
-                )
-        except pickle.UnpicklingError as error:
-            refuse_class(error, f"{self._folder}: {key}")
-            raise
+        self.found[key] = load_stream(value, self._policy, f"{self._folder}: {key}")

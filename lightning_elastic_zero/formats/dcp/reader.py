@@ -28,7 +28,6 @@ from lightning_elastic_zero.formats.dcp.tree import (
     sort_leaves,
 )
 from lightning_elastic_zero.formats.dcp_detection import METADATA_NAME
-from lightning_elastic_zero.formats.deepspeed.class_stubs import CLASS_STUBS
 from lightning_elastic_zero.formats.full_state.binding import (
     AVERAGING,
     NO_STATE,
@@ -43,12 +42,13 @@ from lightning_elastic_zero.formats.full_state.binding import (
 )
 from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
 from lightning_elastic_zero.formats.source import (
     COMPARED_ELEMENTS,
     SourceFiles,
     file_list_digest,
 )
-from lightning_elastic_zero.formats.torch_file import PickleRules, StoredRun
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import frozen_partition
@@ -79,8 +79,8 @@ class DcpReader:
         self._path = path
         metadata = read_metadata(path)
         self._files = SourceFiles(path, allow_pickle=allow_pickle, on_progress=on_progress)
-        rules = PickleRules(CLASS_STUBS, any_class=allow_pickle)
-        self._chunks = Chunks(path, metadata, rules, on_progress)
+        policy = FOREIGN_TREE.with_any_class(allow_pickle)
+        self._chunks = Chunks(path, metadata, policy, on_progress)
         self._chunks.check_files()
         self._tree: Tree = sort_leaves(leaves_of(metadata, self._chunks.tensors))
         self._trainer = self._trainer_state()

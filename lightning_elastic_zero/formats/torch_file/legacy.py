@@ -13,7 +13,8 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules, refuse_class
+from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
 from lightning_elastic_zero.formats.torch_file.reading import StoredRun
 from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
 
@@ -73,34 +74,31 @@ class LegacyFile:
     saved_as = ""
 
     def __init__(
-        self, path: Path, rules: PickleRules, on_progress: Callable[[], None] = ignore_progress
+        self, path: Path, policy: PicklePolicy, on_progress: Callable[[], None] = ignore_progress
     ) -> None:
         """Load a file.
 
         Args:
             path: Where it is.
 
-            rules: What its pickle may ask for.
+            policy: What its pickle may ask for.
 
             on_progress: Called after every read.
 
         Raises:
             CheckpointFormatError: It is not of ``torch.save``, or damaged.
-            UnsupportedError: It needs a class that the rules do not allow.
+            UnsupportedError: It needs a class that the policy does not allow.
 
         """
         self.path = path
         self.bytes_read = path.stat().st_size
         _check_beginning(path)
         try:
-            with rules.allowed(), bounded_stream(path, on_progress) as stream:
-                self.tree: Any = torch.load(
-                    stream, map_location="cpu", weights_only=not rules.any_class
-                )
+            with bounded_stream(path, on_progress) as stream:
+                self.tree: Any = load_stream(stream, policy, path)
         except ElasticZeroError:
-            raise  # of another rank, in the midst of it
+            raise  # a class that is refused, or another rank's failure meanwhile
         except Exception as error:
-            refuse_class(error, path)
             # torch's own advice, to trust the file, is none here.
             why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
             msg = (

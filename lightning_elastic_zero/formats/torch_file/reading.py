@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PLAIN_DATA, PickleRules
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
 from lightning_elastic_zero.storage import (
     FileRecord,
@@ -75,11 +75,11 @@ class TorchFile:
 
     """
 
-    def __init__(self, file: RangeFile, rules: PickleRules = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
         """Read the index of an open file."""
         self.path = file.path
         self._file = file
-        self._index = TorchIndex(file, rules)
+        self._index = TorchIndex(file, policy)
         self.tree: Any = self._index.tree
         self.saved_as = self._index.saved_as
 
@@ -116,26 +116,26 @@ class TorchFile:
 
     @classmethod
     def open_unverified(
-        cls, path: Path, rules: PickleRules, on_progress: Callable[[], None] = ignore_progress
+        cls, path: Path, policy: PicklePolicy, on_progress: Callable[[], None] = ignore_progress
     ) -> TorchFile:
         """Open a file that nobody has recorded anything of.
 
         Args:
             path: Where it is.
 
-            rules: What its pickle may ask for.
+            policy: What its pickle may ask for.
 
             on_progress: Called after every read.
 
         Raises:
             CheckpointCorruptedError: The file is missing, or cut short.
             CheckpointFormatError: It is not of ``torch.save``, or is damaged.
-            UnsupportedError: It holds objects of a class that the rules do not allow.
+            UnsupportedError: It holds objects of a class that the policy does not allow.
 
         """
         file = RangeFile(path, on_progress)
         try:
-            return cls(file, rules)
+            return cls(file, policy)
         except BaseException:
             file.close()
             raise
