@@ -19,6 +19,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     UnsupportedError,
 )
+from lightning_elastic_zero.json_records import from_json
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
@@ -140,7 +141,7 @@ def read_table(folder: Path) -> DumpsTable:
             msg = f"the format {content['format']!r}, version {content['format_version']!r}"
             raise ValueError(msg)  # noqa: TRY301 (what else is wrong is told in the same words)
         newer = content["format_version"] > FORMAT_VERSION
-        table = None if newer else _table(content)
+        table = None if newer else from_json(DumpsTable, content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         msg = f"{path} cannot be read ({error!r}): call describe_dumps again"
         raise CheckpointFormatError(msg) from error
@@ -151,32 +152,6 @@ def read_table(folder: Path) -> DumpsTable:
         )
         raise CheckpointFormatError(msg)
     return table
-
-
-def _table(content: Mapping[str, Any]) -> DumpsTable:
-    return DumpsTable(
-        dumps=tuple(_file(file) for file in content["dumps"]),
-        model=_file(content["model"]),
-        flats=tuple(BufferRow(int(f["group"]), _rows(f["parameters"])) for f in content["flats"]),
-        frozen=_rows(content["frozen"]),
-        module_buffers=tuple(map(str, content["module_buffers"])),
-        absent_buffers=tuple(map(str, content["absent_buffers"])),
-        library=str(content["library"]),
-        torch=str(content["torch"]),
-    )
-
-
-def _file(content: Mapping[str, Any]) -> SizedFile:
-    return SizedFile(str(content["name"]), int(content["size_bytes"]))
-
-
-def _rows(content: Sequence[Mapping[str, Any]]) -> tuple[ParameterRow, ...]:
-    return tuple(
-        ParameterRow(
-            str(row["name"]), tuple(map(int, row["shape"])), tuple(map(str, row["aliases"]))
-        )
-        for row in content
-    )
 
 
 def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
