@@ -7,119 +7,35 @@ tensor a run of elements lies, and gives what is held once. ``SourceReader`` rea
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import xxhash
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
-from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
-from lightning_elastic_zero.formats.torch_file import (
-    LegacyFile,
-    StoredRun,
-    TorchFile,
-    is_legacy,
-)
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
-OPEN_FILES = 4
-"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
-
 COMPARED_ELEMENTS = 1 << 20
 """Elements of two copies of a weight that are compared at a time."""
-
-TensorFile: TypeAlias = "TorchFile | LegacyFile"
 
 NamedRun: TypeAlias = "tuple[str, StoredRun]"
 """The name of a file, relative to the source's folder, and a run of one of its tensors."""
 
 
-def _any_name(path: Path, saved_as: str) -> None:
-    """Accept a file whatever it was called when it was saved."""
-
-
-class SourceFiles:
-    """The files of ``torch.save`` in a folder, opened when they are needed."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        allow_pickle: bool = False,
-        open_files: int = OPEN_FILES,
-        on_progress: Callable[[], None] = ignore_progress,
-        check_saved_name: Callable[[Path, str], None] = _any_name,
-    ) -> None:
-        """Take the folder that names are relative to.
-
-        Args:
-            folder: the checkpoint's own.
-            allow_pickle: build objects of any class, which can run code.
-            open_files: how many are kept open at once.
-            on_progress: called after every read: a first look at thousands of files takes minutes.
-            check_saved_name: told of each file that is opened, and what it was called when it was
-                saved.
-        """
-        self.folder = folder
-        self._check_name = check_saved_name
-        self.on_progress = on_progress
-        self._open_files = open_files
-        self._policy = FOREIGN_TREE.with_any_class(allow_pickle)
-        self._open: OrderedDict[str, TensorFile] = OrderedDict()
-
-    def get(self, name: str) -> TensorFile:
-        """Open a file, or give it where it is open.
-
-        Raises:
-            CheckpointCorruptedError: it is missing, or cut short.
-            CheckpointFormatError: it is not of ``torch.save``, or damaged.
-            UnsupportedError: it needs a class that is not allowed.
-        """
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        path = self.folder / name
-        legacy = is_legacy(path)
-        self.on_progress()
-        file: TensorFile = (
-            LegacyFile(path, self._policy, self.on_progress)
-            if legacy
-            else TorchFile.open_unverified(path, self._policy, self.on_progress)
-        )
-        self._open[name] = file
-        self._check_name(path, file.saved_as)
-        # What is read whole must not pile up.
-        while len(self._open) > (2 if legacy else self._open_files):
-            self._open.popitem(last=False)[1].close()
-        return file
-
-    def tree(self, name: str) -> Any:  # noqa: ANN401 (whatever was saved)
-        """Give what a file holds; its tensors are on the meta device."""
-        return self.get(name).tree
-
-    def load(self, name: str, subtree: Any) -> Any:  # noqa: ANN401
-        """Give a part of a file's tree with its values."""
-        return self.get(name).load_tree(subtree)
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-
 class Source(Protocol):
     """One foreign checkpoint, understood."""
 
-    files: SourceFiles
+    files: ForeignFiles
     found: SourceInfo
     manifest: Manifest
 

@@ -41,11 +41,11 @@ from lightning_elastic_zero.formats.full_state.binding import (
     writer_of,
 )
 from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
 from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
 from lightning_elastic_zero.formats.source import (
     COMPARED_ELEMENTS,
-    SourceFiles,
     file_list_digest,
 )
 from lightning_elastic_zero.formats.torch_file import StoredRun
@@ -78,7 +78,7 @@ class DcpReader:
         """
         self._path = path
         metadata = read_metadata(path)
-        self._files = SourceFiles(path, allow_pickle=allow_pickle, on_progress=on_progress)
+        self._files = foreign_files(path, allow_pickle=allow_pickle, on_progress=on_progress)
         policy = FOREIGN_TREE.with_any_class(allow_pickle)
         self._chunks = Chunks(path, metadata, policy, on_progress)
         self._chunks.check_files()

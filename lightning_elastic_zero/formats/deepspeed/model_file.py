@@ -9,8 +9,8 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.deepspeed.constants import OURS
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.shared_tensors import duplicate_names
-from lightning_elastic_zero.formats.source import SourceFiles
 from lightning_elastic_zero.manifest import Progress
 
 ENGINE_KEYS = frozenset(
@@ -45,7 +45,7 @@ ENGINE_KEYS = frozenset(
 class ModelFile:
     """One rank's ``*_model_states.pt``."""
 
-    def __init__(self, files: SourceFiles, name: str) -> None:
+    def __init__(self, files: ForeignFiles, name: str) -> None:
         """Understand a file, without reading its tensors.
 
         Raises:

@@ -11,8 +11,9 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.deepspeed.model_file import ModelFile
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
 from lightning_elastic_zero.formats.deepspeed.zero_shard import numel_of
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import SharedState
-from lightning_elastic_zero.formats.source import NamedRun, SourceFiles
+from lightning_elastic_zero.formats.source import NamedRun
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Layout, Transfer
 from lightning_elastic_zero.manifest import Parameter, Plain
@@ -23,7 +24,7 @@ from lightning_elastic_zero.tensor_state import dtype_name
 class ModelFileSet:
     """One ``mp_rank_00_model_states.pt`` in ZeRO-1/2, one file for each rank in ZeRO-3."""
 
-    def __init__(self, files: SourceFiles, folder: TagFolder) -> None:
+    def __init__(self, files: ForeignFiles, folder: TagFolder) -> None:
         """Take the files of a tag's folder, and understand rank 0's.
 
         Raises:

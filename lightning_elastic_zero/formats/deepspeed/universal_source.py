@@ -26,8 +26,9 @@ from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fie
 from lightning_elastic_zero.formats.deepspeed.model_file_set import ModelFileSet
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder, check_saved_name
 from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, numel_of
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import NamedRun, SourceFiles, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
@@ -60,7 +61,7 @@ class UniversalSource:
             CheckpointCorruptedError: files are missing.
             CheckpointFormatError: what is there does not fit together.
         """
-        self.files = SourceFiles(
+        self.files = foreign_files(
             folder.path,
             allow_pickle=allow_pickle,
             on_progress=on_progress,

@@ -22,8 +22,9 @@ from lightning_elastic_zero.formats.full_state.torch_optimizer import (
     FRESH_OPTIMIZER_HINT,
     format_names,
 )
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import NamedRun, SourceFiles, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.storage import ignore_progress
@@ -47,7 +48,7 @@ class ZeroSource:
             CheckpointFormatError: they are not of one save.
             UnsupportedError: the engine that wrote them cannot be resumed by this library.
         """
-        self.files = SourceFiles(
+        self.files = foreign_files(
             folder.path,
             allow_pickle=allow_pickle,
             on_progress=on_progress,

@@ -37,7 +37,8 @@ from lightning_elastic_zero.formats.dumps.table import (
     state_dict_in,
 )
 from lightning_elastic_zero.formats.dumps.weight_comparison import ModelTable, WeightComparison
-from lightning_elastic_zero.formats.source import SourceFiles, SourceReader, as_format_error
+from lightning_elastic_zero.formats.open_files import ForeignFiles, foreign_files
+from lightning_elastic_zero.formats.source import SourceReader, as_format_error
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
 
@@ -90,8 +91,8 @@ def describe_dumps(
     if not names:
         msg = f"dumps= names no files in {path}: pass one for each rank of the run"
         raise CheckpointNotFoundError(msg)
-    files = SourceFiles(
-        path, allow_pickle=allow_pickle, open_files=min(len(names) + 1, MAX_OPEN_FILES)
+    files = foreign_files(
+        path, allow_pickle=allow_pickle, limit=min(len(names) + 1, MAX_OPEN_FILES)
     )
     try:
         with as_format_error(path):
@@ -148,7 +149,7 @@ def _sized(folder: Path, name: str) -> SizedFile:
 
 
 def _build_table(
-    files: SourceFiles,
+    files: ForeignFiles,
     names: Sequence[str],
     model_file: str,
     model: ModelTable,

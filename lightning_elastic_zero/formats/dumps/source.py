@@ -30,8 +30,9 @@ from lightning_elastic_zero.formats.dumps.table import (
     read_table,
     state_dict_in,
 )
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import NamedRun, SourceFiles, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
@@ -68,7 +69,7 @@ class DumpsSource:
         """
         self._table = table or read_table(folder)
         self._table.check_sizes(folder)
-        self.files = SourceFiles(folder, allow_pickle=allow_pickle, on_progress=on_progress)
+        self.files = foreign_files(folder, allow_pickle=allow_pickle, on_progress=on_progress)
         self._shards = ZeroShardSet(
             lambda rank: self.files.tree(self._dump(rank)),
             lambda rank, part: self.files.load(self._dump(rank), part),

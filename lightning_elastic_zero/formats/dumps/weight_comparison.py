@@ -10,9 +10,9 @@ import xxhash
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.deepspeed.zero_shard import shard_metadata
 from lightning_elastic_zero.formats.dumps.table import ParameterRow, find_tensor, state_dict_in
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.source import (
     COMPARED_ELEMENTS,
-    SourceFiles,
     same_rounded,
 )
 from lightning_elastic_zero.formats.torch_file import StoredRun
@@ -74,7 +74,7 @@ class WeightComparison:
 
     def __init__(
         self,
-        files: SourceFiles,
+        files: ForeignFiles,
         dumps: Sequence[str],
         model_file: str,
         rows: Mapping[str, ParameterRow],

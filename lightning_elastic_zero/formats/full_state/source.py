@@ -33,12 +33,12 @@ from lightning_elastic_zero.formats.full_state.binding import (
     writer_of,
 )
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
 from lightning_elastic_zero.formats.shared_tensors import storage_location
 from lightning_elastic_zero.formats.source import (
     COMPARED_ELEMENTS,
     NamedRun,
-    SourceFiles,
     file_list_digest,
 )
 from lightning_elastic_zero.formats.torch_file import StoredRun
@@ -68,7 +68,7 @@ class SingleFileSource:
             UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
                 ranges can be read.
         """
-        self.files = SourceFiles(path.parent, allow_pickle=allow_pickle, on_progress=on_progress)
+        self.files = foreign_files(path.parent, allow_pickle=allow_pickle, on_progress=on_progress)
         self._path = path
         tree = self.files.tree(path.name)
         weights, self._rest = _parts(tree, path)
