@@ -155,8 +155,8 @@ class ModelFile:
                 shown = "" if what == "parameters" else f" ({mine} and {theirs})"
                 msg = (
                     f"{self._files.folder}: {self.name} and {other.name} differ in their "
-                    f"{what}{shown}: they are not of one save. Remove the files of the run that "
-                    "you do not want, or resume from another checkpoint"
+                    f"{what}{shown}: they are not of one save. Resume from another checkpoint, "
+                    "or put the files of one save back, those of all ranks"
                 )
                 raise CheckpointFormatError(msg)
 

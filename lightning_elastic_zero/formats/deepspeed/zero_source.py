@@ -64,6 +64,7 @@ class ZeroSource:
             first.shapes,
             first.world_size,
             str(folder.path),
+            self._shard_name,
         )
         self._check_stage()
         self.manifest = self._manifest()
@@ -146,9 +147,10 @@ class ZeroSource:
             return ""
         return (
             f"its model files are of step {counted} (global_steps {progress.global_steps}, of "
-            f"which {progress.skipped_steps} skipped), and Adam in its optimizer shards has taken "
-            f"{max(steps)} steps: the files are of two saves, as where a save was killed while it "
-            "overwrote a tag. Resume from another checkpoint. Where the optimizer was started anew "
+            f"which {progress.skipped_steps} skipped), as {self._models.first.name} says, and Adam "
+            f"in its optimizer shards has taken {max(steps)} steps, as {self._shard_name(0)} says: "
+            "the files are of two saves, as where a save was killed while it overwrote a tag. "
+            "Resume from another checkpoint. Where the optimizer was started anew "
             "in the midst of the run, so that its steps lag behind, pass load_optimizer_state=False"
         )
 

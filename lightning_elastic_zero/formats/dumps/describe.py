@@ -74,7 +74,9 @@ def describe_dumps(
         allow_pickle: build objects of any class from the files; that can run code.
 
     Returns:
-        What the checkpoint says of itself.
+        The folder as a checkpoint, as ``open_checkpoint(folder).manifest`` has it from now on: the
+        parameters with their groups, stage and ranks of the run, hyperparameters and the table of
+        optimizer states. It can be ignored: what a load needs is in ``elastic_dumps.json``.
 
     Raises:
         CheckpointNotFoundError: there are no dumps.

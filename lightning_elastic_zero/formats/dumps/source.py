@@ -76,6 +76,7 @@ class DumpsSource:
             [{row.name: row.shape for row in flat.parameters} for flat in self._table.flats],
             len(self._table.dumps),
             str(folder),
+            self._dump,
         )
         self._check_groups()
         self._names = {row.name: (row.name, *row.aliases) for row in self._rows()}
