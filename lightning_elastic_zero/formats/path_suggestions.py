@@ -23,7 +23,7 @@ MAX_NAMES = 5
 
 
 def describe_checkpoints_in(folder: Path) -> str:
-    """Say which checkpoints a folder holds; nothing where it holds none."""
+    """Describe which checkpoints a folder holds; nothing where it holds none."""
     if not (names := _checkpoints(folder)):
         return ""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
@@ -31,7 +31,7 @@ def describe_checkpoints_in(folder: Path) -> str:
 
 
 def describe_content(folder: Path) -> str:
-    """Say what lies in a folder that is no checkpoint."""
+    """Describe what lies in a folder that is no checkpoint."""
     try:
         entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
     except OSError as error:
@@ -44,7 +44,7 @@ def describe_content(folder: Path) -> str:
 
 
 def describe_similar_paths(path: Path) -> str:
-    """Say what there is of a path that leads nowhere: its folder, and names like its own."""
+    """Describe what there is of a path that leads nowhere: its folder, and names like its own."""
     folder = path.parent
     if not folder.is_dir():
         return f", nor is there a folder {folder}"

@@ -40,7 +40,7 @@ class Source(Protocol):
     manifest: Manifest
 
     def names(self) -> Sequence[str]:
-        """Give the files that belong to it, relative to its folder."""
+        """Return the files that belong to it, relative to its folder."""
         ...
 
     def layout(self) -> Layout:
@@ -56,7 +56,7 @@ class Source(Protocol):
         ...
 
     def bind(self, live: Manifest) -> None:
-        """Learn what it is to be loaded into."""
+        """Match the checkpoint with the live model."""
         ...
 
     def locate(self, key: str, transfer: Transfer) -> NamedRun:
@@ -68,11 +68,11 @@ class Source(Protocol):
         ...
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         ...
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once."""
+        """Return what is held once."""
         ...
 
 
@@ -80,7 +80,7 @@ class SourceReader:
     """A checkpoint that other software wrote (``CheckpointReader``)."""
 
     def __init__(self, source: Source) -> None:
-        """Take a source."""
+        """Keep a source."""
         self._source = source
 
     @cached_property
@@ -112,7 +112,7 @@ class SourceReader:
             self._source.check_all()
 
     def bind(self, live: Manifest) -> None:
-        """Learn what the checkpoint is to be loaded into."""
+        """Match the checkpoint with the live model."""
         self._source.bind(live)
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
@@ -128,7 +128,7 @@ class SourceReader:
         """Do nothing more: ``check_all`` has looked at the files, and nobody recorded sizes."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets, file by file; give the bytes read from disk.
+        """Fill all targets, file by file; return the bytes read from disk.
 
         Raises:
             CheckpointCorruptedError: masters do not round to the low-precision weights that lie
@@ -174,11 +174,11 @@ class SourceReader:
         return bytes_read
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
         return self._source.scalars(at)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once, and what was kept for this rank where ranks match."""
+        """Return what is held once, and what was kept for this rank where ranks match."""
         return self._source.module_state(rank, world_size)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class SourceReader:
 
 
 def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
-    """Tell whether masters that were read into a type can be compared with weights of another.
+    """Whether masters that were read into a type can be compared with weights of another.
 
     fp16 and bf16 cannot: masters that were rounded to one do not round to the other as they were.
     """
@@ -195,7 +195,7 @@ def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
 
 
 def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
-    """Tell whether two tensors are alike in the narrower one's type; NaN equals NaN."""
+    """Whether two tensors are alike in the narrower one's type; NaN equals NaN."""
     narrow = low.dtype if low.dtype.itemsize <= master.dtype.itemsize else master.dtype
     return torch.equal(
         torch.nan_to_num(master.to(narrow), nan=0.5), torch.nan_to_num(low.to(narrow), nan=0.5)
@@ -222,7 +222,7 @@ def as_format_error(path: Path) -> Iterator[None]:
 def file_list_digest(
     folder: Path, names: Iterable[str], on_progress: Callable[[], None] = ignore_progress
 ) -> str:
-    """Give a digest of which files there are and how large: ranks must see the same ones."""
+    """Return a digest of which files there are and how large: ranks must see the same ones."""
     digest = xxhash.xxh3_128()
     for name in names:
         path = folder / name

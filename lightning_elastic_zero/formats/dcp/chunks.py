@@ -246,7 +246,7 @@ class Chunks:
     # -- objects ---------------------------------------------------------------------------------
 
     def objects(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Give what was saved as objects.
+        """Return what was saved as objects.
 
         Raises:
             CheckpointCorruptedError: they are damaged.
@@ -356,11 +356,11 @@ class _TensorPlanner(_Planner):
         self._on_bytes = on_bytes
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Give an empty box."""
+        """Return an empty box."""
         return torch.empty(read_item.lengths, dtype=self._jobs[read_item.storage_index].dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Take the runs from it."""
+        """Copy its runs to where they are wanted."""
         self._on_bytes(self._jobs[read_item.storage_index].take(tensor))
 
 

@@ -100,7 +100,7 @@ class DcpReader:
         self._take(unbound(self._full_state))
 
     def _trainer_state(self) -> Mapping[str, Any]:
-        """Give the tree of the trainer's state; its tensors have no values yet."""
+        """Return the tree of the trainer's state; its tensors have no values yet."""
         if not (self._path / TRAINER_STATE).is_file():
             return {}
         tree = self._files.tree(TRAINER_STATE)
@@ -110,7 +110,7 @@ class DcpReader:
         return tree
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Give the model's tensors, without values.
+        """Return the model's tensors, without values.
 
         Raises:
             UnsupportedError: the model has entries that are no tensors.
@@ -173,7 +173,7 @@ class DcpReader:
     def _optimizers(
         self, live: Manifest, weights: Mapping[str, torch.Tensor]
     ) -> tuple[list[dict[str, Any]], str]:
-        """Give the optimizer's state dict, or why there is none that can be told apart."""
+        """Return the optimizer's state dict, or why there is none that can be told apart."""
         found = self._tree.optimizers
         if AVERAGING in self._trainer and found:
             why = (
@@ -221,7 +221,7 @@ class DcpReader:
         """Do nothing more: that every file is there was seen when it was opened."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets; give the bytes of the chunks that were read."""
+        """Fill all targets; return the bytes of the chunks that were read."""
         wanted = ((r.slot, self._locate(r.key, r.transfer)) for r in requests)
         return self._chunks.read_into(wanted, on_bytes)
 
@@ -238,7 +238,7 @@ class DcpReader:
         return leaf.tensor
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of a parameter."""
+        """Return the scalar optimizer states of a parameter."""
         if self._scalars is None:
             self._scalars = self._load_scalars()
         return self._scalars.get(at.name, {})
@@ -257,7 +257,7 @@ class DcpReader:
         }
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers, the trainer's state, and what else was saved that is small."""
+        """Return buffers, the trainer's state, and what else was saved that is small."""
         del rank, world_size
         leaves = self._tree.models[self._model]
         held = {n: leaves[n] for n in self.manifest.module_buffers}
@@ -272,7 +272,7 @@ class DcpReader:
         )
 
     def _rest(self) -> dict[str, Any]:
-        """Give the objects and single numbers that are beside model and optimizer.
+        """Return the objects and single numbers that are beside model and optimizer.
 
         Raises:
             UnsupportedError: the model itself has entries that are no tensors.

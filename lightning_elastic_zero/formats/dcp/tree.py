@@ -93,7 +93,7 @@ def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
 
 
 def _groups_prefix(path: Path) -> tuple[Path, bool] | None:
-    """Give the optimizer's place, if a leaf is one of its hyperparameters, and its manner."""
+    """Return the optimizer's place, if a leaf is one of its hyperparameters, and its manner."""
     for index, part in enumerate(path[:-1]):
         if part == GROUPS and isinstance(path[index + 1], int):
             return path[:index], False
@@ -103,7 +103,7 @@ def _groups_prefix(path: Path) -> tuple[Path, bool] | None:
 
 
 def _put_into(optimizers: Mapping[Path, OptimizerLeaves], leaf: Leaf) -> bool:
-    """Put a leaf to its optimizer's, if it has one."""
+    """Add a leaf to its optimizer's, if it has one."""
     for length in range(len(leaf.path)):
         prefix, below = leaf.path[:length], leaf.path[length:]
         if (optimizer := optimizers.get(prefix)) is None:
@@ -119,7 +119,7 @@ def _put_into(optimizers: Mapping[Path, OptimizerLeaves], leaf: Leaf) -> bool:
 
 
 def choose_model(tree: Tree, live: Manifest, where: FilePath) -> Path:
-    """Give the subtree that holds the live model's parameters.
+    """Return the subtree that holds the live model's parameters.
 
     Raises:
         CheckpointFormatError: there are no tensors.
@@ -151,10 +151,10 @@ def choose_model(tree: Tree, live: Manifest, where: FilePath) -> Path:
 
 
 def largest_model(tree: Tree) -> Path:
-    """Give the subtree with the most tensors; the top where there is none."""
+    """Return the subtree with the most tensors; the top where there is none."""
     return max(tree.models, key=lambda path: len(tree.models[path]), default=())
 
 
 def format_tree_path(path: Path) -> str:
-    """Give a path as a person writes it."""
+    """Return a path as a person writes it."""
     return ".".join(map(str, path)) or "the top level"

@@ -25,7 +25,7 @@ class ModelFileSet:
     """One ``mp_rank_00_model_states.pt`` in ZeRO-1/2, one file for each rank in ZeRO-3."""
 
     def __init__(self, files: ForeignFiles, folder: TagFolder) -> None:
-        """Take the files of a tag's folder, and understand rank 0's.
+        """Keep the files of a tag's folder, and understand rank 0's.
 
         Raises:
             CheckpointCorruptedError: it is missing.
@@ -42,7 +42,7 @@ class ModelFileSet:
         """Which rank's file holds which elements of the weights that no optimizer owns."""
 
     def name(self, rank: int) -> str:
-        """Give the name of a rank's file.
+        """Return the name of a rank's file.
 
         Raises:
             CheckpointCorruptedError: it is missing.
@@ -54,13 +54,13 @@ class ModelFileSet:
         return self._folder.models[rank]
 
     def names(self) -> list[str]:
-        """Give the files of the ranks that wrote the checkpoint, missing ones too."""
+        """Return the files of the ranks that wrote the checkpoint, missing ones too."""
         if self._folder.model:
             return [self._folder.model]
         return [_model_name(rank) for rank in range(self.first.world_size)]
 
     def missing(self) -> list[str]:
-        """Give the names of files that should be there."""
+        """Return the names of files that should be there."""
         if self._folder.model:
             return []
         ranks = range(self.first.world_size)
@@ -89,7 +89,7 @@ class ModelFileSet:
             self.first.check_same(ModelFile(self._files, name))
 
     def parameters(self, group_of: Sequence[int]) -> tuple[Parameter, ...]:
-        """Give the parameter table.
+        """Return the parameter table.
 
         Args:
             group_of: the parameter group of each flat buffer.
@@ -128,7 +128,7 @@ class ModelFileSet:
     def module_state(
         self, rank: int, world_size: int, loss_scaler: Mapping[str, Plain]
     ) -> SharedState:
-        """Give buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""
+        """Return buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""
         same = self.partitioned and world_size == self.first.world_size
         model = ModelFile(self._files, self.name(rank)) if same else self.first
         return SharedState(
@@ -139,7 +139,7 @@ class ModelFileSet:
         )
 
     def lacks(self) -> tuple[str, ...]:
-        """Say what these files do not hold of a run."""
+        """Describe what these files do not hold of a run."""
         buffers = () if self.partitioned or not self.first.buffers else (OTHERS_BUFFERS,)
         return ("RNG states", *buffers)
 

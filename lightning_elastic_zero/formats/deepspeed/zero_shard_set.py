@@ -60,7 +60,7 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 def _scaler(shard: Shard) -> str:
-    """Give the loss scale and what it follows, to compare: ranks agree on overflows."""
+    """Return the loss scale and what it follows, to compare: ranks agree on overflows."""
     return repr(sorted(loss_scaler_fields(shard.get("loss_scaler")).items()))
 
 
@@ -158,7 +158,7 @@ class ZeroShardSet:
         return buffer
 
     def _groups(self, first: Shard) -> tuple[Group, ...]:
-        """Give the parameter groups: members, hyperparameters, and the table of states."""
+        """Return the parameter groups: members, hyperparameters, and the table of states."""
         hyperparameters = self._load(0, hyperparameters_of(first))
         count = max(self.group_of, default=-1) + 1
         return tuple(
@@ -199,7 +199,7 @@ class ZeroShardSet:
         raise UnsupportedError(msg)
 
     def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
-        """Give the states of a flat buffer; of its first parameter where they are kept by name."""
+        """Return a flat buffer's states; its first parameter's where they are kept by name."""
         states = shard[BASE] if self.stage == STAGE_WEIGHTS and not self.elastic else shard[STATES]
         if not self.elastic:
             in_order = [i for group in states["param_groups"] for i in group["params"]]
@@ -219,7 +219,7 @@ class ZeroShardSet:
         return found
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """Take the live model's groups, where the shards do not say which there were.
+        """Use the live model's groups, where the shards do not say which there were.
 
         Raises:
             CheckpointMismatchError: parameters that share a flat buffer are in two groups.
@@ -262,7 +262,7 @@ class ZeroShardSet:
         return StoredRun(tensor, start, stop)
 
     def scalars(self, at: Fragment) -> dict[str, Scalar]:
-        """Give the scalar states of the flat buffer that holds ``at``, as the shard has them."""
+        """Return the scalar states of the flat buffer that holds ``at``, as the shard has them."""
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
         if self.elastic and self.stage == STAGE_WEIGHTS:
@@ -272,12 +272,12 @@ class ZeroShardSet:
         return found
 
     def without_state(self) -> list[str]:
-        """Give the parameters without optimizer state in groups that have some."""
+        """Return the parameters without optimizer state in groups that have some."""
         lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
         return [name for index in lacking for name in self.buffers[index].names]
 
     def steps(self) -> list[int]:
-        """Give how many steps Adam has taken, by the first shard: for each of its flat buffers.
+        """Return how many steps Adam has taken, by the first shard: for each of its flat buffers.
 
         Other optimizers begin to count elsewhere, or do not count.
         """
@@ -382,7 +382,7 @@ class ZeroShardSet:
         return found
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
-        """Give the sizes that a rank's flat buffer may have: with and without its padding."""
+        """Return the sizes that a rank's flat buffer may have: with and without its padding."""
         buffer = self.buffers[index]
         if self.stage == STAGE_WEIGHTS:
             return (sum(piece_numel(n, self.world_size) for n in buffer.numels),)

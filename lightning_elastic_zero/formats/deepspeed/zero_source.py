@@ -81,7 +81,7 @@ class ZeroSource:
     # -- which files -----------------------------------------------------------------------------
 
     def _choose_shards(self) -> Mapping[int, str]:
-        """Give the optimizer shards by rank: of the precision that the model file has.
+        """Return the optimizer shards by rank: of the precision that the model file has.
 
         Raises:
             CheckpointCorruptedError: there are none.
@@ -100,12 +100,12 @@ class ZeroSource:
         return self._shard_names[rank]
 
     def _absent(self, rank: int) -> str:
-        """Give the name that a rank's shard would have."""
+        """Return the name that a rank's shard would have."""
         known, name = min(self._shard_names.items())
         return name.replace(f"rank_{known}_", f"rank_{rank}_", 1)
 
     def names(self) -> Sequence[str]:
-        """Give the files of all ranks; those of a larger, older world are not among them."""
+        """Return the files of all ranks; those of a larger, older world are not among them."""
         ranks = range(self._models.first.world_size)
         shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
         return [*self._models.names(), *shards]
@@ -136,7 +136,7 @@ class ZeroSource:
             raise CheckpointFormatError(msg)
 
     def _mixed(self) -> str:
-        """Say why shards and model files seem to be of two saves; nothing where they do not.
+        """Describe why shards and model files seem to be of two saves; nothing where they do not.
 
         Only in ZeRO-3, whose model files have no weights that masters would have to round to.
         Sub-groups may have been started anew one by one: one that fits is enough.
@@ -155,7 +155,7 @@ class ZeroSource:
         )
 
     def _unmatched(self) -> str:
-        """Say whose optimizer state the shards lack; nothing where they lack none."""
+        """Describe whose optimizer state the shards lack; nothing where they lack none."""
         if not (lacking := self._shards.without_state()):
             return ""
         return (
@@ -197,7 +197,7 @@ class ZeroSource:
         return self._models.frozen_layout
 
     def bind(self, live: Manifest) -> None:
-        """Learn the parameter groups, where the shards do not say which there were."""
+        """Use the live parameter groups, where the shards do not say which there were."""
         unknown = self._shards.stage == STAGE_WEIGHTS and not self.found.hyperparameters
         if unknown and live.groups:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
@@ -214,11 +214,11 @@ class ZeroSource:
         return self._models.locate_rounded(transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         return self._shards.scalars(at)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers and the trainer's state."""
+        """Return buffers and the trainer's state."""
         shard = self.files.tree(self._shard_name(0))[OPTIMIZER]
         scaler = loss_scaler_fields(shard.get("loss_scaler"))
         return self._models.module_state(rank, world_size, scaler)

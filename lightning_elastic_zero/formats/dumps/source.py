@@ -148,7 +148,7 @@ class DumpsSource:
     # -- Source ----------------------------------------------------------------------------------
 
     def names(self) -> Sequence[str]:
-        """Give the files that belong to it, relative to its folder."""
+        """Return the files that belong to it, relative to its folder."""
         return [self._table.model.name, *(file.name for file in self._table.dumps)]
 
     def layout(self) -> Layout:
@@ -168,7 +168,7 @@ class DumpsSource:
         self._shards.check_all()
 
     def bind(self, live: Manifest) -> None:
-        """Learn nothing: the table names the parameters."""
+        """Do nothing: the table names the parameters."""
 
     def locate(self, key: str, transfer: Transfer) -> NamedRun:
         """Return where a run of masters, of a state or of a frozen weight lies."""
@@ -194,11 +194,11 @@ class DumpsSource:
         )
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         return self._shards.scalars(at)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:  # noqa: ARG002 (all have one)
-        """Give the buffers of the model file, and the loss scale; there is no trainer's state."""
+        """Return the buffers of the model file, and the loss scale; there is no trainer's state."""
         weights, model = self._weights(), self._table.model.name
         where = str(self.files.folder / model)
         shard: Mapping[str, Any] = self.files.tree(self._dump(0))

@@ -97,7 +97,7 @@ class DumpsTable:
     torch: str = ""
 
     def to_json(self) -> str:
-        """Give the text of the file, the same for the same content."""
+        """Return the text of the file, the same for the same content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
@@ -117,7 +117,7 @@ class DumpsTable:
 
 
 def _wrong(folder: Path, file: SizedFile) -> str:
-    """Say what is wrong with a file; nothing where it is as it was."""
+    """Describe what is wrong with a file; nothing where it is as it was."""
     try:
         size_bytes = (folder / file.name).stat().st_size
     except OSError as error:
@@ -155,7 +155,7 @@ def read_table(folder: Path) -> DumpsTable:
 
 
 def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
-    """Give the state dict that a model file holds: some of its values are tensors.
+    """Return the state dict that a model file holds: some of its values are tensors.
 
     Raises:
         CheckpointFormatError: there is none in it.
@@ -173,7 +173,7 @@ def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
 
 
 def find_tensor(names: Sequence[str], weights: Mapping[str, Any], where: str) -> torch.Tensor:
-    """Give a model file's tensor: under the first of a tied weight's names that is there.
+    """Return a model file's tensor: under the first of a tied weight's names that is there.
 
     Raises:
         CheckpointFormatError: it is not there.

@@ -26,7 +26,7 @@ class ModelTable:
     """What a module says of the parameters, without their values."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Take a module of the architecture that was trained."""
+        """Read names and shapes of a module of the architecture that was trained."""
         names: dict[torch.nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -79,7 +79,7 @@ class WeightComparison:
         model_file: str,
         rows: Mapping[str, ParameterRow],
     ) -> None:
-        """Take what is compared.
+        """Keep what is compared.
 
         Args:
             files: with the dumps and the model file.
@@ -96,7 +96,7 @@ class WeightComparison:
         self._last_head: tuple[object, torch.Tensor] = (None, torch.empty(0))
 
     def __call__(self, name: str, fragments: Sequence[Fragment]) -> bool:
-        """Tell whether what lies in the fragments is a parameter's weights, all of them."""
+        """Whether what lies in the fragments is a parameter's weights, all of them."""
         return all(self._head_fits(name, f) for f in fragments[:1]) and all(
             same_rounded(self._masters(f, start, stop), self._low(name, start, stop))
             for f in fragments
@@ -104,7 +104,7 @@ class WeightComparison:
         )
 
     def weights_digest(self, name: str) -> Hashable:
-        """Give what is the same for parameters of the same weights."""
+        """Return what is the same for parameters of the same weights."""
         digest, dtype = xxhash.xxh3_128(), None
         numel = self._rows[name].numel
         for start, stop in spans(0, numel, COMPARED_ELEMENTS):
@@ -128,7 +128,7 @@ class WeightComparison:
         return same_rounded(self._last_head[1], self._heads[name][:stop])
 
     def _missing(self, at: Fragment) -> bool:
-        """Tell whether a dump is too short to hold a fragment."""
+        """Whether a dump is too short to hold a fragment."""
         return at.offset + at.stop - at.start > self._flat(at).numel()
 
     def _flat(self, at: Fragment) -> torch.Tensor:

@@ -46,7 +46,7 @@ class ElasticReader:
         allow_pickle: bool = False,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
-        """Take a checkpoint's directory and its manifest.
+        """Keep a checkpoint's directory and its manifest.
 
         Args:
             directory: where ``manifest.json`` lies.
@@ -67,11 +67,11 @@ class ElasticReader:
 
     @property
     def found(self) -> SourceInfo:
-        """Say that it is a whole checkpoint of this library."""
+        """The kind of checkpoint, which lacks nothing."""
         return SourceInfo(f"{FORMAT} checkpoint")
 
     def bind(self, live: Manifest) -> None:
-        """Learn nothing: the manifest names everything."""
+        """Do nothing: the manifest names everything."""
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Do nothing: every byte is verified when it is read."""
@@ -129,7 +129,7 @@ class ElasticReader:
     # -- runs of elements --------------------------------------------------------------------
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets, file by file; give the bytes read from disk.
+        """Fill all targets, file by file; return the bytes read from disk.
 
         Raises:
             CheckpointCorruptedError: what is on disk is not what was written.
@@ -175,13 +175,13 @@ class ElasticReader:
         return StoredRun(stored, start, stop)
 
     def _frozen_start(self, name: str, rank: int) -> int:
-        """Give the first element that a rank's file holds of a frozen weight."""
+        """Return the first element that a rank's file holds of a frozen weight."""
         if self.manifest.stage != STAGE_WEIGHTS:
             return 0
         return rank * piece_numel(self._frozen_numel[name], self.manifest.world_size)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
         file = self._files.get(optimizer_file(at.rank, self.manifest.precision))
         shard = file.tree[OPTIMIZER][STATES][at.buffer][at.name]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
@@ -194,7 +194,7 @@ class ElasticReader:
     # -- what is held once -------------------------------------------------------------------
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once, with what this rank had of its own where ranks match."""
+        """Return what is held once, with what this rank had of its own where ranks match."""
         file = self._files.get(model_file(0, self.manifest.stage))
         ours = file.tree[OURS]
         module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
@@ -213,7 +213,7 @@ class ElasticReader:
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of)
 
     def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
-        """Give an entry of the client state as a rank had it; None where it had none."""
+        """Return an entry of the client state as a rank had it; None where it had none."""
         file = self._files.get(model_file(0, self.manifest.stage))
         holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
         for key in reversed(path):
@@ -229,13 +229,13 @@ class ElasticReader:
         return _entry(holder, path)
 
     def _own(self, rank: int) -> dict[str, Any]:
-        """Give what a rank kept for itself because it differed from rank 0's."""
+        """Return what a rank kept for itself because it differed from rank 0's."""
         file = self._files.get(optimizer_file(rank, self.manifest.precision))
         own: dict[str, Any] = file.load_tree(file.tree[OURS]["own"])
         return own
 
     def _objects(self) -> Objects:
-        """Give the client objects, if they are harmless or allowed."""
+        """Return the client objects, if they are harmless or allowed."""
         file = self._files.get(CLIENT_OBJECTS)
         # What is refused is named by itself; what fails in Python's own unpickler is one of these.
         these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
@@ -251,7 +251,7 @@ class ElasticReader:
     # -- files -------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> FileEntry:
-        """Give what the manifest says of a file.
+        """Return what the manifest says of a file.
 
         Raises:
             CheckpointFormatError: it names no such file.
@@ -319,7 +319,7 @@ class ElasticReader:
 
 
 def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever was saved)
-    """Give what is at a path of nested dicts; None where nothing is."""
+    """Return what is at a path of nested dicts; None where nothing is."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

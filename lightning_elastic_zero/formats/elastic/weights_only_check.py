@@ -55,7 +55,7 @@ def _inside(value: object) -> Iterator[tuple[str | int, Any]]:
 
 
 def _unreadable(value: object) -> str | None:
-    """Say why a value could not be read; None where it can."""
+    """Describe why a value could not be read; None where it can."""
     stream = io.BytesIO()
     try:
         _WithoutTensors(stream, _PROTOCOL).dump(value)
@@ -69,7 +69,7 @@ class _WithoutTensors(pickle.Pickler):
     """Pickles a value but the contents of its tensors."""
 
     def persistent_id(self, obj: Any) -> tuple[str] | None:  # noqa: ANN401
-        """Let a tensor be named instead of written.
+        """Return a name for a tensor, which is written in its place.
 
         Raises:
             ValueError: it is one of which no ranges of bytes can be read.

@@ -85,7 +85,7 @@ class SingleFileSource:
         self._take(unbound(self._full_state))
 
     def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Give the optimizers' state dicts; hyperparameters have their values, states have not."""
+        """Return the optimizers' state dicts: hyperparameters with values, states without."""
         found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
         return [
             {
@@ -114,7 +114,7 @@ class SingleFileSource:
         self._frozen = frozen_partition(((p.name, p.numel) for p in bound.manifest.frozen), 1)
 
     def names(self) -> Sequence[str]:
-        """Give the one file."""
+        """Return the one file."""
         return [self._path.name]
 
     def layout(self) -> Layout:
@@ -147,7 +147,7 @@ class SingleFileSource:
         self._take(bound)
 
     def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Tell whether two tensors hold the same, a bounded part at a time."""
+        """Whether two tensors hold the same, a bounded part at a time."""
         if storage_location(one) == storage_location(other):
             return True
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -175,7 +175,7 @@ class SingleFileSource:
         return None
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of a parameter."""
+        """Return the scalar optimizer states of a parameter."""
         if self._scalars is None:
             # All at once: each by itself would read a chunk of the file for a few bytes.
             kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
@@ -189,7 +189,7 @@ class SingleFileSource:
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers, and all that is neither weights nor optimizer state."""
+        """Return buffers, and all that is neither weights nor optimizer state."""
         del rank, world_size
         held = {name: self._weights[name] for name in self.manifest.module_buffers}
         return SharedState(
@@ -235,7 +235,7 @@ def _refuse(path: Path, what: str) -> NoReturn:
 
 
 def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Give the weights, if each is a tensor of which ranges can be read.
+    """Return the weights, if each is a tensor of which ranges can be read.
 
     Raises:
         UnsupportedError: one is not.

@@ -202,7 +202,7 @@ class _RangeStream(io.RawIOBase):
         self._position = 0
 
     def bytes_at(self, start: int, stop: int) -> bytes:
-        """Give the bytes ``[start, stop)``, as far as the file has them."""
+        """Return the bytes ``[start, stop)``, as far as the file has them."""
         start, stop = max(start, 0), min(stop, self._file.size_bytes)
         parts = []
         while start < stop:

@@ -25,7 +25,7 @@ MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def is_legacy(path: Path) -> bool:
-    """Tell whether a file is no zip, so that it cannot be read by ranges.
+    """Whether a file is no zip, so that it cannot be read by ranges.
 
     Raises:
         CheckpointCorruptedError: It is missing, or cannot be read.
@@ -121,11 +121,11 @@ class LegacyFile:
         return 0
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor of the tree."""
+        """Return a tensor of the tree."""
         return tensor.detach().clone()
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
-        """Give a part of the tree."""
+        """Return a part of the tree."""
         return subtree
 
     def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:

@@ -211,7 +211,7 @@ class TorchFile:
         return _RangeCopy(FileSlice(start_byte, place.dtype, target.numel()), target.detach())
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give an ordinary copy, on the host, of a tensor of the tree.
+        """Return an ordinary copy, on the host, of a tensor of the tree.
 
         Raises:
             CheckpointCorruptedError: Bytes of the file are not what was written.
@@ -220,7 +220,7 @@ class TorchFile:
         return self._load_all([tensor])[0]
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
-        """Give a part of the tree with ordinary copies in the place of its tensors.
+        """Return a part of the tree with ordinary copies in the place of its tensors.
 
         Dicts, lists and tuples are new, and of the types that they were; all else is shared.
 
@@ -260,7 +260,7 @@ class TorchFile:
         self._file.close()
 
     def __enter__(self) -> TorchFile:
-        """Give the file itself."""
+        """Return the file itself."""
         return self
 
     def __exit__(
