@@ -53,6 +53,12 @@ class Fragment:
         return Fragment(self.name, first, last, self.rank, self.buffer, offset)
 
 
+def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield ``[start, stop)`` in parts of at most ``size`` elements, in order."""
+    for first in range(start, stop, size):
+        yield first, min(first + size, stop)
+
+
 class Layout(Protocol):
     """Which fragments are held where. An implementation computes them; it stores no list of them.
 

@@ -11,12 +11,12 @@ The format is described field by field in ``docs/format.md``. Readers refuse a n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.json_records import dump_with_digest, has_valid_digest
+from lightning_elastic_zero.json_records import dump_with_digest, from_json, has_valid_digest
 from lightning_elastic_zero.layout import Layout
 from lightning_elastic_zero.partition import (
     FlatBuffer,
@@ -240,71 +240,10 @@ def manifest_from_json(text: str, where: str) -> Manifest:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    """Build the dataclass from checked JSON."""
-    rows = {
-        "parameters": _rows(Parameter, content["parameters"]),
-        "groups": _rows(Group, [_group(row) for row in content["groups"]]),
-        "buffers": _rows(FlatBuffer, content["buffers"]),
-        "files": _rows(FileEntry, content["files"]),
-        "progress": _row(Progress, _untagged(content["progress"], "sampler")),
-        "writer": _row(Writer, content["writer"]),
-    }
-    wanted = Manifest.__dataclass_fields__
-    if lacking := sorted(wanted.keys() - content.keys()):
+    """Build the dataclass: it has no default on disk; of rows, those that only inform have."""
+    if lacking := sorted(Manifest.__dataclass_fields__.keys() - content.keys()):
         raise KeyError(*lacking)
-    return _row(Manifest, {**content, **rows})  # type: ignore[no-any-return]
-
-
-def _group(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_untagged(row, "hyperparameters"), "state": _rows(StateKey, row["state"])}
-
-
-def _rows(cls: type[Any], rows: object) -> tuple[Any, ...]:
-    if not isinstance(rows, list):
-        msg = f"{rows!r} is no table of {cls.__name__}"
-        raise TypeError(msg)
-    return tuple(_row(cls, row) for row in rows)
-
-
-def _row(cls: type[Any], row: Mapping[str, Any]) -> Any:  # noqa: ANN401 (one of seven dataclasses)
-    """Build one row, with lists as tuples, ignoring fields that a later writer may have added.
-
-    Raises:
-        TypeError: a field has a value of another type.
-    """
-    if not isinstance(row, dict):
-        msg = f"{row!r} is no {cls.__name__}"
-        raise TypeError(msg)
-    values = {}
-    for name, known in cls.__dataclass_fields__.items():
-        if name in row:
-            value = tuple(row[name]) if isinstance(row[name], list) else row[name]
-            if not _IS.get(known.type, _anything)(value):
-                msg = f"{cls.__name__}.{name} is {value!r}, not {known.type}"
-                raise TypeError(msg)
-            values[name] = value
-    return cls(**values)
-
-
-def _anything(_: object) -> bool:
-    """Take rows, which are checked when they are built."""
-    return True
-
-
-def _all_are(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, tuple) and all(type(v) is kind for v in value)
-
-
-_IS: dict[str, Callable[[object], bool]] = {
-    "str": lambda value: type(value) is str,
-    "int": lambda value: type(value) is int,
-    "int | None": lambda value: value is None or type(value) is int,
-    "bool": lambda value: type(value) is bool,
-    "tuple[int, ...]": _all_are(int),
-    "tuple[str, ...]": _all_are(str),
-    "Mapping[str, Plain]": lambda value: type(value) is dict,
-}
-"""How a value of each annotation is told: JSON has no types of its own to trust."""
+    return from_json(Manifest, content, _untag_tuples)
 
 
 def _check_tables(manifest: Manifest) -> None:
@@ -377,8 +316,3 @@ def _untag_tuples(value: Any) -> Any:  # noqa: ANN401 (any JSON value)
         return tuple(_untag_tuples(v) for v in value["tuple"])
     inside = value["dict"] if value.keys() == {"dict"} else value
     return {k: _untag_tuples(v) for k, v in inside.items()}
-
-
-def _untagged(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Give a row with one field's tuples restored."""
-    return {**row, name: _untag_tuples(row[name])} if name in row else dict(row)

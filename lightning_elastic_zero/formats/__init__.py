@@ -22,6 +22,7 @@ from lightning_elastic_zero.formats.elastic.reader import ElasticReader
 from lightning_elastic_zero.formats.full_state.source import SingleFileSource
 from lightning_elastic_zero.formats.path_suggestions import (
     describe_checkpoints_in,
+    describe_content,
     describe_similar_paths,
 )
 from lightning_elastic_zero.formats.reader import (
@@ -138,8 +139,8 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
         with as_format_error(path):
             return SourceReader(SingleFileSource(path, **options))
     why = (
-        "it is no checkpoint, or one that was never finished. A folder with dumps of "
-        "optimizer.state_dict() becomes one by describe_dumps"
+        f"{describe_content(path)}. It is no checkpoint, or one that was never finished. A folder "
+        "with dumps of optimizer.state_dict() becomes one by describe_dumps"
     )
     msg = (
         f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: "

@@ -10,7 +10,7 @@ METADATA_NAME = ".metadata"
 
 
 def is_dcp(path: Path) -> bool:
-    """Tell whether a directory says of itself what its chunks are.
+    """Whether a directory says of itself what its chunks are.
 
     Raises:
         CheckpointCorruptedError: it has chunks, and does not say what they are.

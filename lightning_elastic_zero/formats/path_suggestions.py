@@ -23,20 +23,36 @@ MAX_NAMES = 5
 
 
 def describe_checkpoints_in(folder: Path) -> str:
-    """Say which checkpoints a folder holds; nothing where it holds none."""
+    """Describe which checkpoints a folder holds; nothing where it holds none."""
     if not (names := _checkpoints(folder)):
         return ""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"It holds checkpoints: {', '.join(names[:MAX_NAMES])}{more}. Pass one of them"
+    return f"it holds the checkpoints {', '.join(names[:MAX_NAMES])}{more}. Pass one of them"
+
+
+def describe_content(folder: Path) -> str:
+    """Describe what lies in a folder that is no checkpoint."""
+    try:
+        entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
+    except OSError as error:
+        return f"it cannot be listed ({error.strerror})"
+    if not entries:
+        return "it is empty"
+    names = sorted(entry.name for entry in entries)
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"there are {', '.join(names[:MAX_NAMES])}{more} in it"
 
 
 def describe_similar_paths(path: Path) -> str:
-    """Say what there is of a path that leads nowhere: its folder, and names like its own."""
+    """Describe what there is of a path that leads nowhere: its folder, and names like its own."""
     folder = path.parent
     if not folder.is_dir():
         return f", nor is there a folder {folder}"
     names = _checkpoints(folder)
-    if like := difflib.get_close_matches(path.name, names, n=MAX_NAMES):
+    # By what is before the suffix, which all of Lightning's files share.
+    stems = {name: name.removesuffix(SUFFIX) for name in names}
+    close = difflib.get_close_matches(path.name.removesuffix(SUFFIX), stems.values(), n=MAX_NAMES)
+    if like := [name for stem in dict.fromkeys(close) for name in names if stems[name] == stem]:
         return f". Of a like name there is {', '.join(like)}"
     if names:
         return f". {folder} holds {', '.join(names[-MAX_NAMES:])}"

@@ -26,6 +26,12 @@ class ReadRequest:
     """From where to where; ``target_offset`` counts in ``target``."""
     target: torch.Tensor
 
+    @property
+    def slot(self) -> torch.Tensor:
+        """The part of ``target`` that the run fills."""
+        first, transfer = self.transfer.target_offset, self.transfer
+        return self.target.detach()[first : first + transfer.stop - transfer.start]
+
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
@@ -90,7 +96,7 @@ class CheckpointReader(Protocol):
         ...
 
     def bind(self, live: Manifest) -> None:
-        """Learn what the checkpoint is to be loaded into; some formats tell positions, not names.
+        """Match the checkpoint with a live model: some formats tell positions, not names.
 
         Raises:
             CheckpointMismatchError: the positions cannot be those of this model.
@@ -126,7 +132,7 @@ class CheckpointReader(Protocol):
         ...
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets; give the bytes read from disk.
+        """Fill all targets; return the bytes read from disk.
 
         Raises:
             CheckpointCorruptedError: what is on disk is not what was written.
@@ -134,11 +140,11 @@ class CheckpointReader(Protocol):
         ...
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
         ...
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once, and what was kept for this rank where ranks match."""
+        """Return what is held once, and what was kept for this rank where ranks match."""
         ...
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class RenamedReader:
     """An open checkpoint (``CheckpointReader``) that speaks the model's names."""
 
     def __init__(self, source: CheckpointReader, renaming: KeyMapping, where: str) -> None:
-        """Take an open checkpoint.
+        """Keep an open checkpoint.
 
         Raises:
             CheckpointMismatchError: two of its names would become one, or some name is not there.
@@ -63,7 +63,7 @@ class RenamedReader:
         self._source.check_all()
 
     def bind(self, live: Manifest) -> None:
-        """Let the checkpoint meet the model under the names that it knows."""
+        """Bind the checkpoint to the model, under the names that it knows."""
         self._source.bind(_with_names(live, self._saved_name))
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
@@ -91,11 +91,11 @@ class RenamedReader:
         return self._source.read(saved, on_bytes)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
         return self._source.scalars(replace(at, name=self._saved_name(at.name)))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once; of the trainer's state, weights that lie in it are renamed."""
+        """Return what is held once; of the trainer's state, weights that lie in it are renamed."""
         state = self._source.module_state(rank, world_size)
         client = dict(state.client_state)
         if isinstance(weights := client.get(WEIGHTS), dict):
@@ -124,7 +124,7 @@ class _RenamedLayout:
         return self.held.world_size
 
     def on_rank(self, rank: int) -> Sequence[Fragment]:
-        """Give all that one rank holds."""
+        """Return all that one rank holds."""
         return [replace(f, name=self.here(f.name)) for f in self.held.on_rank(rank)]
 
     def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:

@@ -11,13 +11,13 @@ StorageLocation: TypeAlias = "tuple[object, ...]"
 
 
 def storage_location(tensor: torch.Tensor) -> StorageLocation:
-    """Give what two tensors have in common that are one."""
+    """Return what two tensors have in common that are one."""
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype  # noqa: SLF001
 
 
 def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Give the first name of each tensor that has been named before; what has no place is left out.
+    """Return the first name of each tensor that has several; what has no place is left out.
 
     A module that is registered twice under one parent has two names in a state dict, and one in
     DeepSpeed's lists of buffers and of tied weights.

@@ -7,135 +7,40 @@ tensor a run of elements lies, and gives what is held once. ``SourceReader`` rea
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import xxhash
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed.class_stubs import CLASS_STUBS
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
-from lightning_elastic_zero.formats.torch_file import (
-    LegacyFile,
-    PickleRules,
-    Piece,
-    TorchFile,
-    is_legacy,
-)
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
-OPEN_FILES = 4
-"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
-
 COMPARED_ELEMENTS = 1 << 20
-"""Elements of low-precision weights that are compared with masters at a time."""
+"""Elements of two copies of a weight that are compared at a time."""
 
-TensorFile: TypeAlias = "TorchFile | LegacyFile"
-
-
-def _any_name(path: Path, saved_as: str) -> None:
-    """Accept a file whatever it was called when it was saved."""
-
-
-class SourceFiles:
-    """The files of ``torch.save`` in a folder, opened when they are needed."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        allow_pickle: bool = False,
-        open_files: int = OPEN_FILES,
-        on_progress: Callable[[], None] = ignore_progress,
-        check_saved_name: Callable[[Path, str], None] = _any_name,
-    ) -> None:
-        """Take the folder that names are relative to.
-
-        Args:
-            folder: the checkpoint's own.
-            allow_pickle: build objects of any class, which can run code.
-            open_files: how many are kept open at once.
-            on_progress: called after every read: a first look at thousands of files takes minutes.
-            check_saved_name: told of each file that is opened, and what it was called when it was
-                saved.
-        """
-        self.folder = folder
-        self._check_name = check_saved_name
-        self.on_progress = on_progress
-        self._open_files = open_files
-        self._rules = PickleRules(CLASS_STUBS, any_class=allow_pickle)
-        self._open: OrderedDict[str, TensorFile] = OrderedDict()
-
-    def get(self, name: str) -> TensorFile:
-        """Open a file, or give it where it is open.
-
-        Raises:
-            CheckpointCorruptedError: it is missing, or cut short.
-            CheckpointFormatError: it is not of ``torch.save``, or damaged.
-            UnsupportedError: it needs a class that is not allowed.
-        """
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        path = self.folder / name
-        legacy = is_legacy(path)
-        self.on_progress()
-        file: TensorFile = (
-            LegacyFile(path, self._rules, self.on_progress)
-            if legacy
-            else TorchFile.open_unverified(path, self._rules, self.on_progress)
-        )
-        self._open[name] = file
-        self._check_name(path, file.saved_as)
-        # What is read whole must not pile up.
-        while len(self._open) > (2 if legacy else self._open_files):
-            self._open.popitem(last=False)[1].close()
-        return file
-
-    def tree(self, name: str) -> Any:  # noqa: ANN401 (whatever was saved)
-        """Give what a file holds; its tensors are on the meta device."""
-        return self.get(name).tree
-
-    def load(self, name: str, subtree: Any) -> Any:  # noqa: ANN401
-        """Give a part of a file's tree with its values."""
-        return self.get(name).load_tree(subtree)
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """Where a run of elements lies."""
-
-    file: str
-    """Name of the file, relative to the source's folder."""
-    tensor: torch.Tensor
-    """A contiguous tensor of the file's tree; its elements are counted flat."""
-    start: int
-    """The run's first element in it."""
+NamedRun: TypeAlias = "tuple[str, StoredRun]"
+"""The name of a file, relative to the source's folder, and a run of one of its tensors."""
 
 
 class Source(Protocol):
     """One foreign checkpoint, understood."""
 
-    files: SourceFiles
+    files: ForeignFiles
     found: SourceInfo
     manifest: Manifest
 
     def names(self) -> Sequence[str]:
-        """Give the files that belong to it, relative to its folder."""
+        """Return the files that belong to it, relative to its folder."""
         ...
 
     def layout(self) -> Layout:
@@ -151,23 +56,23 @@ class Source(Protocol):
         ...
 
     def bind(self, live: Manifest) -> None:
-        """Learn what it is to be loaded into."""
+        """Match the checkpoint with the live model."""
         ...
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run lies; ``key`` as in ``ReadRequest``."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return the file in which a run lies, and the run; ``key`` as in ``ReadRequest``."""
         ...
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the low-precision weights of a run of masters lie, if the files hold them."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the low-precision weights of a run of masters lie, if the files do."""
         ...
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         ...
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once."""
+        """Return what is held once."""
         ...
 
 
@@ -175,7 +80,7 @@ class SourceReader:
     """A checkpoint that other software wrote (``CheckpointReader``)."""
 
     def __init__(self, source: Source) -> None:
-        """Take a source."""
+        """Keep a source."""
         self._source = source
 
     @cached_property
@@ -207,7 +112,7 @@ class SourceReader:
             self._source.check_all()
 
     def bind(self, live: Manifest) -> None:
-        """Learn what the checkpoint is to be loaded into."""
+        """Match the checkpoint with the live model."""
         self._source.bind(live)
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
@@ -223,7 +128,7 @@ class SourceReader:
         """Do nothing more: ``check_all`` has looked at the files, and nobody recorded sizes."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets, file by file; give the bytes read from disk.
+        """Fill all targets, file by file; return the bytes read from disk.
 
         Raises:
             CheckpointCorruptedError: masters do not round to the low-precision weights that lie
@@ -235,26 +140,12 @@ class SourceReader:
             requests, key=lambda r: (r.transfer.source_rank, r.transfer.name in self._frozen)
         )
         bytes_read = 0
-        for name, of_file in itertools.groupby(self._placed(in_order), key=lambda p: p[0].file):
-            pieces = [(r.target, _piece(held, r.transfer)) for held, r in of_file]
-            bytes_read += self._fill(name, pieces, on_bytes)
+        # Located one by one: the tensors of a file that was closed meanwhile are useless.
+        located = ((*self._source.locate(r.key, r.transfer), r.slot) for r in in_order)
+        for name, of_file in itertools.groupby(located, key=lambda found: found[0]):
+            wanted = [(slot, run) for _, run, slot in of_file]
+            bytes_read += self._source.files.get(name).read_into(wanted, on_bytes)
         return bytes_read + self._check_rounding(requests, on_bytes)
-
-    def _placed(self, requests: Iterable[ReadRequest]) -> Iterator[tuple[StoredRun, ReadRequest]]:
-        """Say where each run lies, just before it is read: a closed file's tensors are useless."""
-        for request in requests:
-            yield self._source.held(request.key, request.transfer), request
-
-    def _fill(
-        self,
-        name: str,
-        pieces: Iterable[tuple[torch.Tensor, Piece]],
-        on_bytes: Callable[[int], None],
-    ) -> int:
-        file = self._source.files.get(name)
-        before = file.bytes_read
-        file.read_into(pieces, on_bytes)
-        return file.bytes_read - before
 
     def _check_rounding(
         self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]
@@ -262,34 +153,32 @@ class SourceReader:
         """Compare masters with low-precision weights where the source holds both."""
         bytes_read = 0
         for request in requests:
-            held = self._source.rounded(request.transfer) if request.key == WEIGHT else None
-            if held is None or not _comparable(request.target.dtype, held.tensor.dtype):
+            found = self._source.locate_rounded(request.transfer) if request.key == WEIGHT else None
+            if found is None or not _comparable(request.target.dtype, found[1].tensor.dtype):
                 continue
-            for part in _parts(request.transfer):
-                shift = part.start - request.transfer.start
-                low = torch.empty(part.stop - part.start, dtype=held.tensor.dtype)
-                start = held.start + shift
-                piece = Piece(held.tensor, start, start + low.numel(), 0)
-                bytes_read += self._fill(held.file, [(low, piece)], on_bytes)
-                first = part.target_offset
-                master = request.target.detach()[first : first + low.numel()].cpu()
+            name, run = found
+            for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
+                low = torch.empty(stop - start, dtype=run.tensor.dtype)
+                wanted = [(low, StoredRun(run.tensor, start, stop))]
+                bytes_read += self._source.files.get(name).read_into(wanted, on_bytes)
+                master = request.slot[start - run.start : stop - run.start].cpu()
                 if not same_rounded(master, low):
                     msg = (
-                        f"{self._source.files.folder}: the master weights of {part.name} do not "
-                        f"round to the {held.tensor.dtype} weights in {held.file}: the files are "
-                        "of two runs or steps, or a conversion has cut them in the wrong places, "
-                        "as ds_to_universal does with round_robin_gradients. Resume from another "
-                        "checkpoint"
+                        f"{self._source.files.folder}: the master weights of "
+                        f"{request.transfer.name} do not round to the {run.tensor.dtype} weights "
+                        f"in {name}: the files are of two runs or steps, or a conversion has cut "
+                        "them in the wrong places, as ds_to_universal does with "
+                        "round_robin_gradients. Resume from another checkpoint"
                     )
                     raise CheckpointCorruptedError(msg)
         return bytes_read
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
         return self._source.scalars(at)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once, and what was kept for this rank where ranks match."""
+        """Return what is held once, and what was kept for this rank where ranks match."""
         return self._source.module_state(rank, world_size)
 
     def close(self) -> None:
@@ -297,29 +186,8 @@ class SourceReader:
         self._source.files.close()
 
 
-def _piece(held: StoredRun, transfer: Transfer) -> Piece:
-    numel = transfer.stop - transfer.start
-    return Piece(held.tensor, held.start, held.start + numel, transfer.target_offset)
-
-
-def _parts(transfer: Transfer) -> Iterable[Transfer]:
-    """Cut a run into parts of bounded size."""
-    for start in range(transfer.start, transfer.stop, COMPARED_ELEMENTS):
-        shift = start - transfer.start
-        yield Transfer(
-            name=transfer.name,
-            start=start,
-            stop=min(start + COMPARED_ELEMENTS, transfer.stop),
-            source_rank=transfer.source_rank,
-            source_buffer=transfer.source_buffer,
-            source_offset=transfer.source_offset + shift,
-            target_buffer=transfer.target_buffer,
-            target_offset=transfer.target_offset + shift,
-        )
-
-
 def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
-    """Tell whether masters that were read into a type can be compared with weights of another.
+    """Whether masters that were read into a type can be compared with weights of another.
 
     fp16 and bf16 cannot: masters that were rounded to one do not round to the other as they were.
     """
@@ -327,7 +195,7 @@ def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
 
 
 def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
-    """Tell whether two tensors are alike in the narrower one's type; NaN equals NaN."""
+    """Whether two tensors are alike in the narrower one's type; NaN equals NaN."""
     narrow = low.dtype if low.dtype.itemsize <= master.dtype.itemsize else master.dtype
     return torch.equal(
         torch.nan_to_num(master.to(narrow), nan=0.5), torch.nan_to_num(low.to(narrow), nan=0.5)
@@ -354,7 +222,7 @@ def as_format_error(path: Path) -> Iterator[None]:
 def file_list_digest(
     folder: Path, names: Iterable[str], on_progress: Callable[[], None] = ignore_progress
 ) -> str:
-    """Give a digest of which files there are and how large: ranks must see the same ones."""
+    """Return a digest of which files there are and how large: ranks must see the same ones."""
     digest = xxhash.xxh3_128()
     for name in names:
         path = folder / name

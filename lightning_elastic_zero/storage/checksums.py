@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -77,6 +77,18 @@ class FileRecord:
 
 def _is_digest(text: str) -> bool:
     return len(text) == _DIGEST_LENGTH and set(text) <= set("0123456789abcdef")
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """What lies beside a file."""
+
+    algorithm: str
+    chunk_bytes: int
+    size_bytes: int
+    save_id: str
+    sums: str
+    """The checksums of all chunks, in hexadecimal."""
 
 
 class ChecksummedWriter:
@@ -186,14 +198,8 @@ class ChecksummedWriter:
         except OSError as error:
             raise _save_error(self.path, error) from error
         self.close()
-        sidecar = {
-            "algorithm": ALGORITHM,
-            "chunk_bytes": CHUNK_BYTES,
-            "size_bytes": self.size_bytes,
-            "save_id": save_id,
-            "sums": self._sums.hex(),
-        }
-        data = json.dumps(sidecar).encode()
+        sidecar = Sidecar(ALGORITHM, CHUNK_BYTES, self.size_bytes, save_id, self._sums.hex())
+        data = json.dumps(asdict(sidecar)).encode()
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
         self._on_bytes(0)
         return FileRecord(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
+from lightning_elastic_zero.json_records import from_json
 from lightning_elastic_zero.storage.checksums import (
     ALGORITHM,
     CHUNK_BYTES,
     SUM_BYTES,
     SUMS_SUFFIX,
     FileRecord,
+    Sidecar,
 )
 from lightning_elastic_zero.storage.deleting import ignore_progress
 from lightning_elastic_zero.storage.range_file import RangeFile, read_file
@@ -86,10 +87,9 @@ class VerifiedFile(RangeFile):
 
     def _check_sums(self, data: bytes, save_id: str | None) -> bytes:
         try:
-            sidecar: dict[str, Any] = json.loads(data)
-            found = {key: sidecar[key] for key in ("algorithm", "chunk_bytes", "size_bytes")}
-            sums, found_id = bytes.fromhex(sidecar["sums"]), sidecar["save_id"]
-        except (ValueError, KeyError, TypeError) as error:
+            sidecar = from_json(Sidecar, json.loads(data))
+            sums = bytes.fromhex(sidecar.sums)
+        except (ValueError, TypeError) as error:
             self._refuse(f"its checksums cannot be understood ({error!r})")
         expected = {
             "algorithm": ALGORITHM,
@@ -97,10 +97,12 @@ class VerifiedFile(RangeFile):
             "size_bytes": self.size_bytes,
         }
         for key, value in expected.items():
-            if found[key] != value:
-                self._refuse(f"its checksums have {key} {found[key]!r}, expected is {value!r}")
-        if save_id is not None and save_id != found_id:
-            self._refuse(f"it belongs to save {found_id!r}, the checkpoint to save {save_id!r}")
+            if (found := getattr(sidecar, key)) != value:
+                self._refuse(f"its checksums have {key} {found!r}, expected is {value!r}")
+        if save_id is not None and save_id != sidecar.save_id:
+            self._refuse(
+                f"it belongs to save {sidecar.save_id!r}, the checkpoint to save {save_id!r}"
+            )
         count = -(-self.size_bytes // CHUNK_BYTES)
         if len(sums) != count * SUM_BYTES:
             self._refuse(f"it has {len(sums) // SUM_BYTES} checksums, expected are {count}")

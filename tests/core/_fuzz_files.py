@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.formats.torch_file import PickleRules, Piece, TorchFile
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
+from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from tests.core._fuzz_runner import refuse_much_memory
 
 
@@ -57,7 +58,7 @@ def check(data: bytes) -> None:
         path = Path(folder) / "a.pt"
         path.write_bytes(data)
         try:
-            with contextlib.closing(TorchFile.open_unverified(path, PickleRules())) as file:
+            with contextlib.closing(TorchFile.open_unverified(path, PLAIN_DATA)) as file:
                 _read(file, len(data))
         except ElasticZeroError as error:
             refuse_much_memory(error)
@@ -75,4 +76,4 @@ def _read(file: TorchFile, size_bytes: int) -> None:
     for tensor in file.tree.values() if isinstance(file.tree, dict) else []:
         if isinstance(tensor, torch.Tensor) and tensor.is_contiguous() and tensor.numel():
             target = torch.empty(1, dtype=tensor.dtype)
-            file.read_into([(target, Piece(tensor, tensor.numel() - 1, tensor.numel(), 0))])
+            file.read_into([(target, StoredRun(tensor, tensor.numel() - 1, tensor.numel()))])

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.formats.dcp.chunks import ElementRun, overlaps
+from lightning_elastic_zero.formats.dcp.chunks import overlaps
+from lightning_elastic_zero.formats.torch_file import StoredRun
 
 Box = tuple[list[int], list[int], list[int], tuple[int, int]]
 
@@ -30,7 +31,7 @@ def test_each_element_of_both_is_found_once(case: Box) -> None:
     box = elements[tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))].reshape(-1)
     wanted = {int(e): at for at, e in enumerate(box.tolist()) if start <= e < stop}
     found: dict[int, int] = {}
-    run = ElementRun("", start, stop, torch.empty(0), 0)
+    run = StoredRun(torch.empty(0), start, stop)
     for at, low, high in overlaps(run, shape, starts, sizes):
         for shift in range(high - low):
             assert low + shift not in found

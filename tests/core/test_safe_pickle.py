@@ -293,7 +293,7 @@ class TestMemory:
     def test_an_array_has_one_state(self, opcodes: bytes) -> None:
         """What was made of an array keeps its memory: nothing gives it other memory afterwards."""
         again = array_state((1,), "u1", pushed(b"b"))
-        with pytest.raises(CheckpointFormatError, match="a second state of one array"):
+        with pytest.raises(CheckpointFormatError, match="a second state of one object"):
             load(forged(opcodes + again))
 
     def test_an_array_is_not_made_over_an_array(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,11 +21,11 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
 )
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
 from lightning_elastic_zero.formats.torch_file import (
     LegacyFile,
-    PickleRules,
-    Piece,
     PiecewiseSource,
+    StoredRun,
     TorchFile,
     TorchFileWriter,
 )
@@ -88,7 +89,8 @@ class TestReading:
             tree = [builder.add(PiecewiseSource([one], stored)) for one in live]
             with TorchFile.open(Path(folder), write_tree(Path(folder), tree, builder)) as file:
                 for which, start, stop in wanted:
-                    pieces.append((target, Piece(file.tree[which], start, stop, at)))
+                    slot = target[at : at + stop - start]
+                    pieces.append((slot, StoredRun(file.tree[which], start, stop)))
                     expected.append(bits(live[which][start:stop]))
                     at += stop - start
                 file.read_into(pieces)
@@ -101,7 +103,7 @@ class TestReading:
         with TorchFile.open(tmp_path, write_tree(tmp_path, {"a": live})) as file:
             for dtype in (torch.bfloat16, torch.float64):
                 target = torch.zeros(100_000, dtype=dtype)
-                file.read_into([(target, Piece(file.tree["a"], 0, 100_000, 0))])
+                file.read_into([(target, StoredRun(file.tree["a"], 0, 100_000))])
                 assert torch.equal(target, live.to(dtype))
 
     @pytest.mark.parametrize("legacy", [False, True])
@@ -127,12 +129,12 @@ class TestReading:
             _use_new_zipfile_serialization=not legacy,
         )
         kind: Any = LegacyFile if legacy else TorchFile.open_unverified
-        file, target = kind(tmp_path / "a.pt", PickleRules()), torch.zeros(8, dtype=wanted)
+        file, target = kind(tmp_path / "a.pt", PLAIN_DATA), torch.zeros(8, dtype=wanted)
         with pytest.raises(CheckpointMismatchError, match=f"elements of {stored} where {wanted}"):
-            file.read_into([(target, Piece(file.tree["a"], 0, 8, 0))])
+            file.read_into([(target, StoredRun(file.tree["a"], 0, 8))])
         assert not target.any()
         same = torch.zeros(8, dtype=stored)
-        file.read_into([(same, Piece(file.tree["a"], 0, 8, 0))])
+        file.read_into([(same, StoredRun(file.tree["a"], 0, 8))])
         assert torch.equal(same, torch.ones(8).to(stored))
         file.close()
 
@@ -145,8 +147,9 @@ class TestReading:
             opening = file.bytes_read
             assert opening < 3 * CHUNK_BYTES
             target = torch.zeros(1 << 20)
-            file.read_into([(target, Piece(file.tree["a"], 99, 99 + (1 << 20), 0))], told.append)
-            assert file.bytes_read - opening <= (4 << 20) + CHUNK_BYTES
+            run = StoredRun(file.tree["a"], 99, 99 + (1 << 20))
+            read_bytes = file.read_into([(target, run)], told.append)
+            assert read_bytes == file.bytes_read - opening <= (4 << 20) + CHUNK_BYTES
         assert bits(target) == bits(live[99 : 99 + (1 << 20)])
         assert sum(told) == 4 << 20
 
@@ -170,13 +173,13 @@ class TestReading:
                 (file.tree["a"][50:90], live[50:90]),
                 (file.tree["b"], tree["b"]),
             ):
-                place = file.locate(tensor)
+                place = file.byte_range(tensor)
                 assert place.numel == expected.numel()
                 assert data[place.start_byte : place.stop_byte] == bits(expected)
             with pytest.raises(ValueError, match="has no one place"):
-                file.locate(file.tree["a"].view(100, 100).t())
+                file.byte_range(file.tree["a"].view(100, 100).t())
             with pytest.raises(CheckpointFormatError, match=r"shard\.pt does not hold the tensor"):
-                file.locate(torch.zeros(3))
+                file.byte_range(torch.zeros(3))
 
     def test_loads_a_tree_as_torch_does(self, tmp_path: Path) -> None:
         """Whatever weights-only trees hold comes back as ``torch.load`` gives it."""
@@ -201,16 +204,19 @@ class TestReading:
         assert list(found) == list(expected)
         _assert_same(found, expected)
 
-    @pytest.mark.parametrize(
-        ("start", "stop", "offset"), [(-1, 3, 0), (4, 3, 0), (0, 11, 0), (0, 3, -1), (0, 3, 3)]
-    )
-    def test_senseless_pieces(self, tmp_path: Path, start: int, stop: int, offset: int) -> None:
-        """A piece beyond its tensor or its target is the caller's error, before a byte is read."""
-        with TorchFile.open(tmp_path, write_tree(tmp_path, torch.zeros(10))) as file:
-            with pytest.raises(ValueError, match="is not within"):
-                file.read_into([(torch.zeros(5), Piece(file.tree, start, stop, offset))])
-            with pytest.raises(ValueError, match="is not within"):
-                file.read_into([(torch.zeros(5, 5), Piece(file.tree, 0, 1, 0))])
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_senseless_runs(self, tmp_path: Path, legacy: bool) -> None:
+        """A run beyond its tensor, or beside its target, is refused before a byte is written."""
+        path = tmp_path / "a.pt"
+        torch.save(torch.zeros(10), path, _use_new_zipfile_serialization=not legacy)
+        kind: Any = LegacyFile if legacy else TorchFile.open_unverified
+        with contextlib.closing(kind(path, PLAIN_DATA)) as file:
+            for start, stop in ((-1, 3), (4, 3), (0, 11), (10, 11)):
+                with pytest.raises(ValueError, match="is not within"):
+                    file.read_into([(torch.ones(5), StoredRun(file.tree, start, stop))])
+            for shape in ((5, 5), (0,), (2,), (1, 1), ()):
+                with pytest.raises(ValueError, match="is not filled by 1 elements"):
+                    file.read_into([(torch.ones(shape), StoredRun(file.tree, 0, 1))])
 
     def test_opens_fast(self, tmp_path: Path) -> None:
         """A shard of 2160 views takes less than a second of this process to open."""

@@ -12,8 +12,8 @@ import torch
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.torch_file import (
-    Piece,
     PiecewiseSource,
+    StoredRun,
     TorchFile,
     TorchFileWriter,
 )
@@ -185,7 +185,7 @@ MEMORY = """
 import sys, tempfile, torch
 from pathlib import Path
 from lightning_elastic_zero.formats.torch_file import (
-    Piece, PiecewiseSource, TorchFileWriter, TorchFile
+    PiecewiseSource, StoredRun, TorchFile, TorchFileWriter
 )
 
 # Where deterministic algorithms are asked for, torch.empty fills what it gives.
@@ -212,7 +212,7 @@ with tempfile.TemporaryDirectory() as folder:
     writing, peak = peak - base, 0
     with TorchFile.open(Path(folder), record) as file:
         pieces = [
-            (part, Piece(file.tree["b"], start, start + part.numel(), 0))
+            (part, StoredRun(file.tree["b"], start, start + part.numel()))
             for start in range(1 << 20, file.tree["b"].numel(), part.numel())
         ]
         file.read_into(pieces, watch)
@@ -246,5 +246,5 @@ def test_from_and_to_a_device(tmp_path: Path) -> None:
         tmp_path, write_tree(tmp_path, {"a": builder.add(source)}, builder)
     ) as file:
         target = torch.zeros(9_999_901, device="cuda")
-        file.read_into([(target, Piece(file.tree["a"], 104, 10_000_005, 0))])
+        file.read_into([(target, StoredRun(file.tree["a"], 104, 10_000_005))])
     assert bits(target.cpu()) == bits(live[99:].cpu())

@@ -214,7 +214,7 @@ def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path
         "model.layers.0.weight"
     )
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    leaves = leaves_of(read_metadata(path))
+    leaves = leaves_of(read_metadata(path), {})
     assert {leaf.key for leaf in leaves} == set(metadata.state_dict_metadata)
     assert not knows_order(read_metadata(path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.formats import open_checkpoint
 from tests.engine._save_load_programs import Saved, found_after_load
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
@@ -79,7 +82,11 @@ def test_what_is_not_of_one_save_or_lacks_state(
     cases = {
         mixed(two_tags, tmp_path / "newer", "step3", "step5"): (
             "CheckpointFormatError",
-            ("model files are of step 3", "Adam in its optimizer shards has taken 5 steps"),
+            (
+                "model files are of step 3",
+                "model_states.pt says",
+                "Adam in its optimizer shards has taken 5 steps",
+            ),
         ),
         mixed(two_tags, tmp_path / "older", "step5", "step3"): (
             "CheckpointFormatError",
@@ -108,6 +115,22 @@ def test_what_is_not_of_one_save_or_lacks_state(
         pair = pools.run(1, partial(found_after_load, TARGET, Saved(TARGET, path), options))[0]
         assert pair is not None
         assert not [key for key in pair[1] if key.startswith("exp_avg")]
+
+
+def test_a_shard_of_another_step_is_named(two_tags: Path, tmp_path: Path) -> None:
+    """Both files are named, and nothing that is told to do would leave a tag without files."""
+    folder = tmp_path / "mixed"
+    shutil.copytree(two_tags / "step3", folder)
+    (other,) = (two_tags / "step5").glob("*rank_1_*optim_states.pt")
+    shutil.copy(other, folder)
+    with (
+        closing(open_checkpoint(folder)) as reader,
+        pytest.raises(CheckpointFormatError, match="saved at other steps") as caught,
+    ):
+        reader.check_all()
+    for path in folder.glob(SHARDS):
+        assert path.name in str(caught.value)
+    assert "Remove" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import io
 import itertools
 import math
 import os
-import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,38 +34,14 @@ from torch.distributed.checkpoint.planner import (
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroError
 from lightning_elastic_zero.formats.dcp.entry_checksums import verify_entries
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import refuse_class
-from lightning_elastic_zero.formats.torch_file import PickleRules
-from lightning_elastic_zero.storage import bounded_stream, ignore_progress
+from lightning_elastic_zero.formats.safe_pickle.policy import DAMAGED, PicklePolicy
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
 from lightning_elastic_zero.tensor_state import check_cast
 
-_UNREADABLE = (
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
+_UNREADABLE = (*DAMAGED, OSError, zipfile.BadZipFile)
 """What damaged data can raise in torch's reader."""
-
-
-@dataclass(frozen=True, slots=True)
-class ElementRun:
-    """Elements ``[start, stop)`` of a flattened tensor, and where they go."""
-
-    key: str
-    """The tensor's name in the metadata."""
-    start: int
-    stop: int
-    target: torch.Tensor
-    """1-D."""
-    target_offset: int
 
 
 @dataclass(slots=True)
@@ -77,17 +52,18 @@ class _ChunkRead:
     chunk: ChunkStorageMetadata
     shape: tuple[int, ...]
     dtype: torch.dtype
-    runs: list[ElementRun] = field(default_factory=list)
+    runs: list[tuple[torch.Tensor, StoredRun]] = field(default_factory=list)
+    """Each with the 1-D tensor that it fills."""
 
     def rows(self) -> tuple[int, int]:
-        """Give the first and the last row of the chunk that runs touch, half-open."""
+        """Return the first and the last row of the chunk that runs touch, half-open."""
         row = math.prod(self.shape[1:])
-        first = min(run.start for run in self.runs) // row - self.chunk.offsets[0]
-        last = -(-max(run.stop for run in self.runs) // row) - self.chunk.offsets[0]
+        first = min(run.start for _, run in self.runs) // row - self.chunk.offsets[0]
+        last = -(-max(run.stop for _, run in self.runs) // row) - self.chunk.offsets[0]
         return max(first, 0), min(last, self.chunk.sizes[0])
 
     def item(self) -> ReadItem:
-        """Give the box to be read."""
+        """Return the box to be read."""
         first, last = self.rows() if self.shape else (0, 0)
         starts = [first, *[0] * (len(self.shape) - 1)] if self.shape else []
         sizes = [last - first, *self.chunk.sizes[1:]] if self.shape else []
@@ -101,21 +77,20 @@ class _ChunkRead:
         )
 
     def take(self, box: torch.Tensor) -> int:
-        """Copy what runs want of a box; give the bytes."""
+        """Copy what runs want of a box; return the bytes."""
         offsets = list(self.chunk.offsets)
         if self.shape:
             offsets[0] += self.rows()[0]
         flat, copied = box.reshape(-1), 0
-        for run in self.runs:
+        for slot, run in self.runs:
             for at, start, stop in overlaps(run, self.shape, offsets, tuple(box.shape)):
-                first = run.target_offset + start - run.start
-                run.target[first : first + stop - start].copy_(flat[at : at + stop - start])
+                slot[start - run.start : stop - run.start].copy_(flat[at : at + stop - start])
                 copied += (stop - start) * box.element_size()
         return copied
 
 
 def overlaps(
-    run: ElementRun, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+    run: StoredRun, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield what a box has of a run: where in the flat box, and ``[start, stop)`` of the tensor.
 
@@ -142,20 +117,31 @@ def overlaps(
 
 
 class Chunks:
-    """The data of a directory."""
+    """The data of a directory.
+
+    Attributes:
+        tensors: Each tensor by its name in the metadata: shape and type, without values.
+
+    """
 
     def __init__(
         self,
         folder: Path,
         metadata: Metadata,
-        rules: PickleRules,
+        policy: PicklePolicy,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
-        """Take what ``read_metadata`` gave; ``on_progress`` is called after every read."""
+        """Prepare reading by what ``read_metadata`` returned; every read calls ``on_progress``."""
         self.folder = folder
+        self.tensors = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._key_of = {id(tensor): key for key, tensor in self.tensors.items()}
         self._on_work = on_progress
         self._metadata = metadata
-        self._rules = rules
+        self._policy = policy
         self._reader = FileSystemReader(folder)
         self._reader.fs = _BoundedReadFileSystem(on_progress)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -191,38 +177,49 @@ class Chunks:
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def read(self, runs: Iterable[ElementRun], on_bytes: Callable[[int], None]) -> int:
-        """Fill targets; give the bytes of the chunks that were read for it.
+    def key_of(self, tensor: object) -> str:
+        """Return the name of one of ``tensors``; empty for anything else."""
+        return self._key_of.get(id(tensor), "")
+
+    def read_into(
+        self,
+        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> int:
+        """Fill 1-D tensors with runs of ``tensors``; return the bytes of the chunks read for it.
 
         Raises:
             CheckpointCorruptedError: chunks are damaged, or do not hold each element once.
             CheckpointMismatchError: elements would be cast from or to integers.
         """
-        jobs = self._plan(runs)
+        jobs = self._plan(wanted)
         planner = _TensorPlanner(jobs, on_bytes)
         self._read([job.item() for job in jobs.values()], planner)
         return sum(int(self._metadata.storage_data[index].length) for index in jobs)
 
-    def _plan(self, runs: Iterable[ElementRun]) -> dict[MetadataIndex, _ChunkRead]:
+    def _plan(
+        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]]
+    ) -> dict[MetadataIndex, _ChunkRead]:
         """Find the chunks that hold the runs, in the order in which they lie in the files."""
         jobs: dict[MetadataIndex, _ChunkRead] = {}
-        for run in runs:
-            entry = self._metadata.state_dict_metadata[run.key]
+        for slot, run in wanted:
+            key = self._key_of[id(run.tensor)]
+            entry = self._metadata.state_dict_metadata[key]
             assert isinstance(entry, TensorStorageMetadata)  # noqa: S101 (for the type checker)
             dtype = entry.properties.dtype
-            check_cast(dtype, run.target.dtype, f"{self.folder}: {run.key}")
+            check_cast(dtype, slot.dtype, f"{self.folder}: {key}")
             shape, held = tuple(entry.size), 0
             for chunk in entry.chunks:
                 found = overlaps(run, shape, chunk.offsets, chunk.sizes)
                 count = sum(stop - start for _, start, stop in found)
                 if count:
-                    index = MetadataIndex(run.key, chunk.offsets)
+                    index = MetadataIndex(key, chunk.offsets)
                     job = _ChunkRead(index, chunk, shape, dtype)
-                    jobs.setdefault(index, job).runs.append(run)
+                    jobs.setdefault(index, job).runs.append((slot, run))
                 held += count
             if held != run.stop - run.start:
                 msg = (
-                    f"{self.folder}: the chunks of {run.key} hold {held} of the elements "
+                    f"{self.folder}: the chunks of {key} hold {held} of the elements "
                     f"[{run.start}, {run.stop}): the checkpoint is damaged, or of ranks that "
                     "overlap. Resume from another one"
                 )
@@ -236,19 +233,20 @@ class Chunks:
         info = self._metadata.storage_data[index]
         return info.relative_path, info.offset
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Give whole tensors by their names in the metadata, with their values."""
-        found = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in tensors.items()}
-        runs = [
-            ElementRun(key, 0, t.numel(), t.view(-1), 0) for key, t in found.items() if t.numel()
-        ]
-        self.read(runs, lambda _: None)
+    def load(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return whole tensors, with their values, by their names in the metadata."""
+        found = {key: torch.empty_like(self.tensors[key], device="cpu") for key in keys}
+        self.read_into(
+            (t.view(-1), StoredRun(self.tensors[key], 0, t.numel()))
+            for key, t in found.items()
+            if t.numel()
+        )
         return found
 
     # -- objects ---------------------------------------------------------------------------------
 
     def objects(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Give what was saved as objects.
+        """Return what was saved as objects.
 
         Raises:
             CheckpointCorruptedError: they are damaged.
@@ -266,7 +264,7 @@ class Chunks:
             )
             for index in indices
         ]
-        planner = _ObjectPlanner(self.folder, self._rules)
+        planner = _ObjectPlanner(self.folder, self._policy)
         self._read(sorted(items, key=lambda item: self._place(item.storage_index)), planner)
         return planner.found
 
@@ -358,30 +356,23 @@ class _TensorPlanner(_Planner):
         self._on_bytes = on_bytes
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Give an empty box."""
+        """Return an empty box."""
         return torch.empty(read_item.lengths, dtype=self._jobs[read_item.storage_index].dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Take the runs from it."""
+        """Copy its runs to where they are wanted."""
         self._on_bytes(self._jobs[read_item.storage_index].take(tensor))
 
 
 class _ObjectPlanner(_Planner):
-    """Unpickles objects by the rules."""
+    """Unpickles objects by a policy."""
 
-    def __init__(self, folder: Path, rules: PickleRules) -> None:
+    def __init__(self, folder: Path, policy: PicklePolicy) -> None:
         self._folder = folder
-        self._rules = rules
+        self._policy = policy
         self.found: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle one."""
         key = read_item.storage_index.fqn
-        try:
-            with self._rules.allowed():
-                self.found[key] = torch.load(
-                    value, map_location="cpu", weights_only=not self._rules.any_class
-                )
-        except pickle.UnpicklingError as error:
-            refuse_class(error, f"{self._folder}: {key}")
-            raise
+        self.found[key] = load_stream(value, self._policy, f"{self._folder}: {key}")

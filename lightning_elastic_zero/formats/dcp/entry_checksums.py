@@ -80,13 +80,13 @@ class _FileSection(io.RawIOBase):
         return self._position
 
     def tell(self) -> int:
-        """Give the place in the part."""
+        """Return the place in the part."""
         return self._position
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True

@@ -1,14 +1,11 @@
 """What a directory says of itself: the pickle ``.metadata``, read without running code of anyone's.
 
 ``FileSystemReader.read_metadata`` would unpickle whatever there is. Here only the classes of the
-metadata are built, by exact name, and nothing but their instances is given a state.
+metadata are built, by exact name, and each step is checked (``SafeUnpickler``).
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,33 +18,77 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.dcp_detection import METADATA_NAME
+from lightning_elastic_zero.formats.safe_pickle.allowed_calls import takes_nothing, takes_sizes
+from lightning_elastic_zero.formats.safe_pickle.array_builders import require
+from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
+from lightning_elastic_zero.formats.safe_pickle.unpickler import SafeUnpickler
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES: dict[str, type] = {
-    **{
-        f"{_METADATA}.{name}": getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
+_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+def _strided(name: object) -> torch.layout:
+    """Return the one layout whose chunks are plain.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if name != "torch.strided":
+        msg = f"a tensor of layout {name!r}"
+        raise ValueError(msg)
+    return torch.strided
+
+
+def _set_state(instance: Any, state: object) -> None:  # noqa: ANN401 (of the classes below)
+    """Set the fields of an instance, as its own class would.
+
+    Raises:
+        ValueError: they are no fields.
+    """
+    if "__setstate__" in vars(type(instance)):
+        instance.__setstate__(state)
+    else:
+        require(type(state) is dict and all(type(key) is str for key in state), "no fields")
+        vars(instance).update(state)
+
+
+def _unknown(where: str, what: str, _: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where} holds {what}, which is no metadata of a checkpoint: it was written by a "
+        "storage or planner that is not known here, or by someone who means harm"
+    )
+
+
+_CLASSES = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    filesystem._StorageInfo,  # noqa: SLF001 (what metadata holds)
+)
+
+_FORMATS = metadata._MEM_FORMAT_ENCODING  # noqa: SLF001 (what metadata holds)
+
+_POLICY = PicklePolicy(
+    {
+        **{f"{cls.__module__}.{cls.__name__}": (cls, takes_nothing) for cls in _CLASSES},
+        f"{_MODULE}._MEM_FORMAT_ENCODING": (_FORMATS, lambda args: [*map(type, args)] == [int]),
+        "collections.OrderedDict": (dict, takes_nothing),
+        "torch.Size": (torch.Size, takes_sizes),
+        "torch.serialization._get_layout": (_strided, lambda args: len(args) == 1),
+        # Where it was saved: of no use to a reader.
+        **{
+            f"pathlib.{name}": (PurePosixPath, lambda args: all(type(part) is str for part in args))
+            for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+        },
     },
-    "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,  # noqa: SLF001
-    "collections.OrderedDict": dict,
-    "torch.Size": torch.Size,
-    # Where it was saved: of no use to a reader.
-    **{
-        f"{module}.{name}": PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    },
-}
-"""What may be built, by the name that the pickle asks for."""
+    dict.fromkeys(_CLASSES, _set_state),
+    hashed=(metadata.MetadataIndex,),
+    refuse=_unknown,
+)
+"""What metadata is made of."""
 
 
 def read_metadata(folder: Path) -> metadata.Metadata:
@@ -60,7 +101,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
     """
     path = folder / METADATA_NAME
     try:
-        found = _Unpickler(path.read_bytes(), path).load()
+        found = SafeUnpickler(path.read_bytes(), _POLICY, str(path)).load()
     except UnsupportedError:
         raise
     except Exception as error:
@@ -84,59 +125,3 @@ def _check_place(info: Any, path: Path) -> None:  # noqa: ANN401 (untyped storag
     if name.is_absolute() or ".." in name.parts or info.offset < 0 or info.length < 0:
         msg = f"{path} places data at {info.relative_path!r}: outside of its own directory"
         raise CheckpointFormatError(msg)
-
-
-class _Unpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cannot be checked)
-    """Builds metadata, and changes no class."""
-
-    def __init__(self, data: bytes, path: Path) -> None:
-        super().__init__(io.BytesIO(data))
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> object:
-        """Give a class of the metadata's.
-
-        Raises:
-            UnsupportedError: the pickle asks for another one.
-        """
-        wanted = f"{module}.{name}"
-        if wanted in _CLASSES:
-            return _CLASSES[wanted]
-        if wanted == "torch.serialization._get_layout":
-            return _strided
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        msg = (
-            f"{self._path} asks for {wanted}, which is no metadata of a checkpoint: it was written "
-            "by a storage or planner that is not known here, or by someone who means harm"
-        )
-        raise UnsupportedError(msg)
-
-    def load_build(self) -> None:
-        """Set the state of an instance, never of a class.
-
-        Raises:
-            TypeError: it is no instance of the metadata's classes.
-        """
-        instance = self.stack[-2]  # type: ignore[attr-defined]
-        if type(instance) not in set(_CLASSES.values()):
-            msg = f"a pickle that changes {instance!r}"
-            raise TypeError(msg)
-        _SET_STATE(self)
-
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[dict-item]  # noqa: RUF012, SLF001
-
-
-_SET_STATE: Callable[[Any], None] = pickle._Unpickler.dispatch[pickle.BUILD[0]]  # noqa: SLF001
-
-
-def _strided(name: object) -> torch.layout:
-    """Give the one layout whose chunks are plain.
-
-    Raises:
-        ValueError: it is another one.
-    """
-    if name != "torch.strided":
-        msg = f"a tensor of layout {name!r}"
-        raise ValueError(msg)
-    return torch.strided

@@ -18,7 +18,7 @@ StateDict = dict[str, Any]
 def state_dict_of(
     leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
 ) -> StateDict:
-    """Give the state dict that was saved.
+    """Return the state dict that was saved.
 
     Args:
         leaves: the optimizer's.
@@ -48,13 +48,13 @@ def state_dict_of(
 
 
 def _values(leaves: list[Leaf], chunks: Chunks) -> dict[str, Any]:
-    tensors = {leaf.key: leaf.tensor for leaf in leaves if leaf.tensor is not None}
+    tensors = [leaf.key for leaf in leaves if leaf.tensor is not None]
     objects = chunks.objects([leaf.key for leaf in leaves if leaf.tensor is None])
     return {**objects, **chunks.load(tensors)}
 
 
 def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dict[Any, Any]:
-    """Give positions as the numbers that they were: torch writes each key of a dict as text."""
+    """Return positions as the numbers that they were: torch writes each key of a dict as text."""
     numbers = {str(key): key for g in groups for key in g["params"] if isinstance(key, int)}
     return {numbers.get(key, key): value for key, value in state.items()}
 
@@ -80,7 +80,7 @@ def _by_name(
 def _groups_by_name(
     held: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
 ) -> list[StateDict]:
-    """Give the live groups, with the hyperparameters that all their members were saved with.
+    """Return the live groups, with the hyperparameters that all their members were saved with.
 
     Raises:
         CheckpointMismatchError: members of a group were saved with different ones.

@@ -14,7 +14,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.dcp.chunks import Chunks, ElementRun
+from lightning_elastic_zero.formats.dcp.chunks import Chunks
 from lightning_elastic_zero.formats.dcp.metadata import read_metadata
 from lightning_elastic_zero.formats.dcp.optimizer_state_dict import state_dict_of
 from lightning_elastic_zero.formats.dcp.tree import (
@@ -28,10 +28,8 @@ from lightning_elastic_zero.formats.dcp.tree import (
     sort_leaves,
 )
 from lightning_elastic_zero.formats.dcp_detection import METADATA_NAME
-from lightning_elastic_zero.formats.deepspeed.class_stubs import CLASS_STUBS
 from lightning_elastic_zero.formats.full_state.binding import (
     AVERAGING,
-    COMPARED_ELEMENTS,
     NO_STATE,
     BoundState,
     FullState,
@@ -43,10 +41,15 @@ from lightning_elastic_zero.formats.full_state.binding import (
     writer_of,
 )
 from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, file_list_digest
-from lightning_elastic_zero.formats.torch_file import PickleRules
-from lightning_elastic_zero.layout import Fragment, Layout
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
+from lightning_elastic_zero.formats.source import (
+    COMPARED_ELEMENTS,
+    file_list_digest,
+)
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import frozen_partition
 from lightning_elastic_zero.storage import ignore_progress
@@ -75,11 +78,11 @@ class DcpReader:
         """
         self._path = path
         metadata = read_metadata(path)
-        self._files = SourceFiles(path, allow_pickle=allow_pickle, on_progress=on_progress)
-        rules = PickleRules(CLASS_STUBS, any_class=allow_pickle)
-        self._chunks = Chunks(path, metadata, rules, on_progress)
+        self._files = foreign_files(path, allow_pickle=allow_pickle, on_progress=on_progress)
+        policy = FOREIGN_TREE.with_any_class(allow_pickle)
+        self._chunks = Chunks(path, metadata, policy, on_progress)
         self._chunks.check_files()
-        self._tree: Tree = sort_leaves(leaves_of(metadata))
+        self._tree: Tree = sort_leaves(leaves_of(metadata, self._chunks.tensors))
         self._trainer = self._trainer_state()
         names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if self._trainer else [])]
         self._full_state = FullState(
@@ -91,13 +94,13 @@ class DcpReader:
             ordered=knows_order(metadata),
         )
         self._scalars: dict[str, dict[str, Scalar]] | None = None
-        self._keys: dict[int, str] = {}
+        self._known: set[str] = set()
         self._model = largest_model(self._tree)
         self._full_state = replace(self._full_state, weights=self._weights())
         self._take(unbound(self._full_state))
 
     def _trainer_state(self) -> Mapping[str, Any]:
-        """Give the tree of the trainer's state; its tensors have no values yet."""
+        """Return the tree of the trainer's state; its tensors have no values yet."""
         if not (self._path / TRAINER_STATE).is_file():
             return {}
         tree = self._files.tree(TRAINER_STATE)
@@ -107,18 +110,14 @@ class DcpReader:
         return tree
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Give the model's tensors, without values.
+        """Return the model's tensors, without values.
 
         Raises:
             UnsupportedError: the model has entries that are no tensors.
         """
         leaves = self._tree.models.get(self._model, {})
-        self._know(leaves.values())
+        self._known.update(_tensors(leaves.values()))
         return {name: leaf.tensor for name, leaf in leaves.items() if leaf.tensor is not None}
-
-    def _know(self, leaves: Iterable[Leaf]) -> None:
-        """Remember which entry each tensor stands for."""
-        self._keys.update((id(x.tensor), x.key) for x in leaves if x.tensor is not None)
 
     def _take(self, bound: BoundState) -> None:
         self._bound = bound
@@ -174,7 +173,7 @@ class DcpReader:
     def _optimizers(
         self, live: Manifest, weights: Mapping[str, torch.Tensor]
     ) -> tuple[list[dict[str, Any]], str]:
-        """Give the optimizer's state dict, or why there is none that can be told apart."""
+        """Return the optimizer's state dict, or why there is none that can be told apart."""
         found = self._tree.optimizers
         if AVERAGING in self._trainer and found:
             why = (
@@ -191,7 +190,6 @@ class DcpReader:
         if not found or not live.groups:
             return [{} for _ in found], ""
         leaves = next(iter(found.values()))
-        self._know(leaf for _, leaf in leaves.state)
         try:
             return [state_dict_of(leaves, self._chunks, live, weights)], ""
         except CheckpointMismatchError as error:
@@ -206,14 +204,10 @@ class DcpReader:
         one, two = weights[first], weights[other]
         if one.shape != two.shape or one.dtype != two.dtype:
             refuse_untied(self._path, first, other)
-        for start in range(0, one.numel(), COMPARED_ELEMENTS):
-            stop = min(start + COMPARED_ELEMENTS, one.numel())
+        for start, stop in spans(0, one.numel(), COMPARED_ELEMENTS):
             parts = [torch.empty(stop - start, dtype=one.dtype) for _ in range(2)]
-            runs = [
-                ElementRun(self._keys[id(tensor)], start, stop, part, 0)
-                for tensor, part in zip((one, two), parts, strict=True)
-            ]
-            self._chunks.read(runs, lambda _: None)
+            runs = [StoredRun(tensor, start, stop) for tensor in (one, two)]
+            self._chunks.read_into(zip(parts, runs, strict=True))
             if not same_bits(*parts):
                 refuse_untied(self._path, first, other)
 
@@ -227,17 +221,16 @@ class DcpReader:
         """Do nothing more: that every file is there was seen when it was opened."""
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets; give the bytes of the chunks that were read."""
-        return self._chunks.read(map(self._run_of, requests), on_bytes)
+        """Fill all targets; return the bytes of the chunks that were read."""
+        wanted = ((r.slot, self._locate(r.key, r.transfer)) for r in requests)
+        return self._chunks.read_into(wanted, on_bytes)
 
-    def _run_of(self, request: ReadRequest) -> ElementRun:
-        transfer = request.transfer
-        if request.key == WEIGHT:
+    def _locate(self, key: str, transfer: Transfer) -> StoredRun:
+        if key == WEIGHT:
             tensor = self._whole_weight(transfer.name)
         else:
-            tensor = self._bound.states[transfer.name][request.key]
-        key, target = self._keys[id(tensor)], request.target.detach()
-        return ElementRun(key, transfer.start, transfer.stop, target, transfer.target_offset)
+            tensor = self._bound.states[transfer.name][key]
+        return StoredRun(tensor, transfer.start, transfer.stop)
 
     def _whole_weight(self, name: str) -> torch.Tensor:
         leaf = self._tree.models[self._model][self._bound.weight_of[name]]
@@ -245,7 +238,7 @@ class DcpReader:
         return leaf.tensor
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of a parameter."""
+        """Return the scalar optimizer states of a parameter."""
         if self._scalars is None:
             self._scalars = self._load_scalars()
         return self._scalars.get(at.name, {})
@@ -256,15 +249,15 @@ class DcpReader:
             name: {k: v for k, v in state.items() if kinds.get(k) == "scalar"}
             for name, state in self._bound.states.items()
         }
-        tensors = [v for s in held.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        values = self._chunks.load({self._keys[id(t)]: t for t in tensors if id(t) in self._keys})
+        keys = {self._chunks.key_of(value) for state in held.values() for value in state.values()}
+        values = self._chunks.load(keys - {""})
         return {
-            name: {k: values.get(self._keys.get(id(v), ""), v) for k, v in state.items()}
+            name: {k: values.get(self._chunks.key_of(v), v) for k, v in state.items()}
             for name, state in held.items()
         }
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers, the trainer's state, and what else was saved that is small."""
+        """Return buffers, the trainer's state, and what else was saved that is small."""
         del rank, world_size
         leaves = self._tree.models[self._model]
         held = {n: leaves[n] for n in self.manifest.module_buffers}
@@ -279,7 +272,7 @@ class DcpReader:
         )
 
     def _rest(self) -> dict[str, Any]:
-        """Give the objects and single numbers that are beside model and optimizer.
+        """Return the objects and single numbers that are beside model and optimizer.
 
         Raises:
             UnsupportedError: the model itself has entries that are no tensors.
@@ -292,8 +285,7 @@ class DcpReader:
                 "save the model again without it"
             )
             raise UnsupportedError(msg)
-        known = set(self._keys.values())
-        mine = [leaf for leaf in rest if leaf.key not in known]
+        mine = [leaf for leaf in rest if leaf.key not in self._known]
         values = self._chunks.objects([leaf.key for leaf in mine if leaf.tensor is None])
         values.update(self._chunks.load(_tensors(mine)))
         found: dict[str, Any] = {}
@@ -309,5 +301,5 @@ class DcpReader:
         self._files.close()
 
 
-def _tensors(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
-    return {leaf.key: leaf.tensor for leaf in leaves if leaf.tensor is not None}
+def _tensors(leaves: Iterable[Leaf]) -> list[str]:
+    return [leaf.key for leaf in leaves if leaf.tensor is not None]

@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
@@ -56,7 +56,7 @@ class Tree:
     """All that is in no optimizer: the models' leaves too."""
 
 
-def leaves_of(metadata: Metadata) -> list[Leaf]:
+def leaves_of(metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> list[Leaf]:
     """List the leaves, in the order in which they were saved where that is known.
 
     The entries themselves are in the order of writing, which ranks share out by load. What the
@@ -66,18 +66,12 @@ def leaves_of(metadata: Metadata) -> list[Leaf]:
     entries = metadata.state_dict_metadata
     keys = [key for key in paths if key in entries]
     keys += [key for key in entries if key not in paths]
-    return [Leaf(key, tuple(paths.get(key, (key,))), _without_values(entries[key])) for key in keys]
+    return [Leaf(key, tuple(paths.get(key, (key,))), tensors.get(key)) for key in keys]
 
 
 def knows_order(metadata: Metadata) -> bool:
     """Whether the order in which the leaves were saved is known."""
     return set(metadata.state_dict_metadata) <= set(metadata.planner_data or {})
-
-
-def _without_values(entry: object) -> torch.Tensor | None:
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
 
 def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
@@ -99,7 +93,7 @@ def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
 
 
 def _groups_prefix(path: Path) -> tuple[Path, bool] | None:
-    """Give the optimizer's place, if a leaf is one of its hyperparameters, and its manner."""
+    """Return the optimizer's place, if a leaf is one of its hyperparameters, and its manner."""
     for index, part in enumerate(path[:-1]):
         if part == GROUPS and isinstance(path[index + 1], int):
             return path[:index], False
@@ -109,7 +103,7 @@ def _groups_prefix(path: Path) -> tuple[Path, bool] | None:
 
 
 def _put_into(optimizers: Mapping[Path, OptimizerLeaves], leaf: Leaf) -> bool:
-    """Put a leaf to its optimizer's, if it has one."""
+    """Add a leaf to its optimizer's, if it has one."""
     for length in range(len(leaf.path)):
         prefix, below = leaf.path[:length], leaf.path[length:]
         if (optimizer := optimizers.get(prefix)) is None:
@@ -125,7 +119,7 @@ def _put_into(optimizers: Mapping[Path, OptimizerLeaves], leaf: Leaf) -> bool:
 
 
 def choose_model(tree: Tree, live: Manifest, where: FilePath) -> Path:
-    """Give the subtree that holds the live model's parameters.
+    """Return the subtree that holds the live model's parameters.
 
     Raises:
         CheckpointFormatError: there are no tensors.
@@ -157,10 +151,10 @@ def choose_model(tree: Tree, live: Manifest, where: FilePath) -> Path:
 
 
 def largest_model(tree: Tree) -> Path:
-    """Give the subtree with the most tensors; the top where there is none."""
+    """Return the subtree with the most tensors; the top where there is none."""
     return max(tree.models, key=lambda path: len(tree.models[path]), default=())
 
 
 def format_tree_path(path: Path) -> str:
-    """Give a path as a person writes it."""
+    """Return a path as a person writes it."""
     return ".".join(map(str, path)) or "the top level"

@@ -41,7 +41,7 @@ CLASS_STUBS: Mapping[str, type] = {
 
 
 def loss_scaler_fields(scaler: object) -> dict[str, Plain]:
-    """Give a loss scaler's class and plain fields; nothing where there is none."""
+    """Return a loss scaler's class and plain fields; nothing where there is none."""
     if not isinstance(scaler, LossScaler):
         return {}
     fields = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}

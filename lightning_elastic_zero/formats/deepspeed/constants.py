@@ -38,18 +38,18 @@ FROZEN = "frozen_param_fragments"
 
 
 def fp32_key(stage: int) -> str:
-    """Give the entry that holds the masters' flat buffers."""
+    """Return the entry that holds the masters' flat buffers."""
     return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
 
 
 def optimizer_file(rank: int, precision: str) -> str:
-    """Give the name of a rank's optimizer shard, inside the checkpoint's directory."""
+    """Return the name of a rank's optimizer shard, inside the checkpoint's directory."""
     prefix = "bf16_" if precision == "bf16" else ""
     return f"{TAG}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def model_file(rank: int, stage: int) -> str:
-    """Give the name of a rank's model file; in ZeRO-1/2 rank 0 alone writes one."""
+    """Return the name of a rank's model file; in ZeRO-1/2 rank 0 alone writes one."""
     if stage == STAGE_WEIGHTS:
         return f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
     return f"{TAG}/mp_rank_00_model_states.pt"

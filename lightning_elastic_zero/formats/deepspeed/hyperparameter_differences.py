@@ -21,7 +21,7 @@ class HyperparameterDifferences:
     """Each rank's hyperparameters beside the first one's."""
 
     def __init__(self, first: Groups, where: str) -> None:
-        """Take the first rank's; ``where`` is for messages."""
+        """Keep the first rank's; ``where`` is for messages."""
         self._where = where
         self._first = self._texts(0, first)
         self._values: dict[tuple[int, str], dict[str, list[int]]] = {}
@@ -44,7 +44,7 @@ class HyperparameterDifferences:
         return names[0], names[1]
 
     def summary(self) -> str:
-        """Say group, name and values of what differs; nothing where all is alike."""
+        """Describe group, name and values of what differs; nothing where all is alike."""
         differences = []
         for (group, key), of_value in sorted(self._values.items()):
             values = [f"{value} on {format_ranks(ranks)}" for value, ranks in of_value.items()]
@@ -56,7 +56,7 @@ class HyperparameterDifferences:
         return "; ".join(differences[:MAX_SHOWN] + more)
 
     def warn(self) -> None:
-        """Say which values differ, and what a resume makes of it."""
+        """Warn of which values differ, and what a resume makes of it."""
         if summary := self.summary():
             log.warning(
                 "%s: the ranks did not train with the same hyperparameters when this was saved: "

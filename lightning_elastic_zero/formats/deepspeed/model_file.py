@@ -9,8 +9,8 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.deepspeed.constants import OURS
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.shared_tensors import duplicate_names
-from lightning_elastic_zero.formats.source import SourceFiles
 from lightning_elastic_zero.manifest import Progress
 
 ENGINE_KEYS = frozenset(
@@ -45,7 +45,7 @@ ENGINE_KEYS = frozenset(
 class ModelFile:
     """One rank's ``*_model_states.pt``."""
 
-    def __init__(self, files: SourceFiles, name: str) -> None:
+    def __init__(self, files: ForeignFiles, name: str) -> None:
         """Understand a file, without reading its tensors.
 
         Raises:
@@ -90,7 +90,7 @@ class ModelFile:
     def _frozen_shapes(
         self, tree: Mapping[str, Any], module: Mapping[str, Any]
     ) -> dict[str, tuple[int, ...]]:
-        """Give the weights that no optimizer owns, with their shapes.
+        """Return the weights that no optimizer owns, with their shapes.
 
         ZeRO-1 does not list them; but in ZeRO-1/2 the module holds every weight whole.
         """
@@ -111,7 +111,7 @@ class ModelFile:
         }
 
     def _is_placeholders(self, module: Mapping[str, Any]) -> bool:
-        """Tell whether the module's weights are cut away, as in ZeRO-3."""
+        """Whether the module's weights are cut away, as in ZeRO-3."""
         return any(
             isinstance(module.get(name), torch.Tensor)
             and not module[name].numel()
@@ -130,11 +130,11 @@ class ModelFile:
         return self._dtypes[name]
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """Give the other names of a tied weight."""
+        """Return the other names of a tied weight."""
         return tuple(alias for alias, first in self._shared.items() if first == name)
 
     def frozen_tensor(self, tree: Mapping[str, Any], name: str) -> torch.Tensor:
-        """Give a frozen weight in a model file's tree: whole, or in ZeRO-3 the rank's piece."""
+        """Return a frozen weight in a model file's tree: whole, or in ZeRO-3 the rank's piece."""
         pieces = tree.get("frozen_param_fragments") or {}
         found: torch.Tensor = pieces[name] if name in pieces else tree["module"][name]
         return found
@@ -155,13 +155,13 @@ class ModelFile:
                 shown = "" if what == "parameters" else f" ({mine} and {theirs})"
                 msg = (
                     f"{self._files.folder}: {self.name} and {other.name} differ in their "
-                    f"{what}{shown}: they are not of one save. Remove the files of the run that "
-                    "you do not want, or resume from another checkpoint"
+                    f"{what}{shown}: they are not of one save. Resume from another checkpoint, "
+                    "or put the files of one save back, those of all ranks"
                 )
                 raise CheckpointFormatError(msg)
 
     def load_buffers(self) -> dict[str, torch.Tensor]:
-        """Give the persistent buffers."""
+        """Return the persistent buffers."""
         module = self._files.tree(self.name)["module"]
         found: dict[str, torch.Tensor] = self._files.load(
             self.name, {name: module[name] for name in self.buffers}
@@ -169,14 +169,14 @@ class ModelFile:
         return found
 
     def load_client_state(self) -> dict[str, Any]:
-        """Give what the user, or Lightning, had saved with it."""
+        """Return what the user, or Lightning, had saved with it."""
         tree = self._files.tree(self.name)
         own = {key: value for key, value in tree.items() if key not in ENGINE_KEYS}
         found: dict[str, Any] = self._files.load(self.name, own)
         return found
 
     def load_scheduler(self) -> Mapping[str, Any] | None:
-        """Give the state of the scheduler that the engine itself stepped."""
+        """Return the state of the scheduler that the engine itself stepped."""
         scheduler = self._files.tree(self.name).get("lr_scheduler")
         return self._files.load(self.name, scheduler) if scheduler else None
 
@@ -188,7 +188,7 @@ def _table(
 
 
 def _progress(tree: Mapping[str, Any]) -> Progress:
-    """Give the counters; DeepSpeed does not save how many backward passes there were."""
+    """Return the counters; DeepSpeed does not save how many backward passes there were."""
     config: Mapping[str, Any] = tree.get("ds_config") or {}
     accumulation = config.get("gradient_accumulation_steps")
     accumulation = accumulation if type(accumulation) is int else 1

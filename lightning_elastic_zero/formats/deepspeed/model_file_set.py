@@ -11,8 +11,10 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.deepspeed.model_file import ModelFile
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
 from lightning_elastic_zero.formats.deepspeed.zero_shard import numel_of
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import SharedState
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun
+from lightning_elastic_zero.formats.source import NamedRun
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Layout, Transfer
 from lightning_elastic_zero.manifest import Parameter, Plain
 from lightning_elastic_zero.partition import frozen_partition, piece_numel
@@ -22,8 +24,8 @@ from lightning_elastic_zero.tensor_state import dtype_name
 class ModelFileSet:
     """One ``mp_rank_00_model_states.pt`` in ZeRO-1/2, one file for each rank in ZeRO-3."""
 
-    def __init__(self, files: SourceFiles, folder: TagFolder) -> None:
-        """Take the files of a tag's folder, and understand rank 0's.
+    def __init__(self, files: ForeignFiles, folder: TagFolder) -> None:
+        """Keep the files of a tag's folder, and understand rank 0's.
 
         Raises:
             CheckpointCorruptedError: it is missing.
@@ -40,7 +42,7 @@ class ModelFileSet:
         """Which rank's file holds which elements of the weights that no optimizer owns."""
 
     def name(self, rank: int) -> str:
-        """Give the name of a rank's file.
+        """Return the name of a rank's file.
 
         Raises:
             CheckpointCorruptedError: it is missing.
@@ -52,13 +54,13 @@ class ModelFileSet:
         return self._folder.models[rank]
 
     def names(self) -> list[str]:
-        """Give the files of the ranks that wrote the checkpoint, missing ones too."""
+        """Return the files of the ranks that wrote the checkpoint, missing ones too."""
         if self._folder.model:
             return [self._folder.model]
         return [_model_name(rank) for rank in range(self.first.world_size)]
 
     def missing(self) -> list[str]:
-        """Give the names of files that should be there."""
+        """Return the names of files that should be there."""
         if self._folder.model:
             return []
         ranks = range(self.first.world_size)
@@ -87,7 +89,7 @@ class ModelFileSet:
             self.first.check_same(ModelFile(self._files, name))
 
     def parameters(self, group_of: Sequence[int]) -> tuple[Parameter, ...]:
-        """Give the parameter table.
+        """Return the parameter table.
 
         Args:
             group_of: the parameter group of each flat buffer.
@@ -104,29 +106,29 @@ class ModelFileSet:
             for name, shape, group in (*owned, *frozen)
         )
 
-    def frozen(self, transfer: Transfer) -> StoredRun:
-        """Say where a run of a weight that no optimizer owns lies."""
+    def locate_frozen(self, transfer: Transfer) -> NamedRun:
+        """Return where a run of a weight that no optimizer owns lies."""
         rank, start = transfer.source_rank, transfer.start
-        name = self.name(rank)
+        name, numel = self.name(rank), transfer.stop - transfer.start
         tensor = self.first.frozen_tensor(self._files.tree(name), transfer.name)
         if self.partitioned:
-            numel = self._frozen_numel[transfer.name]
-            start -= rank * piece_numel(numel, self.first.world_size)
-        return StoredRun(name, tensor.view(-1), start)
+            whole = self._frozen_numel[transfer.name]
+            start -= rank * piece_numel(whole, self.first.world_size)
+        return name, StoredRun(tensor.view(-1), start, start + numel)
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
         if self.partitioned or transfer.name in self.first.frozen:
             return None
         tensor = self._files.tree(self.first.name)["module"].get(transfer.name)
         if not isinstance(tensor, torch.Tensor) or not tensor.numel():
             return None
-        return StoredRun(self.first.name, tensor.view(-1), transfer.start)
+        return self.first.name, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def module_state(
         self, rank: int, world_size: int, loss_scaler: Mapping[str, Plain]
     ) -> SharedState:
-        """Give buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""
+        """Return buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""
         same = self.partitioned and world_size == self.first.world_size
         model = ModelFile(self._files, self.name(rank)) if same else self.first
         return SharedState(
@@ -137,7 +139,7 @@ class ModelFileSet:
         )
 
     def lacks(self) -> tuple[str, ...]:
-        """Say what these files do not hold of a run."""
+        """Describe what these files do not hold of a run."""
         buffers = () if self.partitioned or not self.first.buffers else (OTHERS_BUFFERS,)
         return ("RNG states", *buffers)
 

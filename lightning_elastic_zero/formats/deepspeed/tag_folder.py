@@ -55,7 +55,7 @@ def check_saved_name(path: Path, saved_as: str) -> None:
 
 
 def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
-    """Give what a name says but for the precision: the kind of file, and the ranks."""
+    """Return what a name says but for the precision: the kind of file, and the ranks."""
     for kind, pattern in (("shard", _OPTIMIZER), ("model", _MODEL), ("model of ZeRO-3", _MODEL_3)):
         if found := pattern.fullmatch(name):
             return kind, *(number for number in found.groups() if number.isdecimal())
@@ -63,12 +63,12 @@ def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Tell whether a folder holds the files of one tag."""
+    """Whether a folder holds the files of one tag."""
     return any(folder.glob("*_model_states.pt")) or any(folder.glob("*_optim_states.pt"))
 
 
 def find_tag_folder(path: Path) -> Path | None:
-    """Give the tag's folder that a path means, or None where there are no files of DeepSpeed's.
+    """Return the tag's folder that a path means, or None where there are no files of DeepSpeed's.
 
     A path that is a tag's folder means that tag. Else the tag is the one that ``latest`` names, or
     the only one that there is.

@@ -26,8 +26,10 @@ from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fie
 from lightning_elastic_zero.formats.deepspeed.model_file_set import ModelFileSet
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder, check_saved_name
 from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, numel_of
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
@@ -39,7 +41,7 @@ OPTIMIZER_STATE = "zero/optimizer_state.pt"
 
 
 def is_universal(folder: Path) -> bool:
-    """Tell whether a tag's folder is a Universal Checkpoint."""
+    """Whether a tag's folder is a Universal Checkpoint."""
     return (folder / OPTIMIZER_STATE).is_file()
 
 
@@ -59,7 +61,7 @@ class UniversalSource:
             CheckpointCorruptedError: files are missing.
             CheckpointFormatError: what is there does not fit together.
         """
-        self.files = SourceFiles(
+        self.files = foreign_files(
             folder.path,
             allow_pickle=allow_pickle,
             on_progress=on_progress,
@@ -85,14 +87,14 @@ class UniversalSource:
 
     @property
     def _optimizer(self) -> Mapping[str, Any]:
-        """Give what is in ``optimizer_state.pt``: asked for anew, since files are closed."""
+        """Return what is in ``optimizer_state.pt``: asked for anew, since files are closed."""
         found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
         return found
 
     # -- what is there ---------------------------------------------------------------------------
 
     def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
-        """Give the states that each parameter has a file of.
+        """Return the states that each parameter has a file of.
 
         Raises:
             CheckpointCorruptedError: parameters have no masters.
@@ -110,7 +112,7 @@ class UniversalSource:
         return f"zero/{name}/{key or MASTER}.pt"
 
     def names(self) -> Sequence[str]:
-        """Give the files."""
+        """Return the files."""
         states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
         return [*self._models.names(), OPTIMIZER_STATE, *states]
 
@@ -156,7 +158,7 @@ class UniversalSource:
         )
 
     def _state_of(self, group: int) -> tuple[StateKey, ...]:
-        """Give the table of a group's states, from its first parameter."""
+        """Return the table of a group's states, from its first parameter."""
         flat = next((i for i, g in enumerate(self._group_of) if g == group), None)
         if flat is None or not self._shapes[flat]:
             return ()
@@ -171,7 +173,7 @@ class UniversalSource:
         return tuple(sorted(table, key=lambda key: key.name))
 
     def _scalar_values(self, flat: int) -> Mapping[str, Scalar]:
-        """Give the scalar states of a flat buffer: ZeRO-3's are where they were, others' apart."""
+        """Return a flat buffer's scalar states: ZeRO-3's are where they were, others' apart."""
         if self._stage == STAGE_WEIGHTS:
             state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
             scalars = {k: v for k, v in state.items() if not _is_vector(v)}
@@ -183,7 +185,7 @@ class UniversalSource:
         return {"step": self.files.load(file, self.files.tree(file))}
 
     def _tensor(self, name: str, key: str) -> torch.Tensor:
-        """Give a whole state or master of a parameter, on the meta device.
+        """Return a whole state or master of a parameter, on the meta device.
 
         Raises:
             CheckpointFormatError: it has another size than the parameter.
@@ -226,7 +228,7 @@ class UniversalSource:
                 self._tensor(name, key)
 
     def bind(self, live: Manifest) -> None:
-        """Learn nothing: the files name their parameters."""
+        """Do nothing: the files name their parameters."""
 
     def layout(self) -> Layout:
         """Each parameter is whole, in files of its own."""
@@ -236,23 +238,24 @@ class UniversalSource:
         """Which rank's model file holds which elements of the weights that no optimizer owns."""
         return self._models.frozen_layout
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of masters, of a state or of a frozen weight lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._models.first.frozen:
-            return self._models.frozen(transfer)
+            return self._models.locate_frozen(transfer)
         tensor = self._tensor(transfer.name, key)
-        return StoredRun(self._file(transfer.name, key), tensor, transfer.start)
+        run = StoredRun(tensor, transfer.start, transfer.stop)
+        return self._file(transfer.name, key), run
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the low-precision weights of a run of masters lie."""
-        return self._models.rounded(transfer)
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the low-precision weights of a run of masters lie."""
+        return self._models.locate_rounded(transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         return self._scalar_values(at.buffer)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers and the trainer's state."""
+        """Return buffers and the trainer's state."""
         scaler = loss_scaler_fields(self._optimizer.get("loss_scaler"))
         return self._models.module_state(rank, world_size, scaler)
 

@@ -22,7 +22,7 @@ BF16 = "BF16_Optimizer"
 
 
 def stage_of(shard: Shard, where: str) -> int:
-    """Give the ZeRO stage; 1 for BF16_Optimizer, whose shards do not say one.
+    """Return the ZeRO stage; 1 for BF16_Optimizer, whose shards do not say one.
 
     Raises:
         UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
@@ -36,14 +36,14 @@ def stage_of(shard: Shard, where: str) -> int:
 
 
 def engine_of(shard: Shard, stage: int) -> str:
-    """Give the name of DeepSpeed's wrapper that wrote it."""
+    """Return the name of DeepSpeed's wrapper that wrote it."""
     if stage == STAGE_WEIGHTS:
         return "DeepSpeedZeroOptimizer_Stage3"
     return "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
 
 
 def flats_of(shard: Shard) -> Sequence[torch.Tensor]:
-    """Give the masters' flat buffers."""
+    """Return the masters' flat buffers."""
     found: Sequence[torch.Tensor] = (
         shard[FP32_STAGE_3] if FP32_STAGE_3 in shard else shard[FP32_STAGE_1_2]
     )
@@ -51,7 +51,7 @@ def flats_of(shard: Shard) -> Sequence[torch.Tensor]:
 
 
 def param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
-    """Give the torch parameter groups of a shard; none where it does not hold them."""
+    """Return the torch parameter groups of a shard; none where it does not hold them."""
     for key in (BASE, STATES):
         if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
             found: Sequence[Mapping[str, Any]] = states["param_groups"]
@@ -60,18 +60,18 @@ def param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
 
 
 def hyperparameters_of(shard: Shard) -> list[dict[str, Any]]:
-    """Give each parameter group's hyperparameters; none where the shard does not hold them."""
+    """Return each parameter group's hyperparameters; none where the shard does not hold them."""
     return [{k: v for k, v in g.items() if k != "params"} for g in param_groups_of(shard)]
 
 
 def ranks_of(shard: Shard) -> int:
-    """Give the number of ranks that a shard says it was written on."""
+    """Return the number of ranks that a shard says it was written on."""
     count = shard["partition_count"]
     return int(max(count) if isinstance(count, (list, tuple)) else count)
 
 
 def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) -> tuple[int, ...]:
-    """Give each flat buffer's parameter group.
+    """Return each flat buffer's parameter group.
 
     Args:
         groups: torch's parameter groups; in ZeRO-3 their ``params`` are the sub-groups in order.
@@ -96,12 +96,12 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
 
 
 def is_vector(value: object) -> bool:
-    """Tell whether a state is more than one value."""
+    """Whether a state is more than one value."""
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    """Give the elements of a shape."""
+    """Return the elements of a shape."""
     numel = 1
     for size in shape:
         numel *= int(size)
@@ -130,7 +130,7 @@ class ShardMetadata:
 
 
 def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
-    """Give what a shard says by itself.
+    """Return what a shard says by itself.
 
     Raises:
         CheckpointFormatError: it does not say which sub-group is of which parameter group.

@@ -49,6 +49,7 @@ from lightning_elastic_zero.formats.deepspeed.zero_shard import (
     stage_of,
 )
 from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
@@ -59,8 +60,13 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 def _scaler(shard: Shard) -> str:
-    """Give the loss scale and what it follows, to compare: ranks agree on overflows."""
+    """Return the loss scale and what it follows, to compare: ranks agree on overflows."""
     return repr(sorted(loss_scaler_fields(shard.get("loss_scaler")).items()))
+
+
+RESUME_FROM_ANOTHER = (
+    "Resume from another checkpoint, or put the files of one save back, those of all ranks"
+)
 
 
 class ZeroShardSet:
@@ -73,15 +79,17 @@ class ZeroShardSet:
         shapes: Shapes,
         world_size: int,
         where: str,
+        name: Callable[[int], str],
     ) -> None:
-        """Take the shards.
+        """Understand the shards from the first one.
 
         Args:
-            shard: gives a rank's shard; its tensors need no values.
-            load: gives a part of a rank's shard with the tensors' values.
+            shard: returns a rank's shard; its tensors need no values.
+            load: returns a part of a rank's shard with the tensors' values.
             shapes: the parameters of each flat buffer.
             world_size: how many ranks wrote one.
-            where: for messages.
+            where: the folder, for messages.
+            name: returns the name of a rank's file, for messages.
 
         Raises:
             CheckpointFormatError: the first shard is none, or does not fit the shapes.
@@ -89,6 +97,7 @@ class ZeroShardSet:
         """
         self._shard = shard
         self._load = load
+        self._name = name
         self._where = where
         self.world_size = world_size
         first = shard(0)
@@ -134,7 +143,8 @@ class ZeroShardSet:
             raise UnsupportedError(msg)
         if self.stage == STAGE_WEIGHTS:
             held = sum(piece_numel(n, self.world_size) for n in numels)
-            self._demand_numel(0, index, flat, (held,))
+            if flat != held:
+                self._refuse_numel(0, index, flat)
             return FlatBuffer(group, names, numels)
         recorded = first.get("param_alignment_paddings") or ()
         paddings = tuple(recorded[index]) if recorded else ()
@@ -148,7 +158,7 @@ class ZeroShardSet:
         return buffer
 
     def _groups(self, first: Shard) -> tuple[Group, ...]:
-        """Give the parameter groups: members, hyperparameters, and the table of states."""
+        """Return the parameter groups: members, hyperparameters, and the table of states."""
         hyperparameters = self._load(0, hyperparameters_of(first))
         count = max(self.group_of, default=-1) + 1
         return tuple(
@@ -189,7 +199,7 @@ class ZeroShardSet:
         raise UnsupportedError(msg)
 
     def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
-        """Give the states of a flat buffer; of its first parameter where they are kept by name."""
+        """Return a flat buffer's states; its first parameter's where they are kept by name."""
         states = shard[BASE] if self.stage == STAGE_WEIGHTS and not self.elastic else shard[STATES]
         if not self.elastic:
             in_order = [i for group in states["param_groups"] for i in group["params"]]
@@ -209,7 +219,7 @@ class ZeroShardSet:
         return found
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """Take the live model's groups, where the shards do not say which there were.
+        """Use the live model's groups, where the shards do not say which there were.
 
         Raises:
             CheckpointMismatchError: parameters that share a flat buffer are in two groups.
@@ -230,8 +240,8 @@ class ZeroShardSet:
 
     # -- where things lie ------------------------------------------------------------------------
 
-    def held(self, key: str, transfer: Transfer) -> tuple[torch.Tensor, int]:
-        """Give the tensor of the source rank's shard that holds a run, and the run's start in it.
+    def locate(self, key: str, transfer: Transfer) -> StoredRun:
+        """Return where a run lies in the source rank's shard.
 
         Raises:
             CheckpointFormatError: the shard holds fewer elements than the first one makes believe.
@@ -242,19 +252,17 @@ class ZeroShardSet:
             tensor = flats_of(shard)[transfer.source_buffer]
         elif self.elastic and self.stage == STAGE_WEIGHTS:
             tensor = self._of_name(shard, transfer.source_buffer, transfer.name)[key]
-            numel = self._numel_of(transfer)
+            numel = numel_of(self._shapes[transfer.source_buffer][transfer.name])
             start = transfer.start - transfer.source_rank * piece_numel(numel, self.world_size)
         else:
             tensor = self._state(shard, transfer.source_buffer)[key]
-        if start + transfer.stop - transfer.start > tensor.numel():
+        stop = start + transfer.stop - transfer.start
+        if stop > tensor.numel():
             self._refuse_numel(transfer.source_rank, transfer.source_buffer, tensor.numel())
-        return tensor, start
-
-    def _numel_of(self, transfer: Transfer) -> int:
-        return numel_of(self._shapes[transfer.source_buffer][transfer.name])
+        return StoredRun(tensor, start, stop)
 
     def scalars(self, at: Fragment) -> dict[str, Scalar]:
-        """Give the scalar states of the flat buffer that holds ``at``, as the shard has them."""
+        """Return the scalar states of the flat buffer that holds ``at``, as the shard has them."""
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
         if self.elastic and self.stage == STAGE_WEIGHTS:
@@ -264,12 +272,12 @@ class ZeroShardSet:
         return found
 
     def without_state(self) -> list[str]:
-        """Give the parameters without optimizer state in groups that have some."""
+        """Return the parameters without optimizer state in groups that have some."""
         lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
         return [name for index in lacking for name in self.buffers[index].names]
 
     def steps(self) -> list[int]:
-        """Give how many steps Adam has taken, by the first shard: for each of its flat buffers.
+        """Return how many steps Adam has taken, by the first shard: for each of its flat buffers.
 
         Other optimizers begin to count elsewhere, or do not count.
         """
@@ -297,9 +305,8 @@ class ZeroShardSet:
         ):
             msg = (
                 f"{self._where}: {summary}; and the optimizer counts no steps, so that nothing "
-                f"tells "
-                "ranks that drifted apart from shards of different saves. Resume from another "
-                "checkpoint"
+                "tells ranks that drifted apart from shards of different saves. Resume from "
+                "another checkpoint"
             )
             raise CheckpointFormatError(msg)
         self._hyperparameter_differences.warn()
@@ -324,28 +331,28 @@ class ZeroShardSet:
         ):
             if mine != theirs:
                 msg = (
-                    f"{self._where}: rank {rank}'s shard has the {what} {mine}, rank 0's {theirs}: "
-                    "they are not of one save. Remove the files of the run that you do not want, "
-                    "or resume from another checkpoint"
+                    f"{self._where}: {self._name(rank)} has the {what} {mine}, {self._name(0)} "
+                    f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
         for index, flat in enumerate(flats_of(shard)):
-            self._demand_numel(rank, index, flat.numel(), self._possible(rank, index))
+            if flat.numel() not in self._possible(rank, index):
+                self._refuse_numel(rank, index, flat.numel())
             state = self._state(shard, index) if self.buffers[index].names else {}
             table = () if index in self._stateless else self.groups[self.group_of[index]].state
             wanted = {key.name for key in table}
             if set(state) != wanted:
                 msg = (
-                    f"{self._where}: rank {rank}'s shard keeps the states {sorted(state)}, rank "
-                    f"0's {sorted(wanted)}: they are not of one save"
+                    f"{self._where}: {self._name(rank)} keeps the states {sorted(state)}, "
+                    f"{self._name(0)} {sorted(wanted)}: they are not of one save. "
+                    f"{RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
             self._check_scalars(rank, index)
         if (mine := _scaler(shard)) != (theirs := _scaler(first)):
             msg = (
-                f"{self._where}: rank {rank}'s shard has the loss scaler {mine}, rank 0's "
-                f"{theirs}: they are not of one save. Remove the files of the run that you do "
-                "not want, or resume from another checkpoint"
+                f"{self._where}: {self._name(rank)} has the loss scaler {mine}, {self._name(0)} "
+                f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
             )
             raise CheckpointFormatError(msg)
 
@@ -358,9 +365,8 @@ class ZeroShardSet:
         mine, theirs = self._counters(rank, index), self._counters(0, index)
         if canonical_repr(mine) != canonical_repr(theirs):
             msg = (
-                f"{self._where}: rank {rank}'s shard has {mine} for flat buffer {index}, rank 0's "
-                f"{theirs}: they were saved at other steps. Remove the files of the run that you "
-                "do not want, or resume from another checkpoint"
+                f"{self._where}: {self._name(rank)} has {mine} for flat buffer {index}, "
+                f"{self._name(0)} {theirs}: they were saved at other steps. {RESUME_FROM_ANOTHER}"
             )
             raise CheckpointFormatError(msg)
 
@@ -376,17 +382,13 @@ class ZeroShardSet:
         return found
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
-        """Give the sizes that a rank's flat buffer may have: with and without its padding."""
+        """Return the sizes that a rank's flat buffer may have: with and without its padding."""
         buffer = self.buffers[index]
         if self.stage == STAGE_WEIGHTS:
             return (sum(piece_numel(n, self.world_size) for n in buffer.numels),)
         size = buffer.partition_numel
         total = sum(buffer.numels) + sum(buffer.paddings)
         return size, min(size, max(0, total - rank * size))
-
-    def _demand_numel(self, rank: int, index: int, numel: int, possible: Sequence[int]) -> None:
-        if numel not in possible:
-            self._refuse_numel(rank, index, numel)
 
     def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
         whole = sum(map(numel_of, self._shapes[index].values()))

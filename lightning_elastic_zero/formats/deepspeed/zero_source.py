@@ -22,8 +22,9 @@ from lightning_elastic_zero.formats.full_state.torch_optimizer import (
     FRESH_OPTIMIZER_HINT,
     format_names,
 )
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.storage import ignore_progress
@@ -47,7 +48,7 @@ class ZeroSource:
             CheckpointFormatError: they are not of one save.
             UnsupportedError: the engine that wrote them cannot be resumed by this library.
         """
-        self.files = SourceFiles(
+        self.files = foreign_files(
             folder.path,
             allow_pickle=allow_pickle,
             on_progress=on_progress,
@@ -63,6 +64,7 @@ class ZeroSource:
             first.shapes,
             first.world_size,
             str(folder.path),
+            self._shard_name,
         )
         self._check_stage()
         self.manifest = self._manifest()
@@ -79,7 +81,7 @@ class ZeroSource:
     # -- which files -----------------------------------------------------------------------------
 
     def _choose_shards(self) -> Mapping[int, str]:
-        """Give the optimizer shards by rank: of the precision that the model file has.
+        """Return the optimizer shards by rank: of the precision that the model file has.
 
         Raises:
             CheckpointCorruptedError: there are none.
@@ -98,12 +100,12 @@ class ZeroSource:
         return self._shard_names[rank]
 
     def _absent(self, rank: int) -> str:
-        """Give the name that a rank's shard would have."""
+        """Return the name that a rank's shard would have."""
         known, name = min(self._shard_names.items())
         return name.replace(f"rank_{known}_", f"rank_{rank}_", 1)
 
     def names(self) -> Sequence[str]:
-        """Give the files of all ranks; those of a larger, older world are not among them."""
+        """Return the files of all ranks; those of a larger, older world are not among them."""
         ranks = range(self._models.first.world_size)
         shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
         return [*self._models.names(), *shards]
@@ -134,7 +136,7 @@ class ZeroSource:
             raise CheckpointFormatError(msg)
 
     def _mixed(self) -> str:
-        """Say why shards and model files seem to be of two saves; nothing where they do not.
+        """Describe why shards and model files seem to be of two saves; nothing where they do not.
 
         Only in ZeRO-3, whose model files have no weights that masters would have to round to.
         Sub-groups may have been started anew one by one: one that fits is enough.
@@ -145,14 +147,15 @@ class ZeroSource:
             return ""
         return (
             f"its model files are of step {counted} (global_steps {progress.global_steps}, of "
-            f"which {progress.skipped_steps} skipped), and Adam in its optimizer shards has taken "
-            f"{max(steps)} steps: the files are of two saves, as where a save was killed while it "
-            "overwrote a tag. Resume from another checkpoint. Where the optimizer was started anew "
+            f"which {progress.skipped_steps} skipped), as {self._models.first.name} says, and Adam "
+            f"in its optimizer shards has taken {max(steps)} steps, as {self._shard_name(0)} says: "
+            "the files are of two saves, as where a save was killed while it overwrote a tag. "
+            "Resume from another checkpoint. Where the optimizer was started anew "
             "in the midst of the run, so that its steps lag behind, pass load_optimizer_state=False"
         )
 
     def _unmatched(self) -> str:
-        """Say whose optimizer state the shards lack; nothing where they lack none."""
+        """Describe whose optimizer state the shards lack; nothing where they lack none."""
         if not (lacking := self._shards.without_state()):
             return ""
         return (
@@ -194,29 +197,28 @@ class ZeroSource:
         return self._models.frozen_layout
 
     def bind(self, live: Manifest) -> None:
-        """Learn the parameter groups, where the shards do not say which there were."""
+        """Use the live parameter groups, where the shards do not say which there were."""
         unknown = self._shards.stage == STAGE_WEIGHTS and not self.found.hyperparameters
         if unknown and live.groups:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
             self.manifest = self._manifest()
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of masters, of a state or of a frozen weight lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._models.first.frozen:
-            return self._models.frozen(transfer)
-        name = self._shard_name(transfer.source_rank)
-        return StoredRun(name, *self._shards.held(key, transfer))
+            return self._models.locate_frozen(transfer)
+        return self._shard_name(transfer.source_rank), self._shards.locate(key, transfer)
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the low-precision weights of a run of masters lie."""
-        return self._models.rounded(transfer)
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the low-precision weights of a run of masters lie."""
+        return self._models.locate_rounded(transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         return self._shards.scalars(at)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers and the trainer's state."""
+        """Return buffers and the trainer's state."""
         shard = self.files.tree(self._shard_name(0))[OPTIMIZER]
         scaler = loss_scaler_fields(shard.get("loss_scaler"))
         return self._models.module_state(rank, world_size, scaler)

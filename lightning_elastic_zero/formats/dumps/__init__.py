@@ -1,4 +1,4 @@
-"""Hand-made dumps of optimizer states: whose is what, found out by looking at the weights.
+"""Dumps, made by hand, of optimizer states: whose is what, found out by looking at the weights.
 
 ``streams`` knows the places that a ZeRO stage allows, ``order`` finds the parameters that lie
 there, ``weights`` compares masters with a model file, ``describe`` tells the story.

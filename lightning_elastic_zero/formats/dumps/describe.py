@@ -37,7 +37,8 @@ from lightning_elastic_zero.formats.dumps.table import (
     state_dict_in,
 )
 from lightning_elastic_zero.formats.dumps.weight_comparison import ModelTable, WeightComparison
-from lightning_elastic_zero.formats.source import SourceFiles, SourceReader, as_format_error
+from lightning_elastic_zero.formats.open_files import ForeignFiles, foreign_files
+from lightning_elastic_zero.formats.source import SourceReader, as_format_error
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
 
@@ -73,7 +74,9 @@ def describe_dumps(
         allow_pickle: build objects of any class from the files; that can run code.
 
     Returns:
-        What the checkpoint says of itself.
+        The folder as a checkpoint, as ``open_checkpoint(folder).manifest`` has it from now on: the
+        parameters with their groups, stage and ranks of the run, hyperparameters and the table of
+        optimizer states. It can be ignored: what a load needs is in ``elastic_dumps.json``.
 
     Raises:
         CheckpointNotFoundError: there are no dumps.
@@ -90,8 +93,8 @@ def describe_dumps(
     if not names:
         msg = f"dumps= names no files in {path}: pass one for each rank of the run"
         raise CheckpointNotFoundError(msg)
-    files = SourceFiles(
-        path, allow_pickle=allow_pickle, open_files=min(len(names) + 1, MAX_OPEN_FILES)
+    files = foreign_files(
+        path, allow_pickle=allow_pickle, limit=min(len(names) + 1, MAX_OPEN_FILES)
     )
     try:
         with as_format_error(path):
@@ -110,7 +113,7 @@ def describe_dumps(
 
 
 def _by_rank(folder: Path, pattern: str) -> list[str]:
-    """Give the files that a pattern names, by the last number in their names.
+    """Return the files that a pattern names, by the last number in their names.
 
     Raises:
         CheckpointNotFoundError: there are none.
@@ -148,7 +151,7 @@ def _sized(folder: Path, name: str) -> SizedFile:
 
 
 def _build_table(
-    files: SourceFiles,
+    files: ForeignFiles,
     names: Sequence[str],
     model_file: str,
     model: ModelTable,
@@ -217,7 +220,7 @@ def _check_alike(where: str, names: Sequence[str], shards: Sequence[ShardMetadat
 
 
 def _flat_groups(shards: Sequence[ShardMetadata]) -> list[FlatGroup]:
-    """Give the streams of the parameter groups that have flat buffers."""
+    """Return the streams of the parameter groups that have flat buffers."""
     first = shards[0]
     found = []
     for group in sorted(set(first.groups)):
@@ -235,7 +238,7 @@ def _flat_groups(shards: Sequence[ShardMetadata]) -> list[FlatGroup]:
 
 
 def _partition_numel(first: ShardMetadata, index: int) -> int:
-    """Give the elements of a partition, padding included: BF16_Optimizer does not cut it off."""
+    """Return the elements of a partition, padding included: BF16_Optimizer does not cut it off."""
     padded = first.engine == "BF16_Optimizer"
     return first.flats[index].numel() + (0 if padded else first.tail_paddings[index])
 
@@ -246,7 +249,7 @@ def _candidate_orders(
     flat_groups: Sequence[FlatGroup],
     model: ModelTable,
 ) -> list[list[list[str]]]:
-    """Give the orders that the optimizer may have had its parameters in, the likeliest first.
+    """Return the orders that the optimizer may have had its parameters in, the likeliest first.
 
     Raises:
         CheckpointMismatchError: ``groups`` cannot be the groups of these dumps.
@@ -265,7 +268,7 @@ def _candidate_orders(
 def _may_be(
     names: Sequence[Sequence[str]], flat_groups: Sequence[FlatGroup], model: ModelTable
 ) -> bool:
-    """Tell whether names can be those of all parameters: wrapped modules have others."""
+    """Whether names can be those of all parameters: wrapped modules have others."""
     if len(names) != len(flat_groups) or any(n not in model.rows for part in names for n in part):
         return False
     return all(
@@ -277,7 +280,7 @@ def _may_be(
 def _checked(
     groups: list[list[str]], flat_groups: Sequence[FlatGroup], model: ModelTable
 ) -> list[list[str]]:
-    """Give groups, without parameters that have no elements, by the first of their names.
+    """Return groups, without parameters that have no elements, by the first of their names.
 
     Raises:
         CheckpointMismatchError: they are not those of the dumps.
@@ -300,7 +303,7 @@ def _checked(
 def _flats(
     search: OrderSearch, order: Order, first: ShardMetadata, model: ModelTable
 ) -> tuple[BufferRow, ...]:
-    """Give the flat buffers with the parameters in them."""
+    """Return the flat buffers with the parameters in them."""
     found: dict[int, BufferRow] = {}
     for flat_group, names in zip(search.flat_groups, order, strict=True):
         split = flat_group.split((name, search.numels[name]) for name in names)

@@ -48,11 +48,11 @@ class FlatGroup:
         return self.total - sum(self.paddings)
 
     def counts(self, numel: int) -> int:
-        """Give what a parameter takes of ``capacity``."""
+        """Return what a parameter takes of ``capacity``."""
         return piece_numel(numel, self.world_size) if self.stage == STAGE_WEIGHTS else numel
 
     def after(self, position: BufferPosition, numel: int) -> BufferPosition | None:
-        """Give the spot behind a parameter of so many elements; None where it does not fit."""
+        """Return the spot behind a parameter of so many elements; None where it does not fit."""
         if self.stage == STAGE_WEIGHTS:
             if position.at >= self.total:
                 return None
@@ -67,12 +67,12 @@ class FlatGroup:
         return BufferPosition(at, position.count + 1) if at <= self.total else None
 
     def is_end(self, position: BufferPosition) -> bool:
-        """Tell whether nothing is left behind a spot."""
+        """Whether nothing is left behind a spot."""
         whole = not self.paddings or position.count == len(self.paddings)
         return position.at == self.total and whole
 
     def fragments(self, name: str, numel: int, position: BufferPosition) -> list[Fragment]:
-        """Say where the elements of a parameter lie that begins at a spot, by the stage's rule."""
+        """Return where a parameter's elements lie if it begins at a spot, by the stage's rule."""
         if self.stage == STAGE_WEIGHTS:
             index, begin = self._sub_group(position)
             before = (position.at - begin) * self.world_size
@@ -85,7 +85,7 @@ class FlatGroup:
         return [replace(f, buffer=self.first_buffer + index) for f in found]
 
     def _sub_group(self, position: BufferPosition) -> tuple[int, int]:
-        """Give the index of a spot's sub-group, and where that begins."""
+        """Return the index of a spot's sub-group, and where that begins."""
         ends = list(accumulate(self.sizes))
         index = bisect_right(ends, position.at)
         return index, ends[index] - self.sizes[index]

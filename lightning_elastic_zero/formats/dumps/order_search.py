@@ -48,7 +48,7 @@ class OrderSearch:
     _known: dict[tuple[str, int, BufferPosition], bool] = field(default_factory=dict)
 
     def same(self, name: str, flat_group: int, position: BufferPosition) -> bool:
-        """Tell whether a parameter's weights are what lies at a spot, where it has room."""
+        """Whether a parameter's weights are what lies at a spot, where it has room."""
         key = (name, flat_group, position)
         if key not in self._known:
             fragments = self.flat_groups[flat_group].fragments(name, self.numels[name], position)
@@ -56,7 +56,7 @@ class OrderSearch:
         return self._known[key]
 
     def places(self, order: Order) -> list[tuple[str, int, BufferPosition]] | None:
-        """Give the place of each parameter in an order; None where the sizes do not fit."""
+        """Return the place of each parameter in an order; None where the sizes do not fit."""
         found = []
         for index, (flat_group, names) in enumerate(zip(self.flat_groups, order, strict=True)):
             position = BufferPosition()
@@ -71,7 +71,7 @@ class OrderSearch:
         return found
 
     def fits(self, order: Order) -> bool:
-        """Tell whether every element of every parameter fits in an order."""
+        """Whether every element of every parameter fits in an order."""
         places = self.places(order)
         return places is not None and all(self.same(*place) for place in places)
 
@@ -145,7 +145,7 @@ def _check_sizes(search: OrderSearch) -> None:
 
 
 def _fitting(search: OrderSearch, base: Sequence[Sequence[str]]) -> Order | None:
-    """Give the order in which a base fits, as it is or dealt out by round robin."""
+    """Return the order in which a base fits, as it is or dealt out by round robin."""
     return next((order for order in _variants(search, base) if search.fits(order)), None)
 
 
@@ -306,7 +306,7 @@ def _ways(search: OrderSearch, kinds: Mapping[Hashable, Sequence[str]]) -> Itera
 
 
 def _next_place(search: OrderSearch, path: Sequence[_Step]) -> tuple[int, BufferPosition] | None:
-    """Give the stream and the spot that are next to be filled; None when all streams are full."""
+    """Return the stream and the spot that are next to be filled; None when all streams are full."""
     index, position = (path[-1][0], path[-1][2]) if path else (0, BufferPosition())
     while search.flat_groups[index].is_end(position):
         index, position = index + 1, BufferPosition()
@@ -372,7 +372,7 @@ def _refuse_all(
 
 
 def _where_wrong(search: OrderSearch, wrong: Iterable[tuple[str, int, BufferPosition]]) -> str:
-    """Say which ranks' dumps hold what does not fit, where others fit."""
+    """Describe which ranks' dumps hold what does not fit, where others fit."""
     ranks = {
         fragment.rank
         for name, index, position in wrong

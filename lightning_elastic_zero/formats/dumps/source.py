@@ -30,8 +30,10 @@ from lightning_elastic_zero.formats.dumps.table import (
     read_table,
     state_dict_in,
 )
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
+from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
+from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
 from lightning_elastic_zero.partition import frozen_partition
@@ -67,13 +69,14 @@ class DumpsSource:
         """
         self._table = table or read_table(folder)
         self._table.check_sizes(folder)
-        self.files = SourceFiles(folder, allow_pickle=allow_pickle, on_progress=on_progress)
+        self.files = foreign_files(folder, allow_pickle=allow_pickle, on_progress=on_progress)
         self._shards = ZeroShardSet(
             lambda rank: self.files.tree(self._dump(rank)),
             lambda rank, part: self.files.load(self._dump(rank), part),
             [{row.name: row.shape for row in flat.parameters} for flat in self._table.flats],
             len(self._table.dumps),
             str(folder),
+            self._dump,
         )
         self._check_groups()
         self._names = {row.name: (row.name, *row.aliases) for row in self._rows()}
@@ -145,7 +148,7 @@ class DumpsSource:
     # -- Source ----------------------------------------------------------------------------------
 
     def names(self) -> Sequence[str]:
-        """Give the files that belong to it, relative to its folder."""
+        """Return the files that belong to it, relative to its folder."""
         return [self._table.model.name, *(file.name for file in self._table.dumps)]
 
     def layout(self) -> Layout:
@@ -165,22 +168,21 @@ class DumpsSource:
         self._shards.check_all()
 
     def bind(self, live: Manifest) -> None:
-        """Learn nothing: the table names the parameters."""
+        """Do nothing: the table names the parameters."""
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of masters, of a state or of a frozen weight lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._unowned:
             return self._low(transfer)
-        tensor, start = self._shards.held(key, transfer)
-        return StoredRun(self._dump(transfer.source_rank), tensor, start)
+        return self._dump(transfer.source_rank), self._shards.locate(key, transfer)
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say where the weights of a run of masters lie in the model file."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return where the weights of a run of masters lie in the model file."""
         return None if transfer.name in self._unowned else self._low(transfer)
 
-    def _low(self, transfer: Transfer) -> StoredRun:
+    def _low(self, transfer: Transfer) -> NamedRun:
         tensor = self._tensor(transfer.name, self._weights())
-        return StoredRun(self._table.model.name, tensor.view(-1), transfer.start)
+        return self._table.model.name, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def _weights(self) -> Mapping[str, Any]:
         name = self._table.model.name
@@ -192,11 +194,11 @@ class DumpsSource:
         )
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         return self._shards.scalars(at)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:  # noqa: ARG002 (all have one)
-        """Give the buffers of the model file, and the loss scale; there is no trainer's state."""
+        """Return the buffers of the model file, and the loss scale; there is no trainer's state."""
         weights, model = self._weights(), self._table.model.name
         where = str(self.files.folder / model)
         shard: Mapping[str, Any] = self.files.tree(self._dump(0))

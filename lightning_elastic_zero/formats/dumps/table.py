@@ -19,6 +19,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     UnsupportedError,
 )
+from lightning_elastic_zero.json_records import from_json
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
@@ -96,7 +97,7 @@ class DumpsTable:
     torch: str = ""
 
     def to_json(self) -> str:
-        """Give the text of the file, the same for the same content."""
+        """Return the text of the file, the same for the same content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
@@ -116,7 +117,7 @@ class DumpsTable:
 
 
 def _wrong(folder: Path, file: SizedFile) -> str:
-    """Say what is wrong with a file; nothing where it is as it was."""
+    """Describe what is wrong with a file; nothing where it is as it was."""
     try:
         size_bytes = (folder / file.name).stat().st_size
     except OSError as error:
@@ -140,7 +141,7 @@ def read_table(folder: Path) -> DumpsTable:
             msg = f"the format {content['format']!r}, version {content['format_version']!r}"
             raise ValueError(msg)  # noqa: TRY301 (what else is wrong is told in the same words)
         newer = content["format_version"] > FORMAT_VERSION
-        table = None if newer else _table(content)
+        table = None if newer else from_json(DumpsTable, content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         msg = f"{path} cannot be read ({error!r}): call describe_dumps again"
         raise CheckpointFormatError(msg) from error
@@ -153,34 +154,8 @@ def read_table(folder: Path) -> DumpsTable:
     return table
 
 
-def _table(content: Mapping[str, Any]) -> DumpsTable:
-    return DumpsTable(
-        dumps=tuple(_file(file) for file in content["dumps"]),
-        model=_file(content["model"]),
-        flats=tuple(BufferRow(int(f["group"]), _rows(f["parameters"])) for f in content["flats"]),
-        frozen=_rows(content["frozen"]),
-        module_buffers=tuple(map(str, content["module_buffers"])),
-        absent_buffers=tuple(map(str, content["absent_buffers"])),
-        library=str(content["library"]),
-        torch=str(content["torch"]),
-    )
-
-
-def _file(content: Mapping[str, Any]) -> SizedFile:
-    return SizedFile(str(content["name"]), int(content["size_bytes"]))
-
-
-def _rows(content: Sequence[Mapping[str, Any]]) -> tuple[ParameterRow, ...]:
-    return tuple(
-        ParameterRow(
-            str(row["name"]), tuple(map(int, row["shape"])), tuple(map(str, row["aliases"]))
-        )
-        for row in content
-    )
-
-
 def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
-    """Give the state dict that a model file holds: some of its values are tensors.
+    """Return the state dict that a model file holds: some of its values are tensors.
 
     Raises:
         CheckpointFormatError: there is none in it.
@@ -198,7 +173,7 @@ def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
 
 
 def find_tensor(names: Sequence[str], weights: Mapping[str, Any], where: str) -> torch.Tensor:
-    """Give a model file's tensor: under the first of a tied weight's names that is there.
+    """Return a model file's tensor: under the first of a tied weight's names that is there.
 
     Raises:
         CheckpointFormatError: it is not there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -10,13 +10,13 @@ import xxhash
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.deepspeed.zero_shard import shard_metadata
 from lightning_elastic_zero.formats.dumps.table import ParameterRow, find_tensor, state_dict_in
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.source import (
     COMPARED_ELEMENTS,
-    SourceFiles,
     same_rounded,
 )
-from lightning_elastic_zero.formats.torch_file import Piece
-from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, spans
 
 HEAD_ELEMENTS = 64
 """Compared first: few parameters begin alike."""
@@ -26,7 +26,7 @@ class ModelTable:
     """What a module says of the parameters, without their values."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Take a module of the architecture that was trained."""
+        """Read names and shapes of a module of the architecture that was trained."""
         names: dict[torch.nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -74,12 +74,12 @@ class WeightComparison:
 
     def __init__(
         self,
-        files: SourceFiles,
+        files: ForeignFiles,
         dumps: Sequence[str],
         model_file: str,
         rows: Mapping[str, ParameterRow],
     ) -> None:
-        """Take what is compared.
+        """Keep what is compared.
 
         Args:
             files: with the dumps and the model file.
@@ -96,19 +96,19 @@ class WeightComparison:
         self._last_head: tuple[object, torch.Tensor] = (None, torch.empty(0))
 
     def __call__(self, name: str, fragments: Sequence[Fragment]) -> bool:
-        """Tell whether what lies in the fragments is a parameter's weights, all of them."""
+        """Whether what lies in the fragments is a parameter's weights, all of them."""
         return all(self._head_fits(name, f) for f in fragments[:1]) and all(
             same_rounded(self._masters(f, start, stop), self._low(name, start, stop))
             for f in fragments
-            for start, stop in _parts(f)
+            for start, stop in spans(f.start, f.stop, COMPARED_ELEMENTS)
         )
 
     def weights_digest(self, name: str) -> Hashable:
-        """Give what is the same for parameters of the same weights."""
+        """Return what is the same for parameters of the same weights."""
         digest, dtype = xxhash.xxh3_128(), None
         numel = self._rows[name].numel
-        for start in range(0, numel, COMPARED_ELEMENTS):
-            low = self._low(name, start, min(start + COMPARED_ELEMENTS, numel))
+        for start, stop in spans(0, numel, COMPARED_ELEMENTS):
+            low = self._low(name, start, stop)
             # Zeros are alike, whatever their sign, and so are all NaN: see same_rounded.
             plain = torch.nan_to_num(low, nan=0.5) + 0
             digest.update(plain.view(torch.uint8).numpy().tobytes())
@@ -128,7 +128,7 @@ class WeightComparison:
         return same_rounded(self._last_head[1], self._heads[name][:stop])
 
     def _missing(self, at: Fragment) -> bool:
-        """Tell whether a dump is too short to hold a fragment."""
+        """Whether a dump is too short to hold a fragment."""
         return at.offset + at.stop - at.start > self._flat(at).numel()
 
     def _flat(self, at: Fragment) -> torch.Tensor:
@@ -143,8 +143,8 @@ class WeightComparison:
         flat = self._flat(at)
         first = at.offset + start - at.start
         found = torch.empty(stop - start, dtype=flat.dtype)
-        piece = Piece(flat, first, first + stop - start, 0)
-        self._files.get(self._dumps[at.rank]).read_into([(found, piece)])
+        run = StoredRun(flat, first, first + stop - start)
+        self._files.get(self._dumps[at.rank]).read_into([(found, run)])
         return found
 
     def _low(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -153,11 +153,6 @@ class WeightComparison:
         weights = state_dict_in(self._files.tree(self._model_file), where)
         tensor = find_tensor((name, *row.aliases), weights, where)
         found = torch.empty(stop - start, dtype=tensor.dtype)
-        piece = Piece(tensor.view(-1), start, stop, 0)
-        self._files.get(self._model_file).read_into([(found, piece)])
+        run = StoredRun(tensor.view(-1), start, stop)
+        self._files.get(self._model_file).read_into([(found, run)])
         return found
-
-
-def _parts(at: Fragment) -> Iterator[tuple[int, int]]:
-    for start in range(at.start, at.stop, COMPARED_ELEMENTS):
-        yield start, min(start + COMPARED_ELEMENTS, at.stop)

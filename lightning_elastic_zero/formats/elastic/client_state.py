@@ -80,7 +80,7 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
 
 
 def _plain_part(value: object, path: Path, objects: list[tuple[Path, object]]) -> object:
-    """Give the plain part of a value, noting the objects in it."""
+    """Return the plain part of a value, noting the objects in it."""
     if isinstance(value, dict) and _is_node(value) and _has_plain_fields(value):
         items = [(k, _plain_part(v, (*path, k), objects)) for k, v in value.items()]
         return _like(value, items)
@@ -93,14 +93,14 @@ def _plain_part(value: object, path: Path, objects: list[tuple[Path, object]]) -
 
 
 def _is_node(value: object) -> bool:
-    """Tell whether a value is a dict or list whose items have paths of their own."""
+    """Whether a value is a dict or list whose items have paths of their own."""
     if type(value) in (dict, OrderedDict):
         return all(type(k) in (str, int) for k in value)  # type: ignore[attr-defined]
     return type(value) is list
 
 
 def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Give a dict of the same type, and with the same fields: a state dict has ``_metadata``."""
+    """Return a dict of the same type, and with the same fields: a state dict has ``_metadata``."""
     made = type(value)(items)
     if fields := getattr(value, "__dict__", None):
         vars(made).update(fields)
@@ -108,7 +108,7 @@ def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether ``torch.load(weights_only=True)`` gives back just this value."""
+    """Whether ``torch.load(weights_only=True)`` gives back just this value."""
     if type(value) is int:
         return value.bit_length() < 8 * _INT_BYTES
     if type(value) in _LEAVES:
@@ -126,13 +126,13 @@ def is_plain(value: object) -> bool:
 
 
 def _has_plain_fields(value: object) -> bool:
-    """Tell whether what hangs on a tensor or an ``OrderedDict`` is plain: it is saved with it."""
+    """Whether what hangs on a tensor or an ``OrderedDict`` is plain: it is saved with it."""
     fields = getattr(value, "__dict__", None)
     return not fields or is_plain(fields)
 
 
 def to_host(value: Any) -> Any:  # noqa: ANN401 (any plain value)
-    """Give a plain value whose tensors own just their bytes, on the host.
+    """Return a plain value whose tensors own just their bytes, on the host.
 
     A view is saved with all it views, and a tensor with the device that it lies on.
     """
@@ -146,7 +146,7 @@ def to_host(value: Any) -> Any:  # noqa: ANN401 (any plain value)
 
 
 def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Give a tensor on the host, without what its storage holds beside it.
+    """Return a tensor on the host, without what its storage holds beside it.
 
     A device that is named in a file is asked for wherever the file is read by ``torch.load``.
     """
@@ -165,13 +165,13 @@ def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but strided bytes somewhere."""
+    """Whether a tensor is nothing but strided bytes somewhere."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return plain and tensor.device.type != "meta"
 
 
 def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
-    """Put objects (or what differs on a rank) back where they belong, in place."""
+    """Add objects (or what differs on a rank) back where they belong, in place."""
     for path, value in objects:
         gone = path[-1] is REMOVED
         *inner, last = path[:-1] if gone else path
@@ -188,12 +188,12 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
 
 
 def dotted(path: Path) -> str:
-    """Give a path as a person writes it: ``callbacks.EarlyStopping.best``."""
+    """Return a path as a person writes it: ``callbacks.EarlyStopping.best``."""
     return ".".join(str(key) for key in path)
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
-    """Give a digest of each leaf of a client state, and the kind of each node: to compare ranks.
+    """Return a digest of each leaf of a client state, and the kind of each node: to compare ranks.
 
     The keys tell all paths apart; that of a top-level entry is its name.
     """
@@ -203,7 +203,7 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
 def rank_differences(
     state: Mapping[str, Any], first: Mapping[str, str]
 ) -> tuple[tuple[Path, Any], ...]:
-    """Give what turns rank 0's state into this rank's, for ``join_objects``.
+    """Return what turns rank 0's state into this rank's, for ``join_objects``.
 
     Args:
         state: this rank's.
@@ -254,7 +254,7 @@ def _items(node: Any) -> Iterator[tuple[str | int, Any]]:  # noqa: ANN401 (a dic
 
 
 def _is_branch(value: object) -> bool:
-    """Tell whether a value is walked into; a list of mere numbers and strings is one leaf."""
+    """Whether a value is walked into; a list of mere numbers and strings is one leaf."""
     if type(value) is list:
         # None may stand for an object: its place is kept apart from what is beside it.
         return any(v is None or type(v) not in _LEAVES for v in value)
@@ -270,7 +270,7 @@ def _kind(node: object) -> str:
 
 
 def _text(path: Path) -> str:
-    """Give a path as text, so that no two are alike: ``a.b`` is a key, ``["a", "b"]`` two."""
+    """Return a path as text, so that no two are alike: ``a.b`` is a key, ``["a", "b"]`` two."""
     if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
         return path[0]
     return json.dumps(path)
@@ -311,7 +311,7 @@ def _feed(digest: xxhash.xxh3_128, value: Any, path: Path) -> None:  # noqa: ANN
 
 
 def _bits(value: object, path: Path) -> bytes:
-    """Give the bytes of a value that is no dense tensor, and no container but of numbers."""
+    """Return the bytes of a value that is no dense tensor, and no container but of numbers."""
     if type(value) in (list, tuple, torch.Size):
         return pickle.dumps(list(value), protocol=4)  # type: ignore[call-overload]
     if type(value) is float:

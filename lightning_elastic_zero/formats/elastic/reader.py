@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,15 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
     optimizer_file,
 )
 from lightning_elastic_zero.formats.elastic.client_state import Objects, join_objects
+from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
 from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
-from lightning_elastic_zero.formats.torch_file import Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from lightning_elastic_zero.layout import Fragment, Layout
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.storage import FileRecord, ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
-
-OPEN_FILES = 4
-"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ class ElasticReader:
         allow_pickle: bool = False,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
-        """Take a checkpoint's directory and its manifest.
+        """Keep a checkpoint's directory and its manifest.
 
         Args:
             directory: where ``manifest.json`` lies.
@@ -61,8 +58,8 @@ class ElasticReader:
         self._directory = directory
         self._allow_pickle = allow_pickle
         self._on_work = on_progress
-        self._open: OrderedDict[str, TorchFile] = OrderedDict()
-        self._files = {entry.name: entry for entry in manifest.files}
+        self._entries = {entry.name: entry for entry in manifest.files}
+        self._files = OpenFiles(directory, self._open, on_progress=on_progress)
         self._optimized = {p.name for p in manifest.optimized}
         self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
         self._layout = manifest.layout()
@@ -70,11 +67,11 @@ class ElasticReader:
 
     @property
     def found(self) -> SourceInfo:
-        """Say that it is a whole checkpoint of this library."""
+        """The kind of checkpoint, which lacks nothing."""
         return SourceInfo(f"{FORMAT} checkpoint")
 
     def bind(self, live: Manifest) -> None:
-        """Learn nothing: the manifest names everything."""
+        """Do nothing: the manifest names everything."""
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Do nothing: every byte is verified when it is read."""
@@ -132,7 +129,7 @@ class ElasticReader:
     # -- runs of elements --------------------------------------------------------------------
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets, file by file; give the bytes read from disk.
+        """Fill all targets, file by file; return the bytes read from disk.
 
         Raises:
             CheckpointCorruptedError: what is on disk is not what was written.
@@ -140,12 +137,9 @@ class ElasticReader:
         in_order = sorted(requests, key=self._file_of)
         bytes_read = 0
         for name, of_file in itertools.groupby(in_order, key=self._file_of):
-            file = self._file(name)
-            before = file.bytes_read
-            file.read_into(
-                [(request.target, self._piece(file, request)) for request in of_file], on_bytes
-            )
-            bytes_read += file.bytes_read - before
+            file = self._files.get(name)
+            wanted = [(request.slot, self._locate(file, request)) for request in of_file]
+            bytes_read += file.read_into(wanted, on_bytes)
         return bytes_read
 
     def _file_of(self, request: ReadRequest) -> str:
@@ -154,8 +148,8 @@ class ElasticReader:
             return model_file(transfer.source_rank, manifest.stage)
         return optimizer_file(transfer.source_rank, manifest.precision)
 
-    def _piece(self, file: TorchFile, request: ReadRequest) -> Piece:
-        """Say where in the file a run lies."""
+    def _locate(self, file: TorchFile, request: ReadRequest) -> StoredRun:
+        """Return where in the file a run lies."""
         transfer = request.transfer
         if transfer.name not in self._optimized:
             pieces = file.tree[FROZEN]
@@ -178,17 +172,17 @@ class ElasticReader:
                 "one save"
             )
             raise CheckpointFormatError(msg)
-        return Piece(stored, start, stop, transfer.target_offset)
+        return StoredRun(stored, start, stop)
 
     def _frozen_start(self, name: str, rank: int) -> int:
-        """Give the first element that a rank's file holds of a frozen weight."""
+        """Return the first element that a rank's file holds of a frozen weight."""
         if self.manifest.stage != STAGE_WEIGHTS:
             return 0
         return rank * piece_numel(self._frozen_numel[name], self.manifest.world_size)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of the held flat buffer that holds ``at``."""
-        file = self._file(optimizer_file(at.rank, self.manifest.precision))
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
+        file = self._files.get(optimizer_file(at.rank, self.manifest.precision))
         shard = file.tree[OPTIMIZER][STATES][at.buffer][at.name]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
         keys = [key.name for key in group.state if key.kind == "scalar"]
@@ -200,8 +194,8 @@ class ElasticReader:
     # -- what is held once -------------------------------------------------------------------
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give what is held once, with what this rank had of its own where ranks match."""
-        file = self._file(model_file(0, self.manifest.stage))
+        """Return what is held once, with what this rank had of its own where ranks match."""
+        file = self._files.get(model_file(0, self.manifest.stage))
         ours = file.tree[OURS]
         module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
         client = file.load_tree(ours["client_state"])
@@ -219,13 +213,13 @@ class ElasticReader:
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of)
 
     def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
-        """Give an entry of the client state as a rank had it; None where it had none."""
-        file = self._file(model_file(0, self.manifest.stage))
+        """Return an entry of the client state as a rank had it; None where it had none."""
+        file = self._files.get(model_file(0, self.manifest.stage))
         holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
         for key in reversed(path):
             holder = {key: holder}
         if rank and "client_state" in self.manifest.rank_state:
-            file = self._file(optimizer_file(rank, self.manifest.precision))
+            file = self._files.get(optimizer_file(rank, self.manifest.precision))
             own = [
                 (tuple(at), file.load_tree(value))
                 for at, value in file.tree[OURS]["own"]["client_state"]
@@ -235,14 +229,14 @@ class ElasticReader:
         return _entry(holder, path)
 
     def _own(self, rank: int) -> dict[str, Any]:
-        """Give what a rank kept for itself because it differed from rank 0's."""
-        file = self._file(optimizer_file(rank, self.manifest.precision))
+        """Return what a rank kept for itself because it differed from rank 0's."""
+        file = self._files.get(optimizer_file(rank, self.manifest.precision))
         own: dict[str, Any] = file.load_tree(file.tree[OURS]["own"])
         return own
 
     def _objects(self) -> Objects:
-        """Give the client objects, if they are harmless or allowed."""
-        file = self._file(CLIENT_OBJECTS)
+        """Return the client objects, if they are harmless or allowed."""
+        file = self._files.get(CLIENT_OBJECTS)
         # What is refused is named by itself; what fails in Python's own unpickler is one of these.
         these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
         where = f"{file.path}{these}"
@@ -257,34 +251,43 @@ class ElasticReader:
     # -- files -------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> FileEntry:
-        """Give what the manifest says of a file.
+        """Return what the manifest says of a file.
 
         Raises:
             CheckpointFormatError: it names no such file.
         """
-        if name not in self._files:
+        if name not in self._entries:
             msg = f"{self._directory}: the manifest names no {name}: it was not written whole"
             raise CheckpointFormatError(msg)
-        return self._files[name]
+        return self._entries[name]
 
-    def _record(self, name: str) -> FileRecord:
+    def _open(self, name: str) -> TorchFile:
+        """Open a file, if it is of this save.
+
+        Raises:
+            CheckpointCorruptedError: it is not what was written, or of another save.
+        """
         entry = self._entry(name)
-        return FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
+        record = FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
+        file = TorchFile.open(self._directory, record, self.manifest.save_id, self._on_work)
+        try:
+            self._check_save(file, name)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-    def _file(self, name: str) -> TorchFile:
-        """Open a file, or give it where it is open; the one that was used longest ago is closed."""
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        file = TorchFile.open(
-            self._directory, self._record(name), self.manifest.save_id, self._on_work
-        )
+    def _check_save(self, file: TorchFile, name: str) -> None:
+        """Compare what a file says of itself with the manifest.
+
+        Raises:
+            CheckpointCorruptedError: they are of two saves, or one of them was changed.
+        """
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
         # Files from before the first release do not name the step.
         held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
         if held != wanted:
-            file.close()
             msg = (
                 f"{self._directory / name} belongs to save {held[0]!r} of step {held[1]}, the "
                 f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
@@ -293,10 +296,6 @@ class ElasticReader:
             raise CheckpointCorruptedError(msg)
         if OPTIMIZER in file.tree:
             self._check_fragments(file, stamp)
-        self._open[name] = file
-        if len(self._open) > OPEN_FILES:
-            self._open.popitem(last=False)[1].close()
-        return file
 
     def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
         """Compare what a shard says it holds with what the manifest's layout says.
@@ -308,7 +307,6 @@ class ElasticReader:
         for fragment in self._layout.on_rank(stamp["rank"]):
             held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
         if stamp["fragments"] != held:
-            file.close()
             msg = (
                 f"{file.path} holds other elements than the manifest says of rank "
                 f"{stamp['rank']}: one of them was changed; resume from another checkpoint"
@@ -317,12 +315,11 @@ class ElasticReader:
 
     def close(self) -> None:
         """Close the files."""
-        while self._open:
-            self._open.popitem()[1].close()
+        self._files.close()
 
 
 def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever was saved)
-    """Give what is at a path of nested dicts; None where nothing is."""
+    """Return what is at a path of nested dicts; None where nothing is."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import _weights_only_unpickler
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.elastic.client_state import Path, dotted, is_plain
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import unpickle
 
 _PROTOCOL = 2
 """Of ``torch.save``."""
@@ -54,14 +55,11 @@ def _inside(value: object) -> Iterator[tuple[str | int, Any]]:
 
 
 def _unreadable(value: object) -> str | None:
-    """Say why a value could not be read; None where it can."""
+    """Describe why a value could not be read; None where it can."""
     stream = io.BytesIO()
     try:
         _WithoutTensors(stream, _PROTOCOL).dump(value)
-        stream.seek(0)
-        unpickler = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
-        unpickler.persistent_load = lambda _: None  # type: ignore[method-assign]
-        unpickler.load()  # type: ignore[no-untyped-call]
+        unpickle(stream.getvalue(), lambda _: None, PLAIN_DATA)
     except Exception as error:  # noqa: BLE001 (whatever a pickle can raise)
         return str(error).partition(" Please use")[0].partition("\n")[0] or repr(error)
     return None
@@ -71,7 +69,7 @@ class _WithoutTensors(pickle.Pickler):
     """Pickles a value but the contents of its tensors."""
 
     def persistent_id(self, obj: Any) -> tuple[str] | None:  # noqa: ANN401
-        """Let a tensor be named instead of written.
+        """Return a name for a tensor, which is written in its place.
 
         Raises:
             ValueError: it is one of which no ranges of bytes can be read.

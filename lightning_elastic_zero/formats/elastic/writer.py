@@ -99,7 +99,7 @@ def write_rank(
 
 
 def writes_weights(manifest: Manifest, rank: int) -> bool:
-    """Tell whether a rank writes frozen and low-precision weights; under ZeRO-3, its part."""
+    """Whether a rank writes frozen and low-precision weights; under ZeRO-3, its part."""
     return rank == 0 or manifest.stage == STAGE_WEIGHTS
 
 
@@ -188,7 +188,7 @@ class _RankWriter:
         return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
 
     def _stamp(self) -> dict[str, Any]:
-        """Say of which save and step a file is: those of two saves never pass for one."""
+        """Describe of which save and step a file is: those of two saves never pass for one."""
         return {
             "format_version": FORMAT_VERSION,
             "save_id": self.manifest.save_id,
@@ -266,7 +266,7 @@ def _frozen(
 
 
 def _fragment_table(state: RankState) -> list[dict[str, list[int]]]:
-    """Say which run of each parameter a flat buffer holds: ``{name: [start, stop]}``."""
+    """Describe which run of each parameter a flat buffer holds: ``{name: [start, stop]}``."""
     return [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
 
 

@@ -27,9 +27,6 @@ from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.tensor_state import dtype_name, plain, precision_of
 
-COMPARED_ELEMENTS = 1 << 20
-"""Elements of two copies of a tied weight that are compared at a time."""
-
 NO_STATE = "optimizer state"
 """What ``SourceInfo.lacks`` says of weights alone."""
 
@@ -111,7 +108,7 @@ def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str,
 def _groups(
     full_state: FullState, live: Manifest, canonical: Mapping[str, str], order: Sequence[str]
 ) -> tuple[tuple[tuple[Group, ...], Mapping[str, Mapping[str, Any]]], str]:
-    """Give the groups and the states of their members, or why there are no states."""
+    """Return the groups and the states of their members, or why there are no states."""
     if not live.groups or not full_state.optimizers:
         return (_without_state(live, {}), {}), ""
     if len(full_state.optimizers) > 1:
@@ -149,7 +146,7 @@ def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
 
 
 def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Give the live groups, with what was saved of as many groups but their members."""
+    """Return the live groups, with what was saved of as many groups but their members."""
     groups = [
         {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in MEMBERS}
         for i, group in enumerate(saved.get("param_groups", ()))
@@ -213,18 +210,18 @@ def _dtype_of(parameters: Sequence[Parameter]) -> torch.dtype:
 
 
 def progress_of(state: Mapping[str, Any]) -> Progress:
-    """Give how far Lightning counted; samples and passes are DeepSpeed's own counts."""
+    """Return how far Lightning counted; samples and passes are DeepSpeed's own counts."""
     step = state.get("global_step")
     return Progress(global_steps=step if type(step) is int else 0)
 
 
 def writer_of(state: Mapping[str, Any]) -> Writer:
-    """Give who wrote a checkpoint."""
+    """Return who wrote a checkpoint."""
     return Writer(lightning=str(state.get("pytorch-lightning_version") or ""))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of the same type hold the same bits."""
+    """Whether two tensors of the same type hold the same bits."""
     flats = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(*flats)
 

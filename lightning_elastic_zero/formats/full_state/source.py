@@ -21,7 +21,6 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
 from lightning_elastic_zero.formats.full_state.binding import (
     AVERAGING,
-    COMPARED_ELEMENTS,
     CURRENT,
     NO_STATE,
     BoundState,
@@ -34,10 +33,16 @@ from lightning_elastic_zero.formats.full_state.binding import (
     writer_of,
 )
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
 from lightning_elastic_zero.formats.shared_tensors import storage_location
-from lightning_elastic_zero.formats.source import SourceFiles, StoredRun, file_list_digest
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.formats.source import (
+    COMPARED_ELEMENTS,
+    NamedRun,
+    file_list_digest,
+)
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.partition import frozen_partition
 from lightning_elastic_zero.storage import ignore_progress
@@ -63,7 +68,7 @@ class SingleFileSource:
             UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
                 ranges can be read.
         """
-        self.files = SourceFiles(path.parent, allow_pickle=allow_pickle, on_progress=on_progress)
+        self.files = foreign_files(path.parent, allow_pickle=allow_pickle, on_progress=on_progress)
         self._path = path
         tree = self.files.tree(path.name)
         weights, self._rest = _parts(tree, path)
@@ -80,7 +85,7 @@ class SingleFileSource:
         self._take(unbound(self._full_state))
 
     def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Give the optimizers' state dicts; hyperparameters have their values, states have not."""
+        """Return the optimizers' state dicts: hyperparameters with values, states without."""
         found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
         return [
             {
@@ -109,7 +114,7 @@ class SingleFileSource:
         self._frozen = frozen_partition(((p.name, p.numel) for p in bound.manifest.frozen), 1)
 
     def names(self) -> Sequence[str]:
-        """Give the one file."""
+        """Return the one file."""
         return [self._path.name]
 
     def layout(self) -> Layout:
@@ -142,34 +147,35 @@ class SingleFileSource:
         self._take(bound)
 
     def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Tell whether two tensors hold the same, a bounded part at a time."""
+        """Whether two tensors hold the same, a bounded part at a time."""
         if storage_location(one) == storage_location(other):
             return True
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         file = self.files.get(self._path.name)
         flats = one.view(-1), other.view(-1)
-        for start in range(0, one.numel(), COMPARED_ELEMENTS):
-            parts = [file.load(flat[start : start + COMPARED_ELEMENTS]) for flat in flats]
+        for start, stop in spans(0, one.numel(), COMPARED_ELEMENTS):
+            parts = [file.load(flat[start:stop]) for flat in flats]
             if not same_bits(*parts):
                 return False
         return True
 
-    def held(self, key: str, transfer: Transfer) -> StoredRun:
-        """Say where a run of a weight or of a state lies."""
+    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+        """Return where a run of a weight or of a state lies."""
         if key == WEIGHT:
             tensor = self._weights[self._bound.weight_of[transfer.name]]
         else:
             tensor = self._bound.states[transfer.name][key]
-        return StoredRun(self._path.name, tensor.detach().view(-1), transfer.start)
+        run = StoredRun(tensor.detach().view(-1), transfer.start, transfer.stop)
+        return self._path.name, run
 
-    def rounded(self, transfer: Transfer) -> StoredRun | None:
-        """Say that there are no other weights beside these."""
+    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+        """Return None: there are no other weights beside these."""
         del transfer
         return None
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Give the scalar optimizer states of a parameter."""
+        """Return the scalar optimizer states of a parameter."""
         if self._scalars is None:
             # All at once: each by itself would read a chunk of the file for a few bytes.
             kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
@@ -183,7 +189,7 @@ class SingleFileSource:
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Give buffers, and all that is neither weights nor optimizer state."""
+        """Return buffers, and all that is neither weights nor optimizer state."""
         del rank, world_size
         held = {name: self._weights[name] for name in self.manifest.module_buffers}
         return SharedState(
@@ -229,7 +235,7 @@ def _refuse(path: Path, what: str) -> NoReturn:
 
 
 def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Give the weights, if each is a tensor of which ranges can be read.
+    """Return the weights, if each is a tensor of which ranges can be read.
 
     Raises:
         UnsupportedError: one is not.

@@ -49,7 +49,7 @@ class NamedOptimizerState:
 
 
 def is_optimizer(tree: object) -> bool:
-    """Tell whether a tree is a state dict of a torch optimizer."""
+    """Whether a tree is a state dict of a torch optimizer."""
     return (
         isinstance(tree, Mapping)
         and isinstance(tree.get("state"), Mapping)
@@ -131,7 +131,7 @@ class _IdInterpretations:
         self._shapes = shapes
 
     def resolve(self) -> Table:
-        """Give the one meaning that fits.
+        """Return the one meaning that fits.
 
         Raises:
             CheckpointMismatchError: none fits, or several do.
@@ -156,7 +156,7 @@ class _IdInterpretations:
         raise CheckpointMismatchError(self._why())
 
     def _full(self, names: list[list[str]]) -> list[list[str]]:
-        """Give names that were given to the optimizer as the model has them.
+        """Return names that were given to the optimizer as the model has them.
 
         Where it was built from the ``named_parameters()`` of a submodule they lack that one's name,
         and where it was built from those of a wrapper they have its name before them.
@@ -174,11 +174,11 @@ class _IdInterpretations:
         return fitting[0] if len(fitting) == 1 else names
 
     def _known(self, names: Sequence[Sequence[str]]) -> Table:
-        """Give the live names; what is unknown keeps its own."""
+        """Return the live names; what is unknown keeps its own."""
         return tuple(tuple(self._canonical.get(n, n) for n in group) for group in names)
 
     def _named(self, names: Sequence[Sequence[str]]) -> Table:
-        """Give the live names; what is unknown keeps its own, and is told of as such.
+        """Return the live names; what is unknown keeps its own, and is told of as such.
 
         Raises:
             CheckpointMismatchError: a state has another shape than its parameter.
@@ -204,7 +204,7 @@ class _IdInterpretations:
             yield tuple(tuple(self._order[key] for key in group) for group in ids)
 
     def _in_sequence(self) -> bool:
-        """Tell whether ids count on from group to group, and code and file agree on the model.
+        """Whether ids count on from group to group, and code and file agree on the model.
 
         Where the model's parameters are in another order now, the optimizer's may be as well.
         """
@@ -215,7 +215,7 @@ class _IdInterpretations:
         return ids == list(range(len(ids))) and in_file == [name for name in here if name in known]
 
     def _fits(self, table: Table) -> bool:
-        """Tell whether a meaning gives each live group its members, and them their shapes."""
+        """Whether a meaning gives each live group its members, and them their shapes."""
         live = self._live.groups
         owned = {name for group in live for name in group.names}
         members = [{name for name in names if name in owned} for names in table]
@@ -239,7 +239,7 @@ class _IdInterpretations:
                         )
 
     def _why(self) -> str:
-        """Say what was saved and what is here, where no meaning fits."""
+        """Describe what was saved and what is here, where no meaning fits."""
         saved = ", ".join(str(len(group["params"])) for group in self._groups)
         here = ", ".join(str(len(group.names)) for group in self._live.groups)
         frozen = len(self._live.frozen)
@@ -263,7 +263,7 @@ def format_names(names: Sequence[str]) -> str:
 def _elementwise(
     states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
-    """Give the states that have one value per element, told by parameters with dimensions.
+    """Return the states that have one value per element, told by parameters with dimensions.
 
     Raises:
         CheckpointMismatchError: no parameter has any, so that nothing tells.
@@ -286,7 +286,7 @@ def _elementwise(
 def _table_of(
     names: Sequence[str], states: Mapping[str, Mapping[str, Any]], elementwise: frozenset[str]
 ) -> tuple[StateKey, ...]:
-    """Give the states of a group's members: all have the same ones.
+    """Return the states of a group's members: all have the same ones.
 
     Raises:
         CheckpointMismatchError: some have none, or others.

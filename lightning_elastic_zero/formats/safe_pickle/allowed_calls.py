@@ -3,7 +3,7 @@
 A class that is harmless by itself is not so with any argument: ``list(range(10**12))`` takes all
 memory, an array over someone else's bytes writes into them, and a dtype that lies about itself lets
 bytes be taken for pointers. So each name stands beside what its own pickles call it with; arrays
-and tensors are made by functions of ``rebuilt``, which own what they give.
+and tensors are made by ``array_builders``, which own what they return.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import collections
 import datetime as dt
 import decimal
 import fractions
+import importlib
 import re
 import types
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from typing import Any, TypeAlias
+from typing import Any
 
-from lightning_elastic_zero.formats.safe_pickle.array_builders import MAX_NESTING, require
-
-Arguments: TypeAlias = "tuple[Any, ...]"
+from lightning_elastic_zero.formats.safe_pickle.array_builders import (
+    BUILDERS,
+    MAX_NESTING,
+    require,
+)
+from lightning_elastic_zero.formats.safe_pickle.policy import Arguments, PicklePolicy
 
 MAX_KEY_PARTS = 1_000_000
 """Parts of one key, those that stand in it several times counted each time."""
@@ -47,7 +51,8 @@ def _all(*kinds: type) -> Callable[[Arguments], bool]:
     return lambda args: all(type(arg) in kinds for arg in args)
 
 
-def _nothing(args: Arguments) -> bool:
+def takes_nothing(args: Arguments) -> bool:
+    """Whether there are no arguments."""
     return not args
 
 
@@ -58,7 +63,7 @@ def _members(args: Arguments) -> bool:
 
 
 def _factory(args: Arguments) -> bool:
-    # What can be called at all is on the list: the unpickler gives nothing else.
+    # What can be called at all is on the list: the unpickler returns nothing else.
     return len(args) <= 1 and all(arg is None or isinstance(arg, type) for arg in args)
 
 
@@ -91,20 +96,21 @@ def _moment(kind: Any) -> Callable[[Arguments], bool]:  # noqa: ANN401 (date, da
     return check
 
 
-def _sizes(args: Arguments) -> bool:
+def takes_sizes(args: Arguments) -> bool:
+    """Whether the arguments are those of a ``torch.Size``."""
     return len(args) == 1 and type(args[0]) is tuple and all(type(size) is int for size in args[0])
 
 
 ALLOWED_CALLS: dict[str, Callable[[Arguments], bool]] = {
-    **{f"builtins.{n}": _nothing for n in ("bool", "bytes", "dict", "float", "int", "list")},
-    **{f"builtins.{n}": _nothing for n in ("str", "tuple")},
+    **{f"builtins.{n}": takes_nothing for n in ("bool", "bytes", "dict", "float", "int", "list")},
+    **{f"builtins.{n}": takes_nothing for n in ("str", "tuple")},
     **{f"builtins.{n}": _members for n in ("frozenset", "set")},
     "builtins.bytearray": _all(bytes),
     "builtins.complex": _are(float, float),
     "builtins.range": _all(int),
     "builtins.slice": _all(*_LEAVES),
     "collections.Counter": _are(dict),
-    "collections.OrderedDict": _nothing,
+    "collections.OrderedDict": takes_nothing,
     "collections.defaultdict": _factory,
     "collections.deque": _queue,
     "datetime.date": _moment(dt.date),
@@ -116,12 +122,12 @@ ALLOWED_CALLS: dict[str, Callable[[Arguments], bool]] = {
     "pathlib.PurePosixPath": _all(str),
     "pathlib.PureWindowsPath": _all(str),
     "pathlib.WindowsPath": _all(str),
-    "argparse.Namespace": _nothing,
+    "argparse.Namespace": takes_nothing,
     "decimal.Decimal": _are(str),
     "fractions.Fraction": _fraction,
-    "types.SimpleNamespace": _nothing,
-    "uuid.UUID": _nothing,
-    "torch.Size": _sizes,
+    "types.SimpleNamespace": takes_nothing,
+    "uuid.UUID": takes_nothing,
+    "torch.Size": takes_sizes,
     "torch.device": _are(str, int),
 }
 """Classes whose instances run no code of anyone else's, and what they may be called with."""
@@ -145,8 +151,13 @@ ATTRIBUTE_CLASSES = (
 """Classes whose instances are given attributes."""
 
 
-def is_key(value: object) -> bool:
-    """Whether a value may be a key: hashing it takes bounded time, and a bounded stack."""
+def is_key(value: object, hashed: tuple[type, ...] = ()) -> bool:
+    """Whether a value may be a key: hashing it takes bounded time, and a bounded stack.
+
+    Args:
+        value: the key.
+        hashed: classes whose instances are hashed by their fields.
+    """
     level, parts = [value], 0
     for _ in range(MAX_NESTING):
         parts += len(level)
@@ -154,10 +165,16 @@ def is_key(value: object) -> bool:
             return False
         if any(type(part) is slice for part in level):
             return False
-        level = [p for part in level if isinstance(part, (tuple, frozenset)) for p in part]
+        level = [part for whole in level for part in _parts(whole, hashed)]
         if not level:
             return True
     return False
+
+
+def _parts(key: object, hashed: tuple[type, ...]) -> Iterable[object]:
+    if isinstance(key, hashed):
+        return vars(key).values()
+    return key if isinstance(key, (tuple, frozenset)) else ()
 
 
 def size_of(arguments: Iterable[Any]) -> int:
@@ -181,3 +198,18 @@ def set_fields(instance: object, state: object) -> None:
         instance.__setstate__(fields)  # type: ignore[attr-defined]
     else:
         vars(instance).update(fields)
+
+
+def _named(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+CLIENT_OBJECTS = PicklePolicy(
+    {
+        **{name: (_named(name), rule) for name, rule in ALLOWED_CALLS.items()},
+        **{name: (builder, lambda _: True) for name, builder in BUILDERS.items()},
+    },
+    dict.fromkeys((*ATTRIBUTE_CLASSES, uuid.UUID), set_fields),
+)
+"""What objects of the trainer's state may be made of."""

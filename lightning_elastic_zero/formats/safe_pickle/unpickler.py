@@ -1,6 +1,6 @@
-"""Objects in the trainer's state that are not plain data: read only when harmless, or allowed.
+"""The unpickler of what is not plain data, and the objects of the trainer's state that it reads.
 
-Harmless is a closed list of classes, and of what each is called with (``harmless``). It is not
+What it builds is a closed list of names, and of what each is called with (``policy``). It is not
 enough to look at what a pickle asks for by name: one can also change a class that everybody uses,
 set an array's state a second time while somebody uses the first, or have a few bytes copied a
 million times. So each step of the unpickler that builds or changes something is checked.
@@ -9,11 +9,9 @@ million times. So each step of the unpickler that builds or changes something is
 from __future__ import annotations
 
 import collections
-import importlib
 import io
 import itertools
 import pickle
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NoReturn
 
@@ -23,24 +21,22 @@ import torch
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
-    UnsupportedError,
 )
 from lightning_elastic_zero.formats.elastic.client_state import Path, dotted, host_pickle
 from lightning_elastic_zero.formats.safe_pickle.allowed_calls import (
-    ALLOWED_CALLS,
-    ATTRIBUTE_CLASSES,
+    CLIENT_OBJECTS,
     INTERNED_CLASSES,
     is_key,
-    set_fields,
     size_of,
 )
+from lightning_elastic_zero.formats.safe_pickle.any_class import AnyClassUnpickler
 from lightning_elastic_zero.formats.safe_pickle.array_builders import (
-    BUILDERS,
     array_state,
     empty_array,
     is_own_state,
     require,
 )
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 
 _MOVED = {"pathlib._local": "pathlib"}
 """Where Python 3.13 says that its paths are, which no other version does."""
@@ -71,8 +67,8 @@ def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
     """
     try:
         if allow_pickle:
-            return _HostUnpickler(io.BytesIO(data)).load()
-        return _SafeUnpickler(data, where).load()
+            return AnyClassUnpickler(data, PLAIN_DATA).load()
+        return SafeUnpickler(data, CLIENT_OBJECTS, where).load()
     except ElasticZeroError:
         raise
     except Exception as error:
@@ -91,7 +87,7 @@ def find_refused(objects: Iterable[tuple[Path, object]]) -> dict[str, str]:
     found = {}
     for path, value in objects:
         try:
-            unpickler = _SafeUnpickler(host_pickle(value), "")
+            unpickler = SafeUnpickler(host_pickle(value), CLIENT_OBJECTS, "")
         except Exception:  # noqa: BLE001, S112 - whatever a user's class raises, the save names
             continue
         try:
@@ -101,31 +97,18 @@ def find_refused(objects: Iterable[tuple[Path, object]]) -> dict[str, str]:
     return found
 
 
-def _load_any_storage(data: bytes) -> object:
-    """Return the storage of a pickled tensor, on the host, whatever it holds."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-class _HostUnpickler(pickle.Unpickler):
-    """Builds whatever is asked for, with tensors on the host: a saved device may not be here."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _load_any_storage
-        found: object = super().find_class(module, name)
-        return found
-
-
-class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cannot be checked)
-    """Builds instances of listed classes, as their own pickles do, and changes no class."""
+class SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cannot be checked)
+    """Builds what a policy lists, as its own pickles do, and changes no class."""
 
     stack: list[Any]
     """What was read since the last mark."""
     metastack: list[list[Any]]
     """What was read before each mark."""
 
-    def __init__(self, data: bytes, where: str) -> None:
+    def __init__(self, data: bytes, policy: PicklePolicy, where: str) -> None:
+        """Prepare reading a pickle; ``where`` is for messages."""
         super().__init__(io.BytesIO(data))
+        self._policy = policy
         self._where = where
         self.refused = ""
         """What was refused."""
@@ -141,17 +124,12 @@ class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cann
         Raises:
             UnsupportedError: it is not listed.
         """
-        home = _MOVED.get(module, module)
-        wanted = f"{home}.{name}"
+        wanted = f"{_MOVED.get(module, module)}.{name}"
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if wanted in BUILDERS:
-            return self._known(BUILDERS[wanted], lambda _: True)
-        if wanted not in ALLOWED_CALLS:
+        if wanted not in self._policy.names:
             self._refuse(f"a Python object of {module}.{name}")
-        return self._known(getattr(importlib.import_module(home), name), ALLOWED_CALLS[wanted])
-
-    def _known(self, found: object, rule: Callable[..., bool]) -> object:
+        found, rule = self._policy.names[wanted]
         self._rules[id(found)] = (found, rule)
         return found
 
@@ -181,7 +159,7 @@ class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cann
             return self._once((found, args), call)
         self._spend(size_of(args))  # type: ignore[arg-type]
         made = call(found)
-        if found is empty_array or isinstance(made, np.dtype):
+        if found is empty_array or isinstance(made, (np.dtype, *self._policy.hashed)):
             self._begun[id(made)] = made
         return made
 
@@ -203,17 +181,18 @@ class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cann
     # -- what is changed -----------------------------------------------------------------------
 
     def load_build(self) -> None:
-        """Set an object's state: an instance's, once if it is of NumPy; never a class's.
+        """Set an object's state: an instance's, once if it is of NumPy or a key; never a class's.
 
         Raises:
             UnsupportedError: it is another object's.
         """
         state, instance = self.stack.pop(), self.stack[-1]
+        if isinstance(instance, (np.dtype, np.ndarray, *self._policy.hashed)):
+            require(self._begun.pop(id(instance), None) is instance, "a second state of one object")
         if isinstance(instance, (np.dtype, np.ndarray)):
-            require(self._begun.pop(id(instance), None) is instance, "a second state of one array")
             self._build_array(instance, state)
-        elif type(instance) in (*ATTRIBUTE_CLASSES, uuid.UUID):
-            set_fields(instance, state)
+        elif set_state := self._policy.states.get(type(instance)):
+            set_state(instance, state)
         else:
             self._refuse(f"a pickle that changes {instance!r}")
 
@@ -247,29 +226,29 @@ class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cann
     def load_setitem(self) -> None:
         """Set an item of a dict."""
         _check_target(self.stack[-3], *_DICTS)
-        _check_keys(self.stack[-2:-1])
+        self._check_keys(self.stack[-2:-1])
         _BASE[pickle.SETITEM[0]](self)
 
     def load_setitems(self) -> None:
         """Set items of a dict."""
         _check_target(self.metastack[-1][-1], *_DICTS)
-        _check_keys(self.stack[::2])
+        self._check_keys(self.stack[::2])
         _BASE[pickle.SETITEMS[0]](self)
 
     def load_additems(self) -> None:
         """Add to a set."""
         _check_target(self.metastack[-1][-1], set)
-        _check_keys(self.stack)
+        self._check_keys(self.stack)
         _BASE[pickle.ADDITEMS[0]](self)
 
     def load_dict(self) -> None:
         """Make a dict of what is on the stack."""
-        _check_keys(self.stack[::2])
+        self._check_keys(self.stack[::2])
         _BASE[pickle.DICT[0]](self)
 
     def load_frozenset(self) -> None:
         """Make a frozenset of what is on the stack."""
-        _check_keys(self.stack)
+        self._check_keys(self.stack)
         _BASE[pickle.FROZENSET[0]](self)
 
     def load_bytearray8(self) -> None:
@@ -283,12 +262,12 @@ class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 (the C one's steps cann
     def _refuse(self, what: str) -> NoReturn:
         self.refused = what
         at = _place(itertools.chain(*self.metastack, self.stack))
-        msg = (
-            f"{self._where}: the trainer's state holds {what}{f' ({at})' if at else ''}. "
-            "Building it can run code. If you trust this checkpoint, pass allow_pickle=True (to "
-            "ElasticDeepSpeedStrategy, or to load_checkpoint)"
-        )
-        raise UnsupportedError(msg)
+        raise self._policy.refuse(self._where, what, at)
+
+    def _check_keys(self, keys: Iterable[object]) -> None:
+        """Refuse keys that cannot be hashed in bounded time."""
+        hashed = self._policy.hashed
+        require(all(is_key(key, hashed) for key in keys), "a key nested too deep")
 
     _checked: ClassVar[dict[int, Callable[[Any], None]]] = {
         **_BASE,
@@ -324,8 +303,3 @@ def _place(begun: Iterable[object]) -> str:
 def _check_target(target: object, *kinds: type) -> None:
     """Refuse to fill what is no container: arrays and tensors take items too."""
     require(type(target) in kinds, f"a {type(target).__name__} that is filled")
-
-
-def _check_keys(keys: Iterable[object]) -> None:
-    """Refuse keys that cannot be hashed in bounded time."""
-    require(all(map(is_key, keys)), "a key nested too deep")

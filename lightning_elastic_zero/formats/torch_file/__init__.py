@@ -3,16 +3,14 @@
 What is written is a plain zip that everybody can ``torch.load(..., weights_only=True)``; what is
 special is how. ``writing`` takes each tensor's bytes from where they live, a bounded part at a
 time. ``index`` knows where in a file each tensor's bytes are without reading them; ``reading``
-reads the ranges that are wanted, each byte verified, to where they are wanted. ``unpickling`` says
-which classes a file may ask for; ``legacy`` reads what is no zip.
+reads the ranges that are wanted, each byte verified, to where they are wanted. ``legacy``
+reads what is no zip.
 """
 
 from __future__ import annotations
 
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules
-from lightning_elastic_zero.formats.torch_file.index import FileSlice
 from lightning_elastic_zero.formats.torch_file.legacy import LegacyFile, is_legacy
-from lightning_elastic_zero.formats.torch_file.reading import Piece, TorchFile
+from lightning_elastic_zero.formats.torch_file.reading import StoredRun, TorchFile
 from lightning_elastic_zero.formats.torch_file.writing import (
     PiecewiseSource,
     TensorSource,
@@ -20,11 +18,9 @@ from lightning_elastic_zero.formats.torch_file.writing import (
 )
 
 __all__ = [
-    "FileSlice",
     "LegacyFile",
-    "PickleRules",
-    "Piece",
     "PiecewiseSource",
+    "StoredRun",
     "TensorSource",
     "TorchFile",
     "TorchFileWriter",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import sys
 import zipfile
@@ -15,12 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import (
-    PLAIN_DATA,
-    PickleRules,
-    refuse_class,
-    unpickle,
-)
+from lightning_elastic_zero.formats.safe_pickle.policy import DAMAGED, PLAIN_DATA, PicklePolicy
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import refuse_class, unpickle
 from lightning_elastic_zero.storage import CHUNK_BYTES, RangeFile
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -28,20 +23,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 _KEPT_CHUNKS = 8
 
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    struct.error,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    ImportError,
-    MemoryError,
-    OverflowError,
-)
+_UNREADABLE = (*DAMAGED, MemoryError)
 """What damaged or foreign data can raise in a pickle reader."""
 
 
@@ -76,22 +58,22 @@ class TorchIndex:
     read by the same restricted unpickler, with the classes that ``torch.serialization`` allows.
     """
 
-    def __init__(self, file: RangeFile, rules: PickleRules = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
         """Read the index of a file.
 
         Args:
             file: The open file.
 
-            rules: What its pickle may ask for.
+            policy: What its pickle may ask for.
 
         Raises:
             CheckpointCorruptedError: Bytes of it are not what was written.
             CheckpointFormatError: The file is not of ``torch.save``, or is damaged.
-            UnsupportedError: It holds objects of a class that the rules do not allow.
+            UnsupportedError: It holds objects of a class that the policy does not allow.
 
         """
         self._path = file.path
-        self._rules = rules
+        self._policy = policy
         self._stream = _RangeStream(file)
         self._size_bytes = file.size_bytes
         self._typed: dict[str, torch.storage.TypedStorage] = {}
@@ -101,8 +83,8 @@ class TorchIndex:
         self._check_byte_order()
         self.tree = self._read_tree()
 
-    def locate(self, tensor: torch.Tensor) -> FileSlice:
-        """Say where the elements from a tensor's first to its last are; gaps between them count.
+    def byte_range(self, tensor: torch.Tensor) -> FileSlice:
+        """Return the bytes from a tensor's first element to its last; gaps between them count.
 
         Args:
             tensor: One of the tree's, or a view of one.
@@ -154,9 +136,9 @@ class TorchIndex:
     def _read_tree(self) -> Any:  # noqa: ANN401 - whatever was saved
         data = self._record_bytes(f"{self._prefix}/data.pkl")
         try:
-            return unpickle(data, self._storage_of, self._rules)
+            return unpickle(data, self._storage_of, self._policy)
         except _UNREADABLE as error:
-            if self._rules is not PLAIN_DATA:
+            if self._policy is not PLAIN_DATA:
                 refuse_class(error, self._path)
             reason = str(error).partition(" Please use")[0]
             self._refuse(f"cannot be read as plain data: {reason or repr(error)}")
@@ -220,7 +202,7 @@ class _RangeStream(io.RawIOBase):
         self._position = 0
 
     def bytes_at(self, start: int, stop: int) -> bytes:
-        """Give the bytes ``[start, stop)``, as far as the file has them."""
+        """Return the bytes ``[start, stop)``, as far as the file has them."""
         start, stop = max(start, 0), min(stop, self._file.size_bytes)
         parts = []
         while start < stop:

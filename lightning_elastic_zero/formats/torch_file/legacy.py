@@ -13,10 +13,10 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PickleRules, refuse_class
-from lightning_elastic_zero.formats.torch_file.reading import Piece
+from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
+from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
+from lightning_elastic_zero.formats.torch_file.reading import StoredRun
 from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
-from lightning_elastic_zero.tensor_state import check_cast
 
 ZIP_MARK = b"PK\x03\x04"
 
@@ -25,7 +25,7 @@ MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def is_legacy(path: Path) -> bool:
-    """Tell whether a file is no zip, so that it cannot be read by ranges.
+    """Whether a file is no zip, so that it cannot be read by ranges.
 
     Raises:
         CheckpointCorruptedError: It is missing, or cannot be read.
@@ -74,34 +74,31 @@ class LegacyFile:
     saved_as = ""
 
     def __init__(
-        self, path: Path, rules: PickleRules, on_progress: Callable[[], None] = ignore_progress
+        self, path: Path, policy: PicklePolicy, on_progress: Callable[[], None] = ignore_progress
     ) -> None:
         """Load a file.
 
         Args:
             path: Where it is.
 
-            rules: What its pickle may ask for.
+            policy: What its pickle may ask for.
 
             on_progress: Called after every read.
 
         Raises:
             CheckpointFormatError: It is not of ``torch.save``, or damaged.
-            UnsupportedError: It needs a class that the rules do not allow.
+            UnsupportedError: It needs a class that the policy does not allow.
 
         """
         self.path = path
         self.bytes_read = path.stat().st_size
         _check_beginning(path)
         try:
-            with rules.allowed(), bounded_stream(path, on_progress) as stream:
-                self.tree: Any = torch.load(
-                    stream, map_location="cpu", weights_only=not rules.any_class
-                )
+            with bounded_stream(path, on_progress) as stream:
+                self.tree: Any = load_stream(stream, policy, path)
         except ElasticZeroError:
-            raise  # of another rank, in the midst of it
+            raise  # a class that is refused, or another rank's failure meanwhile
         except Exception as error:
-            refuse_class(error, path)
             # torch's own advice, to trust the file, is none here.
             why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
             msg = (
@@ -112,23 +109,23 @@ class LegacyFile:
 
     def read_into(
         self,
-        wanted: Iterable[tuple[torch.Tensor, Piece]],
+        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> None:
-        """Fill targets with pieces of the tree's tensors."""
-        for target, piece in wanted:
-            check_cast(piece.tensor.dtype, target.dtype, str(self.path))
-            numel = piece.stop - piece.start
-            found = piece.tensor.detach().reshape(-1)[piece.start : piece.stop]
-            target.detach()[piece.target_offset : piece.target_offset + numel].copy_(found)
-            on_bytes(numel * found.element_size())
+    ) -> int:
+        """Fill tensors with runs of the tree's ones; nothing more is read from disk."""
+        for target, run in wanted:
+            run.check_fills(target, self.path)
+            found = run.tensor.detach().reshape(-1)[run.start : run.stop]
+            target.detach().copy_(found)
+            on_bytes(found.numel() * found.element_size())
+        return 0
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor of the tree."""
+        """Return a tensor of the tree."""
         return tensor.detach().clone()
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
-        """Give a part of the tree."""
+        """Return a part of the tree."""
         return subtree
 
     def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:

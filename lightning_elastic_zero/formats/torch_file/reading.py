@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError
-from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import PLAIN_DATA, PickleRules
+from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
 from lightning_elastic_zero.storage import (
     FileRecord,
@@ -29,8 +29,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of a stored tensor, and their place in the tensor that wants them."""
+class StoredRun:
+    """Elements ``[start, stop)`` of a stored tensor."""
 
     tensor: torch.Tensor
     """One of the file's tree, contiguous, or such a view of one; its elements are counted flat."""
@@ -41,8 +41,22 @@ class Piece:
     stop: int
     """The element after the last one."""
 
-    target_offset: int
-    """Where the first one belongs in the 1-D target."""
+    def check_fills(self, target: torch.Tensor, where: Path) -> None:
+        """Refuse a target that the run does not fill.
+
+        Raises:
+            CheckpointMismatchError: Elements would be cast from or to integers.
+            ValueError: The run reaches beyond its tensor, or has more or fewer elements.
+
+        """
+        numel = self.stop - self.start
+        if not 0 <= self.start <= self.stop <= self.tensor.numel():
+            msg = f"[{self.start}, {self.stop}) is not within {tuple(self.tensor.shape)}."
+            raise ValueError(msg)
+        if target.shape != (numel,):
+            msg = f"A tensor of shape {tuple(target.shape)} is not filled by {numel} elements."
+            raise ValueError(msg)
+        check_cast(self.tensor.dtype, target.dtype, str(where))
 
 
 class TorchFile:
@@ -61,11 +75,11 @@ class TorchFile:
 
     """
 
-    def __init__(self, file: RangeFile, rules: PickleRules = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
         """Read the index of an open file."""
         self.path = file.path
         self._file = file
-        self._index = TorchIndex(file, rules)
+        self._index = TorchIndex(file, policy)
         self.tree: Any = self._index.tree
         self.saved_as = self._index.saved_as
 
@@ -102,26 +116,26 @@ class TorchFile:
 
     @classmethod
     def open_unverified(
-        cls, path: Path, rules: PickleRules, on_progress: Callable[[], None] = ignore_progress
+        cls, path: Path, policy: PicklePolicy, on_progress: Callable[[], None] = ignore_progress
     ) -> TorchFile:
         """Open a file that nobody has recorded anything of.
 
         Args:
             path: Where it is.
 
-            rules: What its pickle may ask for.
+            policy: What its pickle may ask for.
 
             on_progress: Called after every read.
 
         Raises:
             CheckpointCorruptedError: The file is missing, or cut short.
             CheckpointFormatError: It is not of ``torch.save``, or is damaged.
-            UnsupportedError: It holds objects of a class that the rules do not allow.
+            UnsupportedError: It holds objects of a class that the policy does not allow.
 
         """
         file = RangeFile(path, on_progress)
         try:
-            return cls(file, rules)
+            return cls(file, policy)
         except BaseException:
             file.close()
             raise
@@ -151,8 +165,8 @@ class TorchFile:
         """How many bytes of the file and its checksums were read so far."""
         return self._file.bytes_read
 
-    def locate(self, tensor: torch.Tensor) -> FileSlice:
-        """Say where in the file the elements of a contiguous tensor are.
+    def byte_range(self, tensor: torch.Tensor) -> FileSlice:
+        """Return the bytes in which the elements of a contiguous tensor lie.
 
         Raises:
             CheckpointFormatError: It is not of this file, or reaches beyond its storage.
@@ -162,46 +176,42 @@ class TorchFile:
         if not tensor.is_contiguous():
             msg = f"A tensor of strides {tensor.stride()} has no one place in {self.path}."
             raise ValueError(msg)
-        return self._index.locate(tensor)
+        return self._index.byte_range(tensor)
 
     def read_into(
         self,
-        wanted: Iterable[tuple[torch.Tensor, Piece]],
+        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> None:
-        """Fill targets with pieces of stored tensors, in one pass over the file.
+    ) -> int:
+        """Fill tensors with runs of stored ones, in one pass over the file.
 
         Args:
-            wanted: A 1-D target on any device, and what goes into it, in any order. Elements of
-                another type are cast; all others are copied bit for bit.
+            wanted: A 1-D tensor on any device, and the run that fills it, in any order. Elements
+                of another type are cast; all others are copied bit for bit.
 
-            on_bytes: Told the number of bytes that were used since it was last told.
+            on_bytes: Called with the number of bytes that were used since its last call.
+
+        Returns:
+            The bytes that were read from disk.
 
         Raises:
             CheckpointCorruptedError: Bytes of the file are not what was written.
             CheckpointMismatchError: Elements would be cast from or to integers.
-            ValueError: A piece reaches beyond its tensor or its target.
+            ValueError: A run reaches beyond its tensor, or does not fill its target.
 
         """
-        self._fill([self._job(target, piece) for target, piece in wanted], on_bytes)
+        before = self.bytes_read
+        self._fill([self._job(target, run) for target, run in wanted], on_bytes)
+        return self.bytes_read - before
 
-    def _job(self, target: torch.Tensor, piece: Piece) -> _RangeCopy:
-        numel = piece.stop - piece.start
-        target_stop = piece.target_offset + numel
-        if not 0 <= piece.start <= piece.stop <= piece.tensor.numel():
-            msg = f"[{piece.start}, {piece.stop}) is not within {tuple(piece.tensor.shape)}."
-            raise ValueError(msg)
-        if target.dim() != 1 or not 0 <= piece.target_offset <= target_stop <= target.numel():
-            msg = f"[{piece.target_offset}, {target_stop}) is not within {tuple(target.shape)}."
-            raise ValueError(msg)
-        check_cast(piece.tensor.dtype, target.dtype, str(self.path))
-        place = self.locate(piece.tensor)
-        start_byte = place.start_byte + piece.start * place.dtype.itemsize
-        slot = target.detach()[piece.target_offset : target_stop]
-        return _RangeCopy(FileSlice(start_byte, place.dtype, numel), slot)
+    def _job(self, target: torch.Tensor, run: StoredRun) -> _RangeCopy:
+        run.check_fills(target, self.path)
+        place = self.byte_range(run.tensor)
+        start_byte = place.start_byte + run.start * place.dtype.itemsize
+        return _RangeCopy(FileSlice(start_byte, place.dtype, target.numel()), target.detach())
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give an ordinary copy, on the host, of a tensor of the tree.
+        """Return an ordinary copy, on the host, of a tensor of the tree.
 
         Raises:
             CheckpointCorruptedError: Bytes of the file are not what was written.
@@ -210,7 +220,7 @@ class TorchFile:
         return self._load_all([tensor])[0]
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
-        """Give a part of the tree with ordinary copies in the place of its tensors.
+        """Return a part of the tree with ordinary copies in the place of its tensors.
 
         Dicts, lists and tuples are new, and of the types that they were; all else is shared.
 
@@ -225,7 +235,7 @@ class TorchFile:
     def _load_all(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         copies, jobs = [], []
         for tensor in tensors:
-            place = self._index.locate(tensor)
+            place = self._index.byte_range(tensor)
             flat = torch.empty(place.numel, dtype=place.dtype)
             jobs.append(_RangeCopy(place, flat))
             copies.append(flat.as_strided(tensor.shape, tensor.stride()))
@@ -250,7 +260,7 @@ class TorchFile:
         self._file.close()
 
     def __enter__(self) -> TorchFile:
-        """Give the file itself."""
+        """Return the file itself."""
         return self
 
     def __exit__(

@@ -42,7 +42,7 @@ class TensorSource(Protocol):
         ...
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """Give all elements in order, as contiguous 1-D tensors on the host, of bounded size."""
+        """Return all elements in order, as contiguous 1-D tensors on the host, of bounded size."""
         ...
 
 
@@ -63,7 +63,7 @@ class PiecewiseSource:
         chunk_elements: int | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take the pieces; nothing is copied yet.
+        """Keep the pieces; nothing is copied yet.
 
         Args:
             pieces: Contiguous tensors, taken as 1-D; an int stands for so many zeros.
@@ -90,7 +90,7 @@ class PiecewiseSource:
         self._on_end = on_end
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """Give all elements in order, at most ``chunk_elements`` at once."""
+        """Return all elements in order, at most ``chunk_elements`` at once."""
         for piece in self._pieces:
             if isinstance(piece, int):
                 zeros = torch.zeros(min(piece, self._chunk_elements), dtype=self.dtype)
@@ -113,7 +113,7 @@ class TorchFileWriter:
         self._placed: list[_Placed] = []
 
     def add(self, source: TensorSource) -> torch.Tensor:
-        """Give a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
+        """Return a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
 
         All views of it share one storage in the file. It occupies addresses, not memory.
         """
@@ -256,7 +256,7 @@ class _SourceBytes:
         self._rest = memoryview(b"")
 
     def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
-        """Give the bytes that belong at an address; calls go through the addresses in order."""
+        """Return the bytes that belong at an address; calls go through the addresses in order."""
         if address != self._next:
             msg = "torch.save wrote parts of one storage out of order; this release is not known."
             raise RuntimeError(msg)

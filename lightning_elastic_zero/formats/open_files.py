@@ -1,0 +1,129 @@
+"""The files of a checkpoint, opened when they are needed; a few are kept open."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
+from lightning_elastic_zero.formats.torch_file import LegacyFile, TorchFile, is_legacy
+from lightning_elastic_zero.storage import ignore_progress
+
+MAX_OPEN = 4
+"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
+
+MAX_WHOLE = 2
+"""The same where one is held in memory whole: those must not pile up."""
+
+F = TypeVar("F", TorchFile, "TorchFile | LegacyFile")
+
+
+class OpenFiles(Generic[F]):
+    """Files by their names; the one that was used longest ago is closed.
+
+    Attributes:
+        folder: What names are relative to.
+
+        on_progress: Called after every read: a first look at thousands of files takes minutes.
+
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        open_file: Callable[[str], F],
+        *,
+        limit: int = MAX_OPEN,
+        on_progress: Callable[[], None] = ignore_progress,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: the checkpoint's own.
+            open_file: opens a file by its name; what it refuses it closes.
+            limit: how many are kept open at once.
+            on_progress: called after every read.
+        """
+        self.folder = folder
+        self.on_progress = on_progress
+        self._open_file: Callable[[str], F] = open_file
+        self._limit = limit
+        self._open: OrderedDict[str, F] = OrderedDict()
+
+    def get(self, name: str) -> F:
+        """Return a file, opened where it is not open.
+
+        Raises:
+            CheckpointCorruptedError: it is missing, or cut short.
+            CheckpointFormatError: it is not of ``torch.save``, damaged, or not of this checkpoint.
+            UnsupportedError: it needs a class that is not allowed.
+        """
+        if name not in self._open:
+            file = self._open[name] = self._open_file(name)
+            limit = MAX_WHOLE if isinstance(file, LegacyFile) else self._limit
+            while len(self._open) > limit:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def tree(self, name: str) -> Any:  # noqa: ANN401 (whatever was saved)
+        """Return what a file holds; its tensors are on the meta device."""
+        return self.get(name).tree
+
+    def load(self, name: str, subtree: Any) -> Any:  # noqa: ANN401
+        """Return a part of a file's tree with its values."""
+        return self.get(name).load_tree(subtree)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+ForeignFiles = OpenFiles["TorchFile | LegacyFile"]
+"""Files of ``torch.save`` that other software wrote."""
+
+
+def _any_name(path: Path, saved_as: str) -> None:
+    """Accept a file whatever it was called when it was saved."""
+
+
+def foreign_files(
+    folder: Path,
+    *,
+    allow_pickle: bool = False,
+    limit: int = MAX_OPEN,
+    on_progress: Callable[[], None] = ignore_progress,
+    check_saved_name: Callable[[Path, str], None] = _any_name,
+) -> ForeignFiles:
+    """Return the files of ``torch.save`` in a folder.
+
+    Args:
+        folder: the checkpoint's own.
+        allow_pickle: build objects of any class, which can run code.
+        limit: how many are kept open at once.
+        on_progress: called after every read.
+        check_saved_name: called with each file that is opened, and the name under which it was
+            saved.
+    """
+    policy = FOREIGN_TREE.with_any_class(allow_pickle)
+
+    def open_file(name: str) -> TorchFile | LegacyFile:
+        path = folder / name
+        legacy = is_legacy(path)
+        on_progress()
+        file: TorchFile | LegacyFile = (
+            LegacyFile(path, policy, on_progress)
+            if legacy
+            else TorchFile.open_unverified(path, policy, on_progress)
+        )
+        try:
+            check_saved_name(path, file.saved_as)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    return OpenFiles(folder, open_file, limit=limit, on_progress=on_progress)

@@ -1,0 +1,52 @@
+"""Files that are kept open: no more than there may be, and none that was refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.formats.open_files import foreign_files
+
+
+def _is_open(path: Path) -> bool:
+    links = list(Path("/proc/self/fd").iterdir())
+    return any(link.exists() and link.resolve() == path.resolve() for link in links)
+
+
+def _refuse(path: Path, saved_as: str) -> None:
+    msg = f"{path} was saved as {saved_as}"
+    raise CheckpointFormatError(msg)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_what_was_refused_is_refused_again(legacy: bool, tmp_path: Path) -> None:
+    """A file whose name is another one's is not kept, and not given to who asks once more."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=not legacy)
+    files = foreign_files(tmp_path, check_saved_name=_refuse)
+    for _ in range(2):
+        with pytest.raises(CheckpointFormatError, match="was saved as"):
+            files.get("a.pt")
+        assert not _is_open(path)
+    files.close()
+
+
+@pytest.mark.parametrize(("legacy", "kept"), [(False, 4), (True, 2)])
+def test_few_files_are_open_at_once(legacy: bool, kept: int, tmp_path: Path) -> None:
+    """The one that was used longest ago is closed; what is held whole does not pile up."""
+    names = [f"{index}.pt" for index in range(6)]
+    for name in names:
+        torch.save({"n": name}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+    files = foreign_files(tmp_path)
+    for name in names:
+        assert files.tree(name) == {"n": name}
+        assert files.tree(names[0]) == {"n": names[0]}
+    found = [files.get(name) for name in (*names[-kept + 1 :], names[0])]
+    assert [file.tree for file in found] == [{"n": n} for n in (*names[-kept + 1 :], names[0])]
+    if not legacy:
+        assert sum(_is_open(tmp_path / name) for name in names) == kept
+    files.close()
+    assert not any(_is_open(tmp_path / name) for name in names)
