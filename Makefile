@@ -43,7 +43,7 @@ test: ops ## Run the tests that take seconds each
 	$(PYTEST) -m "not long and not gpu" $(ARGS)
 
 test-long: ops ## Run the tests that take minutes: full matrices, faults
-	$(PYTEST) -m "long and not gpu" $(ARGS)
+	$(PYTEST) -m "(long or drawn) and not gpu" $(ARGS)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)

@@ -1,6 +1,7 @@
 """Readers of files that anybody may have written: no crash, no write, no more memory than a file's.
 
-100,000 cases of each reader behind ``long``; ``FUZZ_SEED`` chooses other ones.
+5,000 cases of each reader behind ``long``, or as many as ``--fuzz-cases`` says; ``FUZZ_SEED``
+chooses other ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def test_a_reader_reads_or_refuses(program: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_reader_reads_or_refuses_in_each_of_many_cases(program: str, tmp_path: Path) -> None:
+def test_a_reader_reads_or_refuses_in_each_of_many_cases(
+    program: str, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
     """Whatever a file holds, a reader gives the value or an error of its own."""
-    fuzz(program, 100_000, tmp_path)
+    fuzz(program, pytestconfig.getoption("--fuzz-cases"), tmp_path)

@@ -26,7 +26,16 @@ def connect(path: str) -> Connection:
     return Connection(client.detach())
 
 
-def main(folder: str, *modules: str) -> None:
+IMPORTED = (
+    # Every engine looks at this optimizer, which is compiled: 4 s where it is not there yet.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "lightning.pytorch",
+    "lightning_elastic_zero.trainer.strategy",
+)
+"""What ranks find imported, beside torch and DeepSpeed. No thread may be started by it."""
+
+
+def main(folder: str) -> None:
     """Import what is dear, then fork a world of ranks for each request."""
     import torch
 
@@ -36,11 +45,11 @@ def main(folder: str, *modules: str) -> None:
     torch.use_deterministic_algorithms(mode=True)
     import deepspeed
 
-    with suppress(ImportError):
-        # Every engine looks at this optimizer, which is compiled: 4 s where it is not there yet.
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    for module in modules:
-        importlib.import_module(module)
+    for module in IMPORTED:
+        with suppress(ModuleNotFoundError):  # Not in each release.
+            importlib.import_module(module)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads, of which a fork would keep one, and the others' locks"
     print("torch", torch.__version__, "deepspeed", deepspeed.__version__, flush=True)
     gc.freeze()  # Engines are collected often; what is imported need not be walked each time.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -48,13 +57,13 @@ def main(folder: str, *modules: str) -> None:
     session.send(os.getpid())
     while True:
         try:
-            world, port = session.recv()
+            name, world, port = session.recv()
         except EOFError:
             return
-        session.send([_fork(folder, rank, world, port) for rank in range(world)])
+        session.send([_fork(f"{folder}/{name}", rank, world, port) for rank in range(world)])
 
 
-def _fork(folder: str, rank: int, world: int, port: int) -> int:
+def _fork(path: str, rank: int, world: int, port: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -62,18 +71,18 @@ def _fork(folder: str, rank: int, world: int, port: int) -> int:
         return pid
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        log = os.open(f"{folder}/{world}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(f"{path}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        _serve(folder, rank, world, port)
+        _serve(path, rank, world, port)
     except BaseException:  # noqa: BLE001 - a forked child must never return into the loop above
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _serve(folder: str, rank: int, world: int, port: int) -> None:
+def _serve(path: str, rank: int, world: int, port: int) -> None:
     """Join the world's process group and run what the session asks for, one call at a time."""
     os.environ.update(
         RANK=str(rank),
@@ -82,7 +91,7 @@ def _serve(folder: str, rank: int, world: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    session = connect(f"{folder}/{world}")
+    session = connect(path)
     session.send(rank)
     _join_world()
     session.send_bytes(pickle.dumps(("value", "ready")))

@@ -73,18 +73,79 @@ class World:
         return "\n".join(f"-- rank {r}:\n{text}" for r, text in enumerate(texts))
 
 
+class ForkServer:
+    """The process that has imported everything, started when the first world is."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._worlds = 0
+
+    def start(self, world: int) -> World:
+        """Start a world of ranks that is the caller's own, to end."""
+        connection = self._connection or self._start_process()
+        folder = Path(self._folder.name)
+        self._worlds += 1
+        name = f"{self._worlds}-of-{world}"
+        logs = tuple(folder / f"{name}.{rank}.log" for rank in range(world))
+        with _listening(folder / name) as listener:
+            connection.send((name, world, _free_port()))
+            pids = tuple(connection.recv())
+            try:
+                arrived = [_accept(listener) for _ in range(world)]
+                order = {connection.recv(): connection for connection in arrived}
+                ranks = World(pids, tuple(order[r] for r in range(world)), logs)
+                ready = ranks.results(HANG_TIMEOUT_S)
+                assert len(ready) == world, ranks.said()
+                assert {kind for kind, _ in ready.values()} == {"value"}, ready
+            except (OSError, EOFError) as error:
+                msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
+                raise AssertionError(msg) from error
+        return ranks
+
+    def close(self) -> None:
+        """End the process, and whoever it has started."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _start_process(self) -> Connection:
+        folder = Path(self._folder.name)
+        with _listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, _fork_server.__file__, str(folder)],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                self._connection = _accept(listener)
+            except TimeoutError as error:
+                self._process.kill()
+                self._process.wait()
+                said = (folder / "nursery.log").read_text(errors="replace")
+                raise AssertionError(said) from error
+            assert self._connection.recv() == self._process.pid
+        return self._connection
+
+
 class Pools:
     """Starts worlds when they are first asked for, and ends them all."""
 
-    def __init__(self, *modules: str) -> None:
-        """Take modules that ranks are to find imported, where many worlds are started."""
-        self._modules = modules
-        self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
+    def __init__(self, server: ForkServer | None = None) -> None:
+        """Take what forks the ranks; without it, start and end one with this environment."""
+        self._own = None if server else ForkServer()
+        self._server = server or self._own
         self._worlds: dict[int, World] = {}
-        self._fork_server: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def run(self, world: int, call: Callable[[], T], timeout_s: float = HANG_TIMEOUT_S) -> list[T]:
-        """Run ``call`` on all ranks of a world; give what each returned.
+        """Run ``call`` on all ranks of a world; return what each returned.
 
         Raises:
             AssertionError: a rank raised, died, or took too long. Such a world is not used again.
@@ -104,61 +165,17 @@ class Pools:
             raise
         return [results[rank][1] for rank in range(world)]
 
-    def close(self) -> None:
-        """End every process that this session started."""
-        for world in self._worlds.values():
-            world.end()
-        if self._fork_server is not None:
-            process, connection = self._fork_server
-            connection.close()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._folder.cleanup()
-
-    # -- starting ------------------------------------------------------------------------------
-
     def start(self, world: int) -> World:
         """Start a world of ranks that is the caller's own, to end."""
-        if self._fork_server is None:
-            self._fork_server = self._start_fork_server()
-        folder = Path(self._folder.name)
-        logs = tuple(folder / f"{world}.{rank}.log" for rank in range(world))
-        with _listening(folder / str(world)) as listener:
-            self._fork_server[1].send((world, _free_port()))
-            pids = tuple(self._fork_server[1].recv())
-            try:
-                arrived = [_accept(listener) for _ in range(world)]
-                order = {connection.recv(): connection for connection in arrived}
-                ranks = World(pids, tuple(order[r] for r in range(world)), logs)
-                ready = ranks.results(HANG_TIMEOUT_S)
-                assert len(ready) == world, ranks.said()
-                assert {kind for kind, _ in ready.values()} == {"value"}, ready
-            except (OSError, EOFError) as error:
-                msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
-                raise AssertionError(msg) from error
-        return ranks
+        assert self._server is not None
+        return self._server.start(world)
 
-    def _start_fork_server(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        folder = Path(self._folder.name)
-        with _listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, _fork_server.__file__, str(folder), *self._modules],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                connection = _accept(listener)
-            except TimeoutError as error:
-                process.kill()
-                process.wait()
-                said = (folder / "nursery.log").read_text(errors="replace")
-                raise AssertionError(said) from error
-            assert connection.recv() == process.pid
-        return process, connection
+    def close(self) -> None:
+        """End every process that was started here."""
+        for world in self._worlds.values():
+            world.end()
+        if self._own is not None:
+            self._own.close()
 
 
 def environment() -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,8 +25,17 @@ SMALL = (
 )
 
 
+CLI = ROOT / "examples" / "cli.py"
+Printed = tuple[Path, dict[str, str]]
+
+
 def cli(folder: Path, *arguments: str) -> str:
-    """Run examples/cli.py in a folder of its own; give all that it printed."""
+    """Run examples/cli.py in a folder of its own; return all that it printed."""
+    return python(folder, str(CLI), *arguments)
+
+
+def python(folder: Path, *arguments: str) -> str:
+    """Run Python in a folder of its own, as the examples are run; return all that it printed."""
     environment = {
         "DS_ACCELERATOR": "cpu",
         **os.environ,
@@ -34,7 +45,7 @@ def cli(folder: Path, *arguments: str) -> str:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / "cli.py"), *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -51,12 +62,31 @@ def cli(folder: Path, *arguments: str) -> str:
     return said
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """Return what ``fit --print_config`` prints for each YAML: in one process, as it is slow."""
+    folder = tmp_path_factory.mktemp("configs")
+    runs = [["fit", "--config", str(config), "--print_config"] for config in CONFIGS]
+    program = (
+        "import contextlib, json, runpy, sys\n"
+        f"sys.path.insert(0, {str(CLI.parent)!r})\n"
+        "for arguments in json.loads(sys.argv[2]):\n"
+        "    print('RUN', arguments[2])\n"
+        "    sys.argv[1:] = [*arguments]\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        f"        runpy.run_path({str(CLI)!r}, run_name='__main__')\n"
+    )
+    said = python(folder, "-c", program, "cli", json.dumps(runs))
+    _, *parts = re.split(r"^RUN (.*)\n", said, flags=re.MULTILINE)
+    return folder, dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_parses(config: Path, tmp_path: Path) -> None:
+def test_every_config_parses(config: Path, printed: Printed) -> None:
     """Each YAML is valid, names the strategy, and fixes the folder where "last" is looked for."""
-    said = cli(tmp_path, "fit", "--config", str(config), "--print_config")
-    assert "ElasticDeepSpeedStrategy" in said
-    assert f"dirpath: {tmp_path}/checkpoints" in said
+    folder, said = printed
+    assert "ElasticDeepSpeedStrategy" in said[str(config)]
+    assert f"dirpath: {folder}/checkpoints" in said[str(config)]
 
 
 @pytest.mark.engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,14 +20,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(table.title)
         for line in table.lines():
             terminalreporter.write_line(line)
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    """Give the worlds of ranks."""
-    started = Pools()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,27 +24,19 @@ MakeChain = Callable[[str, str], KillSequence]
 
 
 @pytest.fixture(scope="module")
-def warm_pools() -> Iterator[Pools]:
-    """Give what starts ranks, with all imported that a run needs."""
-    started = Pools("tests.faults._deterministic_training")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def table(warm_pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
+def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """Say what is held after each step, by a run that nothing disturbs and that saves nothing."""
     root = str(tmp_path_factory.mktemp("undisturbed"))
     training = Training(root, stage=1, steps=120, saves=False, recorded=True)
-    return warm_pools.run(1, partial(train, training))[0]
+    return pools.run(1, partial(train, training))[0]
 
 
 @pytest.fixture
-def chain(warm_pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
+def chain(pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
     """Give runs one after another, in a folder of their own."""
 
     def make(mode: str, row: str) -> KillSequence:
-        return KillSequence(warm_pools, tmp_path, table, f"{row} ({mode})", MODES[mode])
+        return KillSequence(pools, tmp_path, table, f"{row} ({mode})", MODES[mode])
 
     return make
 

@@ -11,11 +11,9 @@ import graphlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from tests.timeouts import HANG_TIMEOUT_S
 
@@ -154,18 +152,27 @@ def unit_of_name(dotted: str) -> str:
     return first if first and is_module else LAZY_INIT
 
 
-def each_source_of(*units: str) -> pytest.MarkDecorator:
-    """Run a test once for each file of those rows; of all rows, if none is named."""
-    chosen = [source for source in SOURCES if not units or unit_of(source) in units]
-    return pytest.mark.parametrize(
-        "source", chosen, ids=[str(source.relative_to(ROOT)) for source in chosen]
-    )
+def assert_in_each_source(wrong_in: Callable[[Path], object], *units: str) -> None:
+    """Fail with all that is wrong, by file; in the files of those rows, or of all."""
+    wrong = {
+        str(source.relative_to(ROOT)): found
+        for source in SOURCES
+        if not units or unit_of(source) in units
+        if (found := wrong_in(source))
+    }
+    assert not wrong, wrong
 
 
 @cache
 def tree_of(source: Path) -> ast.Module:
     """Parse a file, once."""
     return ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
+
+
+@cache
+def nodes_of(source: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file."""
+    return tuple(ast.walk(tree_of(source)))
 
 
 def names_imported(node: ast.AST) -> Iterator[str]:
@@ -182,11 +189,12 @@ def names_imported(node: ast.AST) -> Iterator[str]:
             yield "torch.distributed"
 
 
+@cache
 def imports_of(source: Path) -> list[tuple[int, str]]:
     """List the imports of a file with their lines, wherever they stand: in functions too."""
     return [
         (node.lineno, name)
-        for node in ast.walk(tree_of(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.stmt | ast.expr)
         for name in names_imported(node)
     ]
@@ -197,11 +205,12 @@ def is_or_is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
+@cache
 def functions_of(source: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """List the functions and methods of a file."""
     return [
         node
-        for node in ast.walk(tree_of(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -232,79 +241,84 @@ def test_the_table_goes_one_way() -> None:
     assert set(order) == set(MAY_IMPORT)
 
 
-@each_source_of()
-def test_every_module_has_its_row(source: Path) -> None:
+def test_every_module_has_its_row() -> None:
     """A new module is a decision: it is written into the table, and so is what it may import."""
-    unit = unit_of(source)
-    assert unit in {*MAY_IMPORT, LAZY_INIT}, (
-        f"{PACKAGE}.{unit} is not in the dependency table. Say what it may import in MAY_IMPORT of"
-        f" {Path(__file__).name}, and what it is for in CONTRIBUTING.md."
+    units = {unit_of(source) for source in SOURCES} - {*MAY_IMPORT, LAZY_INIT}
+    assert not units, (
+        f"{sorted(units)} of {PACKAGE} are not in the dependency table. Say what they may import in"
+        f" MAY_IMPORT of {Path(__file__).name}, and what they are for in CONTRIBUTING.md."
     )
 
 
-@each_source_of(*MAY_IMPORT)
-def test_imports_follow_the_table(source: Path) -> None:
+def test_imports_follow_the_table() -> None:
     """A module imports only what its row names."""
-    unit = unit_of(source)
-    allowed = {*MAY_IMPORT[unit], unit}
-    wrong = [
-        f"line {line}: {name}"
-        for line, name in imports_of(source)
-        if is_or_is_in(name, PACKAGE) and unit_of_name(name) not in allowed
-    ]
-    assert not wrong, f"{unit} may import only {sorted(allowed)} of {PACKAGE}, but has {wrong}"
+
+    def wrong_in(source: Path) -> list[str]:
+        unit = unit_of(source)
+        allowed = {*MAY_IMPORT[unit], unit}
+        return [
+            f"line {line}: {name} ({unit} may import only {sorted(allowed)})"
+            for line, name in imports_of(source)
+            if is_or_is_in(name, PACKAGE) and unit_of_name(name) not in allowed
+        ]
+
+    assert_in_each_source(wrong_in, *MAY_IMPORT)
 
 
-@each_source_of()
-def test_imports_are_absolute(source: Path) -> None:
+def test_imports_are_absolute() -> None:
     """No relative import hides what a module stands on."""
-    relative = [
-        node.lineno
-        for node in ast.walk(tree_of(source))
-        if isinstance(node, ast.ImportFrom) and node.level
-    ]
-    assert not relative, f"relative imports in lines {relative}"
+    assert_in_each_source(
+        lambda source: [
+            f"line {node.lineno}: a relative import"
+            for node in nodes_of(source)
+            if isinstance(node, ast.ImportFrom) and node.level
+        ]
+    )
 
 
-@each_source_of(*MAY_IMPORT)
-def test_third_party_imports(source: Path) -> None:
+def test_third_party_imports() -> None:
     """DeepSpeed, Lightning and torch.distributed are imported only where the table says."""
-    unit = unit_of(source)
-    wrong = [
-        f"line {line}: {name} (only in {sorted(ONLY_IN[guest]) or 'no module'})"
-        for line, name in imports_of(source)
-        for guest in [max((g for g in ONLY_IN if is_or_is_in(name, g)), key=len, default="")]
-        if guest and unit not in ONLY_IN[guest]
-    ]
-    assert not wrong, f"{unit} has {wrong}"
+    assert_in_each_source(
+        lambda source: [
+            f"line {line}: {name} (only in {sorted(ONLY_IN[guest]) or 'no module'})"
+            for line, name in imports_of(source)
+            for guest in [max((g for g in ONLY_IN if is_or_is_in(name, g)), key=len, default="")]
+            if guest and unit_of(source) not in ONLY_IN[guest]
+        ],
+        *MAY_IMPORT,
+    )
 
 
-@each_source_of(*NO_COMMUNICATION)
-def test_no_collectives_outside_ranks(source: Path) -> None:
+def test_no_collectives_outside_ranks() -> None:
     """Where torch.distributed may only be asked, nothing else of it is used, under any name."""
-    imported_by_name = {
-        name.removeprefix("torch.distributed.")
-        for _, name in imports_of(source)
-        if name.startswith("torch.distributed.")
-    }
-    used = {
-        node.attr
-        for node in ast.walk(tree_of(source))
-        if isinstance(node, ast.Attribute)
-        and ast.unparse(node.value) in {"distributed", "dist", "torch.distributed"}
-    }
-    assert imported_by_name | used <= NO_COMMUNICATION[unit_of(source)]
+
+    def wrong_in(source: Path) -> set[str]:
+        imported_by_name = {
+            name.removeprefix("torch.distributed.")
+            for _, name in imports_of(source)
+            if name.startswith("torch.distributed.")
+        }
+        used = {
+            node.attr
+            for node in nodes_of(source)
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node.value) in {"distributed", "dist", "torch.distributed"}
+        }
+        return (imported_by_name | used) - NO_COMMUNICATION[unit_of(source)]
+
+    assert_in_each_source(wrong_in, *NO_COMMUNICATION)
 
 
-@each_source_of(*STANDARD_LIBRARY_ONLY)
-def test_the_core_is_pure(source: Path) -> None:
+def test_the_core_is_pure() -> None:
     """Layout, partition and manifest need the standard library and nothing else."""
-    foreign = [
-        f"line {line}: {name}"
-        for line, name in imports_of(source)
-        if not is_or_is_in(name, PACKAGE) and name.split(".")[0] not in sys.stdlib_module_names
-    ]
-    assert not foreign
+    assert_in_each_source(
+        lambda source: [
+            f"line {line}: {name}"
+            for line, name in imports_of(source)
+            if not is_or_is_in(name, PACKAGE) and name.split(".")[0] not in sys.stdlib_module_names
+        ],
+        *STANDARD_LIBRARY_ONLY,
+    )
 
 
 def test_package_init_is_lazy() -> None:
@@ -319,21 +333,21 @@ def test_package_init_is_lazy() -> None:
     assert at_once <= EAGER
 
 
-@each_source_of()
-def test_files_are_short(source: Path) -> None:
+def test_files_are_short() -> None:
     """A file is one noun, and fits in a head."""
-    assert len(source.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+    lengths = {s: len(s.read_text(encoding="utf-8").splitlines()) for s in SOURCES}
+    assert not {str(s): lines for s, lines in lengths.items() if lines > FILE_LINES}
 
 
-@each_source_of()
-def test_functions_are_short(source: Path) -> None:
+def test_functions_are_short() -> None:
     """A function is one step of a story."""
-    long = {
-        function.name: lines_of(function)
-        for function in functions_of(source)
-        if lines_of(function) > FUNCTION_LINES
-    }
-    assert not long, f"functions of more than {FUNCTION_LINES} lines: {long}"
+    assert_in_each_source(
+        lambda source: {
+            function.name: f"{lines_of(function)} lines, of at most {FUNCTION_LINES}"
+            for function in functions_of(source)
+            if lines_of(function) > FUNCTION_LINES
+        }
+    )
 
 
 def test_most_functions_are_very_short() -> None:
@@ -342,13 +356,14 @@ def test_most_functions_are_very_short() -> None:
     assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
 
 
-@pytest.mark.parametrize(
-    "module",
-    [name for name in LOADS_WITHOUT if name == PACKAGE or unit_of_name(name) != LAZY_INIT],
-)
-def test_importing_loads_no_more_than_needed(module: str) -> None:
-    """What takes seconds to import is not imported by what does not need it."""
-    program = f"import sys, {module}; print(*sys.modules)"
+def test_importing_loads_no_more_than_needed() -> None:
+    """What takes seconds to import is not imported by what does not need it.
+
+    One process imports one module after the other, those that may load least first.
+    """
+    there = [m for m in LOADS_WITHOUT if m == PACKAGE or unit_of_name(m) != LAZY_INIT]
+    order = sorted(there, key=lambda module: -len(LOADS_WITHOUT[module]))
+    program = "".join(f"import sys, {m}; print('{m}', *sys.modules)\n" for m in order)
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -358,4 +373,8 @@ def test_importing_loads_no_more_than_needed(module: str) -> None:
         timeout=HANG_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert LOADS_WITHOUT[module] & set(done.stdout.split()) == set()
+    loaded = {line.split()[0]: set(line.split()[1:]) for line in done.stdout.splitlines()}
+    assert list(loaded) == order
+    assert not {
+        m: LOADS_WITHOUT[m] & names for m, names in loaded.items() if LOADS_WITHOUT[m] & names
+    }

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_elastic_zero"
 
@@ -187,16 +185,22 @@ def test_every_place_is_in_the_table() -> None:
     assert not gone, f"these are no more: {gone}"
 
 
-@pytest.mark.parametrize("test", sorted(set(PLACES.values())))
-def test_every_row_names_a_test(test: str) -> None:
+@cache
+def tree_of(source: str) -> ast.Module:
+    """Parse a file, once."""
+    return ast.parse((ROOT / source).read_text(encoding="utf-8"))
+
+
+def test_every_row_names_a_test() -> None:
     """And that test is there."""
-    source, *names = test.split("::")
-    tree: ast.AST = ast.parse((ROOT / source).read_text(encoding="utf-8"))
-    for name in names:
-        inner = [
-            node
-            for node in ast.iter_child_nodes(tree)
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
-        ]
-        assert inner, f"{source} has no {name}"
-        tree = inner[0]
+    for test in sorted(set(PLACES.values())):
+        source, *names = test.split("::")
+        tree: ast.AST = tree_of(source)
+        for name in names:
+            inner = [
+                node
+                for node in ast.iter_child_nodes(tree)
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+            ]
+            assert inner, f"{source} has no {name}"
+            tree = inner[0]

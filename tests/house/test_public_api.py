@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
 import lightning_elastic_zero
 from lightning_elastic_zero import errors
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.house import _fresh_processes
 
 PUBLIC = {
     "ElasticDeepSpeedStrategy",
@@ -29,17 +31,38 @@ PUBLIC = {
 }
 
 
-def in_a_fresh_process(program: str) -> str:
-    """Run a program where nothing is imported yet, and give what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        check=False,
+RunFresh = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFresh]:
+    """Yield what runs a program where this library and Lightning are not imported yet."""
+    folder = tmp_path_factory.mktemp("fresh")
+    with subprocess.Popen(
+        [sys.executable, _fresh_processes.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+        start_new_session=True,
+    ) as forks:
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        while forks.stdout.readline() not in {"ready\n", ""}:
+            pass  # What DeepSpeed prints when it is imported.
+
+        def run(program: str) -> str:
+            assert forks.stdin is not None
+            assert forks.stdout is not None
+            path = folder / str(len(list(folder.iterdir())))
+            forks.stdin.write(json.dumps([program, str(path)]) + "\n")
+            forks.stdin.flush()
+            status = forks.stdout.readline()
+            assert status == "0\n", path.with_suffix(".err").read_text()
+            return path.with_suffix(".out").read_text().strip()
+
+        yield run
+        forks.stdin.close()
 
 
 def test_the_public_names_are_these() -> None:
@@ -62,11 +85,10 @@ def test_every_error_has_one_root() -> None:
     assert issubclass(errors.ElasticZeroError, Exception)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_is_there() -> None:
     """Each name can be reached, lazily or not, and is listed."""
-    assert getattr(lightning_elastic_zero, name) is not None
-    assert name in dir(lightning_elastic_zero)
+    reached = {name for name in PUBLIC if getattr(lightning_elastic_zero, name) is not None}
+    assert reached == PUBLIC & set(dir(lightning_elastic_zero))
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -75,18 +97,20 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
 
 
-def test_the_strategy_registers_where_lightning_is_loaded() -> None:
+def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -> None:
     """``Trainer(strategy="elastic_deepspeed")`` needs no more than importing the package."""
     program = (
         "import lightning.pytorch, lightning_elastic_zero\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "print('elastic_deepspeed' in StrategyRegistry)"
     )
-    assert in_a_fresh_process(program).splitlines()[-1] == "True"
+    assert run_fresh(program).splitlines()[-1] == "True"
 
 
 @pytest.mark.parametrize("name", ["lightning", "lightning.pytorch"])
-def test_the_strategy_registers_when_lightning_is_imported_later(name: str) -> None:
+def test_the_strategy_registers_when_lightning_is_imported_later(
+    name: str, run_fresh: RunFresh
+) -> None:
     """Importing this package first is no mistake: the Trainer knows the names all the same."""
     program = (
         "import lightning_elastic_zero, sys\n"
@@ -96,15 +120,16 @@ def test_the_strategy_registers_when_lightning_is_imported_later(name: str) -> N
         " accelerator='cpu', devices=1)\n"
         "print(type(trainer.strategy).__name__)"
     )
-    assert in_a_fresh_process(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
+    assert run_fresh(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
 
 
 @pytest.mark.parametrize("module", ["trainer.resume", "trainer.strategy"])
-def test_what_imports_lightning_can_be_imported_first(module: str) -> None:
+def test_what_imports_lightning_can_be_imported_first(module: str, run_fresh: RunFresh) -> None:
     """A module that imports Lightning is whole when the names are registered, or not needed."""
-    in_a_fresh_process(f"import lightning_elastic_zero.{module}")
+    run_fresh(f"import lightning_elastic_zero.{module}")
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "first",
     [
@@ -115,7 +140,7 @@ def test_what_imports_lightning_can_be_imported_first(module: str) -> None:
         "lightning.pytorch",
     ],
 )
-def test_the_twin_says_what_to_import(first: str) -> None:
+def test_the_twin_says_what_to_import(first: str, run_fresh: RunFresh) -> None:
     """``pytorch_lightning``, of other classes, takes no strategy of ours, by name or itself."""
     program = (
         f"import {first}, pytorch_lightning, lightning_elastic_zero as ez\n"
@@ -125,13 +150,13 @@ def test_the_twin_says_what_to_import(first: str) -> None:
         "    except (ez.UnsupportedError, ValueError) as error:\n"
         "        print('said', str(error).replace(chr(10), ' '))"
     )
-    said = [line for line in in_a_fresh_process(program).splitlines() if line.startswith("said")]
+    said = [line for line in run_fresh(program).splitlines() if line.startswith("said")]
     assert len(said) == 2
     assert "import lightning.pytorch as pl" in said[0]
     assert "for lightning.pytorch.Trainer" in said[1]
 
 
-def test_the_strategy_registers_where_it_is_first_reached() -> None:
+def test_the_strategy_registers_where_it_is_first_reached(run_fresh: RunFresh) -> None:
     """The order of the imports does not matter, once the strategy itself is asked for."""
     program = (
         "import lightning_elastic_zero, sys\n"
@@ -140,4 +165,4 @@ def test_the_strategy_registers_where_it_is_first_reached() -> None:
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "print('elastic_deepspeed' in StrategyRegistry)"
     )
-    assert in_a_fresh_process(program).splitlines()[-1] == "True"
+    assert run_fresh(program).splitlines()[-1] == "True"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine._worker_pool import Pools
+from tests.rotation import Rotation
 from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits
 
 pytestmark = pytest.mark.engine
@@ -95,6 +96,12 @@ SCENARIOS: dict[str, RunSpec] = {
     ),
     "uneven": RunSpec(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
+EXTENTS = ["some", pytest.param("all", marks=pytest.mark.long)]
+"""Of the points of a scenario: those whose turn it is, or all."""
+
+TURNS_POINTS = {"same": 2, "another": 1}
+"""How many of them, in the same world and in another one."""
+
 SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 4}
 
 
@@ -120,6 +127,14 @@ class Reference:
             at |= {"step 1.3": self.steps + 3}
         at |= {"end": total, "after": total}
         return {name: at[name] for name in at if name in made}
+
+    def some_points(self, rotation: Rotation, extent: str, of: str) -> dict[str, int]:
+        """Return all saves, or those whose turn it is in a test."""
+        made = self.points()
+        if extent == "all":
+            return made
+        chosen = rotation.chosen([f"{of} {point}" for point in made], TURNS_POINTS[of])
+        return {point: begin for point, begin in made.items() if f"{of} {point}" in chosen}
 
     def resumed(self, point: str) -> RunSpec:
         """Give the run that goes on from a save."""
@@ -148,14 +163,16 @@ def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> Refer
     return References(worlds, tmp_path_factory)
 
 
+@pytest.mark.rotating(len(SCENARIOS))
+@pytest.mark.parametrize("extent", EXTENTS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_world_goes_on_bit_for_bit(
-    scenario: str, references: References, worlds: Pools
+    scenario: str, extent: str, references: References, worlds: Pools, rotation: Rotation
 ) -> None:
     """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
     reference = references[scenario]
-    points = reference.points()
-    assert len(points) >= 9
+    assert len(reference.points()) >= 9
+    points = reference.some_points(rotation, extent, "same")
     runs = [reference.resumed(point) for point in points]
     for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
         whole = reference.seen[rank]
@@ -174,14 +191,21 @@ def test_the_same_world_goes_on_bit_for_bit(
                 assert seen.drawn == whole.drawn, point
 
 
-@pytest.mark.parametrize("world", [3, *long(1, 4)])
+@pytest.mark.rotating(1, per="scenario")
+@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_another_world_takes_the_same_steps(
-    scenario: str, world: int, references: References, worlds: Pools
+    scenario: str,
+    world: int,
+    extent: str,
+    references: References,
+    worlds: Pools,
+    rotation: Rotation,
 ) -> None:
     """The same sets of samples at the same rates, from every point of a save on two ranks."""
     reference = references[scenario]
-    points = reference.points()
+    points = reference.some_points(rotation, extent, "another")
     runs = [reference.resumed(point) for point in points]
     if reference.run.kind == "seeks" and world == 4:
         runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
