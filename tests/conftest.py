@@ -12,14 +12,15 @@ from tests.engine._worker_pool import ForkServer, Pools
 from tests.rotation import Rotation, parts_of, turn_of_commit
 
 ROTATION = pytest.StashKey[Rotation]()
-ENGINE_CASES = 3
-"""Of a test that starts engines, unless its marker ``rotating`` has another number."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a turn of the rotation be repeated, and a part of the tests be run."""
     group = parser.getgroup("rotation")
     group.addoption("--rotation", type=int, help="the turn of the cases that rotate")
+    group.addoption(
+        "--engine-cases", type=int, default=3, help="in a turn, of a test marked engine (3)"
+    )
     group.addoption("--fuzz-cases", type=int, default=5_000, help="of each reader, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")
 
@@ -46,10 +47,12 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Mark what rotates as drawn or long, before ``-m`` selects; then take a part of it."""
     rotation = config.stash[ROTATION]
-    for count, cases in _rotating(items):
-        drawn = rotation.chosen([case.nodeid for case in cases], count)
-        for case in cases:
-            case.add_marker(pytest.mark.drawn if case.nodeid in drawn else pytest.mark.long)
+    for count, cases in _rotating(items, config.getoption("--engine-cases")):
+        # By their parameters: tests of the same scenarios draw the same ones.
+        names = [case.nodeid.partition("[")[2] for case in cases]
+        drawn = rotation.chosen(names, count)
+        for case, name in zip(cases, names, strict=True):
+            case.add_marker(pytest.mark.drawn if name in drawn else pytest.mark.long)
     yield
     if wanted := config.getoption("--part"):
         part, parts = rotation.part_of(wanted)
@@ -59,14 +62,16 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=others)
 
 
-def _rotating(items: list[pytest.Item]) -> Iterator[tuple[int, list[pytest.Item]]]:
+def _rotating(
+    items: list[pytest.Item], engine_cases: int
+) -> Iterator[tuple[int, list[pytest.Item]]]:
     """Yield the groups of cases of which only so many run in a turn."""
     groups: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = {}
     for item in items:
         marker = item.get_closest_marker("rotating")
         if marker is None and item.get_closest_marker("engine"):
-            marker = pytest.mark.rotating(ENGINE_CASES).mark
+            marker = pytest.mark.rotating(engine_cases).mark
         if marker is None or any(map(item.get_closest_marker, ("essential", "long", "gpu"))):
             continue
         group = (_test_of(item), _value_of(item, marker.kwargs.get("per")))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.releases._install import ROOT, Releases
+from tests.rotation import Rotation
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(5400)]
 
@@ -36,6 +37,9 @@ OLDER_DEEPSPEED = "not alignment and not (fp32 and bf16) and not another_run"
 """``parameter_alignment`` came with 0.19.7. Older releases keep buffers in bf16 where the weights
 are, so that they are rounded when a run changes its precision, which the oracle does not expect.
 In 0.16 a second engine on one module (a second fit) calls the first one's hooks, and fails."""
+
+CASES = 10
+"""Of each test: those that a release cannot run are among them."""
 
 CHILD_TIMEOUT_S = 3600.0
 
@@ -88,7 +92,7 @@ def python(code: str, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("releases", CELLS, ids=str)
-def test_real_runs_save_and_resume(releases: Releases, tmp_path: Path) -> None:
+def test_real_runs_save_and_resume(releases: Releases, rotation: Rotation, tmp_path: Path) -> None:
     """The tests of this very library pass with those releases, where those have what is tested."""
     environment = releases.environment()
     # Older releases log to the same stream when they are imported.
@@ -97,8 +101,9 @@ def test_real_runs_save_and_resume(releases: Releases, tmp_path: Path) -> None:
         assert not wanted or found == [wanted] * 2
     left_out = OLDER_DEEPSPEED if releases.deepspeed else ""
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-m", "not long and not gpu"]
+    turn = [f"--rotation={rotation.turn}", f"--engine-cases={CASES}"]
     done = subprocess.run(
-        [*command, "-o", f"cache_dir={tmp_path}", "-k", left_out, *TESTS],
+        [*command, *turn, "-o", f"cache_dir={tmp_path}", "-k", left_out, *TESTS],
         cwd=ROOT,
         capture_output=True,
         text=True,

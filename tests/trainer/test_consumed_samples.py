@@ -96,11 +96,10 @@ SCENARIOS: dict[str, RunSpec] = {
     ),
     "uneven": RunSpec(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
-EXTENTS = ["some", pytest.param("all", marks=pytest.mark.long)]
-"""Of the points of a scenario: those whose turn it is, or all."""
+SOME_SCENARIOS = pytest.mark.rotating(10)
+"""In a turn, from three of their points each; all from all of them in the long run."""
 
-TURNS_POINTS = {"same": 2, "another": 1}
-"""How many of them, in the same world and in another one."""
+OTHER_WORLDS = (1, 3, 4)
 
 SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 4}
 
@@ -128,13 +127,20 @@ class Reference:
         at |= {"end": total, "after": total}
         return {name: at[name] for name in at if name in made}
 
-    def some_points(self, rotation: Rotation, extent: str, of: str) -> dict[str, int]:
-        """Return all saves, or those whose turn it is in a test."""
+    def drawn(self, rotation: Rotation, count: int, where: str) -> dict[str, int]:
+        """Return as many of the saves, whose turn it is in a test."""
         made = self.points()
-        if extent == "all":
-            return made
-        chosen = rotation.chosen([f"{of} {point}" for point in made], TURNS_POINTS[of])
-        return {point: begin for point, begin in made.items() if f"{of} {point}" in chosen}
+        chosen = rotation.chosen([f"{where} {point}" for point in made], count)
+        return {point: begin for point, begin in made.items() if f"{where} {point}" in chosen}
+
+    def dealt(self, rotation: Rotation, world: int) -> dict[str, int]:
+        """Return the saves that one of the other worlds goes on from: in each turn another one."""
+        place = OTHER_WORLDS.index(world) - rotation.turn
+        return {
+            point: begin
+            for index, (point, begin) in enumerate(self.points().items())
+            if (index - place) % len(OTHER_WORLDS) == 0
+        }
 
     def resumed(self, point: str) -> RunSpec:
         """Give the run that goes on from a save."""
@@ -163,20 +169,20 @@ def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> Refer
     return References(worlds, tmp_path_factory)
 
 
-@pytest.mark.rotating(len(SCENARIOS))
-@pytest.mark.parametrize("extent", EXTENTS)
+@SOME_SCENARIOS
+@pytest.mark.parametrize("points", ["drawn", *long("all")])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_world_goes_on_bit_for_bit(
-    scenario: str, extent: str, references: References, worlds: Pools, rotation: Rotation
+    scenario: str, points: str, references: References, worlds: Pools, rotation: Rotation
 ) -> None:
     """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
     reference = references[scenario]
     assert len(reference.points()) >= 9
-    points = reference.some_points(rotation, extent, "same")
-    runs = [reference.resumed(point) for point in points]
+    begins = reference.points() if points == "all" else reference.drawn(rotation, 2, scenario)
+    runs = [reference.resumed(point) for point in begins]
     for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
         whole = reference.seen[rank]
-        for (point, begin), seen in zip(points.items(), of_rank, strict=True):
+        for (point, begin), seen in zip(begins.items(), of_rank, strict=True):
             assert seen.steps == _from(whole.steps, begin), point
             assert seen.losses == _from(whole.losses, begin), point
             assert seen.rates == _from(whole.rates, begin), point
@@ -191,21 +197,20 @@ def test_the_same_world_goes_on_bit_for_bit(
                 assert seen.drawn == whole.drawn, point
 
 
-@pytest.mark.rotating(1, per="scenario")
-@pytest.mark.parametrize("extent", EXTENTS)
-@pytest.mark.parametrize("world", [1, 3, 4])
+@SOME_SCENARIOS
+@pytest.mark.parametrize("other", ["drawn", *long(*OTHER_WORLDS)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_another_world_takes_the_same_steps(
-    scenario: str,
-    world: int,
-    extent: str,
-    references: References,
-    worlds: Pools,
-    rotation: Rotation,
+    scenario: str, other: str | int, references: References, worlds: Pools, rotation: Rotation
 ) -> None:
     """The same sets of samples at the same rates, from every point of a save on two ranks."""
     reference = references[scenario]
-    points = reference.some_points(rotation, extent, "another")
+    if isinstance(other, int):
+        world, points = other, reference.dealt(rotation, other)
+    else:
+        named = {f"{scenario} {world}": world for world in OTHER_WORLDS}
+        world = named[rotation.chosen([*named], 1)[0]]
+        points = reference.drawn(rotation, 1, f"{scenario} elsewhere")
     runs = [reference.resumed(point) for point in points]
     if reference.run.kind == "seeks" and world == 4:
         runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
