@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rotation")
     group.addoption("--rotation", type=int, help="the turn of the cases that rotate")
     group.addoption(
-        "--engine-cases", type=int, default=3, help="in a turn, of a test marked engine (3)"
+        "--engine-cases", type=int, default=2, help="in a turn, of a test marked engine (2)"
     )
     group.addoption("--fuzz-cases", type=int, default=5_000, help="of each reader, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")

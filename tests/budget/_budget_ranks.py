@@ -1,17 +1,13 @@
-"""Ranks that save and load a large state, and count what that costs. Run by test_budget.py."""
+"""What ranks that save and load a large state count of what that costs."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 WIDTH = 1536
 LAYERS = 9
@@ -76,6 +72,8 @@ def make_engine(stage: int) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
     """Build an engine with Adam."""
     import deepspeed
 
+    # Which fills all memory that is asked for, as if it were used: see tests/engine/_fork_server.
+    torch.use_deterministic_algorithms(mode=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
@@ -130,26 +128,3 @@ def evaluate(stage: int, path: str) -> dict[str, int]:
     with PeakMemory() as peak:
         load_checkpoint(engine, path)
     return {"extra": peak.highest - peak.before, "read": bytes_read() - before}
-
-
-def run_rank(rank: int, ranks: int, port: int, what: str, stage: int, path: str, out: str) -> None:
-    """Be one rank, and leave what it measured in a file."""
-    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    torch.set_num_threads(1)
-    from lightning_elastic_zero.engine import use_accelerator
-
-    use_accelerator("cpu")
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    measured = {"save": save, "load": load, "evaluate": evaluate}[what](stage, path)
-    Path(f"{out}.{rank}").write_text(json.dumps(measured))
-    torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    what_, ranks_, port_, stage_, path_, out_ = sys.argv[1:]
-    arguments = (int(ranks_), int(port_), what_, int(stage_), path_, out_)
-    spawn(run_rank, arguments, nprocs=int(ranks_))  # type: ignore[no-untyped-call]

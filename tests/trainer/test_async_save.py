@@ -46,6 +46,7 @@ def save_in_the_midst(run: AsyncSaveSpec, step: int = 2) -> dict[str, Any]:
     return {**seen, "errors": director.errors, "figures": figures}
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "bf16-true"), (3, "32-true")])
 def test_it_equals_a_blocking_save(
     stage: int, precision: str, pools: Pools, tmp_path: Path

@@ -247,6 +247,7 @@ def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
         assert not unlike, (point, moment)
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [(1, 6), (6, 4), (4, 1), (2, 3), (3, 2), *long(*product((1, 2, 3, 4, 6), repeat=2))],
@@ -265,6 +266,7 @@ def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path:
         assert all(len(samples) == 12 for samples in seen.steps.values())
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Four ranks, then two, then three: one run; and its losses are those of a whole one."""
@@ -285,6 +287,7 @@ def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("world", "point"), [(1, "end"), (2, "after"), (3, "epoch 1"), *long((2, "end"), (3, "after"))]
 )
@@ -304,6 +307,7 @@ def test_a_run_stopped_by_max_steps_goes_on(
         assert world != 2 or seen.losses == _from(whole.losses, 8)
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     world: int, worlds: Pools, tmp_path: Path
@@ -329,32 +333,34 @@ def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
         assert seen.losses == _from(of_whole.losses, 2)
 
 
-def test_a_new_rate_is_that_of_a_run_that_always_had_it(worlds: Pools, tmp_path: Path) -> None:
-    """load_hyperparameters=False after a warm-up, in a cycle, in an epoch's schedule: each step."""
-    plans = [
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize(
+    "plan",
+    [
         (RunSpec(schedule="warmup", epochs=3), "inside 1.3", 8),
         (RunSpec(schedule="onecycle", epochs=3), "step 0.2", 2),
         (RunSpec(schedule="lambda", stage=3), "epoch 0", 5),
         (RunSpec(schedule="epoch", validate=True, epochs=3), "inside 1.0", 5),
-    ]
-    runs = []
-    for index, (run, point, _) in enumerate(plans):
-        saving = replace(run, rate=0.003, root=str(tmp_path / str(index)), save=(point,))
-        runs += [saving, run]
-    wholes = worlds.run(2, partial(fits, runs))[0][1::2]
-    again = {"load_hyperparameters": False}
-    resumed = [
-        replace(run, strategy=again, ckpt_path=f"{tmp_path}/{n}/{point.replace(' ', '-')}.ckpt")
-        for n, (run, point, _) in enumerate(plans)
-    ]
+    ],
+    ids=lambda plan: plan[0].schedule,
+)
+def test_a_new_rate_is_that_of_a_run_that_always_had_it(
+    plan: tuple[RunSpec, str, int], worlds: Pools, tmp_path: Path
+) -> None:
+    """load_hyperparameters=False after a warm-up, in a cycle, in an epoch's schedule: each step."""
+    run, point, begin = plan
+    saving = replace(run, rate=0.003, root=str(tmp_path), save=(point,))
+    whole = worlds.run(2, partial(fits, [saving, run]))[0][1]
+    path = tmp_path / f"{point.replace(' ', '-')}.ckpt"
+    resumed = replace(run, strategy={"load_hyperparameters": False}, ckpt_path=str(path))
     for world in (2, 3):
-        found = worlds.run(world, partial(fits, resumed))[0]
-        for (_, point, begin), whole, seen in zip(plans, wholes, found, strict=True):
-            assert seen.rates == _from(whole.rates, begin), point
-            assert len(set(seen.rates.values())) > 1
-            assert seen.steps == _from(whole.steps, begin), point
+        seen = worlds.run(world, partial(fit, resumed))[0]
+        assert seen.rates == _from(whole.rates, begin)
+        assert len(set(seen.rates.values())) > 1
+        assert seen.steps == _from(whole.steps, begin)
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
 def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
     """As near to an uninterrupted run as another one is: the order of sums apart, the same.

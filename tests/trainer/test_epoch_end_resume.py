@@ -26,6 +26,7 @@ RUN = RunSpec(
 )
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
 def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) -> None:
     """Each epoch once, in its own order, on any number of devices."""
@@ -41,6 +42,7 @@ def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) 
             assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     "kind", ["counting, kept", "counting, kept and ended", "counting, torchdata"]
 )

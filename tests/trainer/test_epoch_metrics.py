@@ -56,8 +56,10 @@ def resumed(run: RunSpec) -> dict[str, RunSpec]:
     }
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
-    ("asynchronous", "moments"), [(False, MOMENTS), (True, ("inside 0.2", "step 1.3"))]
+    ("asynchronous", "moments"),
+    [*((False, MOMENTS[i::3]) for i in range(3)), (True, ("inside 0.2", "step 1.3"))],
 )
 def test_values_and_decisions_are_those_of_the_whole_run(
     asynchronous: bool, moments: tuple[str, ...], worlds: Pools, tmp_path: Path
@@ -101,6 +103,7 @@ def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> 
     return {name: pair for name, pair in differing.items() if not any(map(name.count, lacks))}
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("saved_on", "world", "stage", "batch_size"),
     [(2, 1, 3, 2), (2, 3, 2, 2), (1, 2, 2, 6), (3, 2, 1, 6)],

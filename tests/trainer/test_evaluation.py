@@ -22,6 +22,7 @@ WIDE = 12000
 CHUNK_BYTES = 65536
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Any rank count validates, tests and predicts from a checkpoint, with equal results."""

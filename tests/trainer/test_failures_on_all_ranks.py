@@ -116,6 +116,7 @@ def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:
     assert not alone.exists()
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_elastic_zero"])
 def test_registered_names(first: str) -> None:
     """Trainer takes the strategy by name, whichever of the two was imported first."""

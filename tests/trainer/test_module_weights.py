@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("options", [{}, {"save_weights_only": True}], ids=["whole", "weights"])
 def test_the_average_is_evaluated(options: dict[str, bool], worlds: Pools, tmp_path: Path) -> None:
     """Any process, stage and number of devices finds the value that a checkpoint was chosen for."""
@@ -47,6 +48,7 @@ def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
         assert found["in this process"] == pytest.approx(found["loss"], rel=1e-6)
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("verb", ["test", "predict"])
 def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_path: Path) -> None:

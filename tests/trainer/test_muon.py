@@ -51,6 +51,7 @@ SAVE_POINTS: dict[str, tuple[type[RegressionNet], type[SaveOnce]]] = {
 }
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("place", SAVE_POINTS)
 @pytest.mark.parametrize("max_snapshot_bytes", [None, 0])
 def test_muon_tears_no_snapshot(
