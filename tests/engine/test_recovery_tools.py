@@ -93,6 +93,7 @@ def test_lightning_recovers_weights(
     assert_exact(torch.load(output, weights_only=False)["state_dict"], expected(saved))
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script asks for it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
 def test_the_script_inside_recovers_weights(

@@ -40,6 +40,7 @@ def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path
         assert not continued.differing
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

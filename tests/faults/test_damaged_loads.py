@@ -51,6 +51,7 @@ def count_up(row: str, message: list[str], damaged: Damaged, *, as_wanted: bool 
     return f"{row}: {kind}: {damage}: {message}"
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_an_engine_is_left_as_it_was(

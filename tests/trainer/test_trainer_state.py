@@ -158,6 +158,7 @@ def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, 
     return trainer.global_step, stop.wait_count, float(stop.best_score)
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_early_stopping_counts_on(world: int, worlds: Pools, tmp_path: Path) -> None:
     """A run that was interrupted while it waited stops where it would have."""
