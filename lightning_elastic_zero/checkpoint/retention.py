@@ -14,8 +14,13 @@ import threading
 from pathlib import Path
 from typing import TypeAlias
 
-from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.storage import LINK_PREFIX, check_local_path, delete_checkpoint
+from lightning_elastic_zero.storage import (
+    LINK_PREFIX,
+    can_replace,
+    check_local_path,
+    delete_checkpoint,
+    is_checkpoint,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,15 +119,15 @@ def _identity(path: Path) -> _Identity:
 
 
 def _is_only_checkpoint(path: Path) -> bool:
-    """Tell whether a checkpoint is published and no other one beside it is."""
-    published = [entry.parent for entry in path.parent.glob(f"*/{MANIFEST_NAME}")]
-    others = [
-        p
-        for p in published
+    """Return whether a path is a checkpoint, and no other one beside it can take its place."""
+    real = os.path.realpath(path)
+    others = (
+        entry
+        for entry in path.parent.iterdir()
         # A hidden one is being written, or deleted.
-        if not p.name.startswith(".") and os.path.realpath(p) != os.path.realpath(path)
-    ]
-    return (path / MANIFEST_NAME).exists() and not others
+        if not entry.name.startswith(".") and os.path.realpath(entry) != real
+    )
+    return is_checkpoint(path) and not any(can_replace(other, path) for other in others)
 
 
 def _has_link(path: Path) -> bool:
