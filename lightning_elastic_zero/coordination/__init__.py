@@ -7,10 +7,11 @@ came. Ranks agree through the key-value store of the job instead. One step::
     rank 0        counts the reports and posts one verdict, also about a rank that is lost
     every rank    polls for the verdict, then returns or raises it
 
-One thread per rank does all the talking (``line``), over a connection of its own, because a call to
-a store whose host is stopped never returns. It also beats: a rank without beats died or is stopped,
-one that beats without progress has stalled or is elsewhere. What rank 0 makes of all this is told
-in ``verdicts``, next door, which needs no process to be tested.
+One thread per rank makes all calls to the store (``store_thread``), over a connection of its own,
+because a call to a store whose host is stopped never returns. It also beats: a rank without beats
+died or is stopped, one that beats without progress has stalled or is elsewhere. ``rank_session`` is
+what the thread does, ``leader`` what rank 0 makes of it, with ``liveness``: no thread, no sleep and
+no clock of their own, so that whole jobs of them run in one process, in tests.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.gloo_shutdown import wait_for_gloo_at_exit
-from lightning_elastic_zero.coordination.messages import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.store_connection import check_open_file_limit
+from lightning_elastic_zero.coordination.timeouts import (
+    ABSENT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    Timeouts,
+)
 
 __all__ = [
     "ABSENT_TIMEOUT_S",
