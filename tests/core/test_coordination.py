@@ -17,7 +17,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination import Timeouts
 from lightning_elastic_zero.coordination.leader import Leader
-from lightning_elastic_zero.coordination.messages import Heartbeat, pack
+from lightning_elastic_zero.coordination.liveness import IdleTimer
+from lightning_elastic_zero.coordination.messages import Heartbeat, pack, unpack
 from lightning_elastic_zero.coordination.rank_session import Step
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -198,6 +199,18 @@ class TestFailures:
         assert all(outcome["seconds"] < 1 for outcome in found)
         assert_in_step(job)
 
+    def test_who_fails_a_little_later_is_named_too(self, job: Cluster) -> None:
+        """A full disk is met by one rank after another."""
+
+        def program(rank: Rank) -> Pauses[Any]:
+            seconds = (20, 0, 20, 0.2)[rank.rank]
+            work = raising(OSError("disk") if rank.rank in {1, 3} else None)
+            return (
+                yield from rank.step("run_all", "write", work, lambda s: at_work(s, rank, seconds))
+            )
+
+        assert failure(job.run(program))[1].endswith("ranks 1, 3 of 4: OSError: disk")
+
     def test_ranks_in_different_steps_are_told_who_is_where(self, job: Cluster) -> None:
         """The message places every rank, whether the name of the step or its kind is another."""
 
@@ -282,6 +295,16 @@ class TestLostRanks:
         assert "without rank 3 of 4: no sign of life for 1.6 s (it died or is stopped)" in message
         assert "last seen at work in step 'sync files'" in message
         assert_in_step(job)
+
+    def test_time_in_which_nobody_looked_is_held_against_nobody(self) -> None:
+        """A watcher that was stopped itself counts two beats of it at most."""
+        now_s = [0.0]
+        timer = IdleTimer(0.4, lambda: now_s[0])
+        idle_s = []
+        for now_s[0] in (1.0, 1.1, 61.1, 61.2):
+            idle_s.append(timer.poll("same"))
+        assert idle_s == pytest.approx([0.0, 0.1, 0.5, 0.6])
+        assert timer.poll("another") == 0.0
 
     def test_a_rank_that_has_closed_is_named_at_once(self, job: Cluster) -> None:
         """Who has ended its part will not come."""
@@ -452,6 +475,42 @@ class TestComingBack:
             assert "rank 0" in outcome["message"] or with_store
         assert_in_step(job)
 
+    @pytest.mark.parametrize("ticks", range(9))
+    @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
+    def test_rank_0_does_not_take_what_others_gave_up_for_a_success(
+        self, ticks: int, order: list[int], job: Cluster
+    ) -> None:
+        """At whatever instant it is stopped, the store with it, before it has judged."""
+        job.start(
+            lambda rank: rank.step("gather", "sizes", busy=lambda step: at_work(step, rank, 0.3))
+        )
+        for _ in range(ticks):
+            job.tick(order)
+        decided = job.ranks[0].done
+        suspend(job, 0, with_store=True)
+        errors = {outcome.get("error") for outcome in job.finish()}
+        assert decided or errors == {"RanksError"}
+        assert_in_step(job)
+
+    def test_nor_where_it_is_stopped_in_the_midst_of_a_look(self) -> None:
+        """It has counted all reports, and reads them when the others have given the step up."""
+        store, now_s = HashStore(), [0.0]
+
+        class Stopping:
+            def __getattr__(self, name: str) -> Callable[..., Any]:
+                now_s[0] += STOP_S * (name == "multi_get")
+                method: Callable[..., Any] = getattr(store, name)
+                return method
+
+        leader = Leader(Stopping(), 2, SHORT, lambda: now_s[0])
+        store.set("1/step", pack(["all_gather", "sizes"]))
+        for rank in range(2):
+            store.set(f"1/report/{rank}", pack({"value": rank}))
+            store.add("1/done", 1)
+        leader.poll()
+        message = unpack(store.get("1/verdict"))["message"]
+        assert "rank 0 of 2: it was stopped for 4 s" in message
+
     @pytest.mark.parametrize("with_store", [False, True])
     def test_a_stop_that_nobody_noticed_fails_nothing(
         self, job: Cluster, *, with_store: bool
@@ -530,7 +589,7 @@ class TestComingBack:
             )
 
         job.start(program)
-        while not all(rank.done for rank in job.ranks):
+        for _ in range(100):
             job.tick(order)
         others = job.finish()[:3]
         verdicts = {outcome.get("message") for outcome in others}
