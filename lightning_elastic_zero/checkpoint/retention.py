@@ -34,7 +34,7 @@ class Retention:
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
-        """Copy as a new one: what waits here is not another one's to do."""
+        """Copy as a new one: what waits here is deleted by this one only."""
         return Retention, ()
 
     def protect(self, path: str | os.PathLike[str]) -> None:
@@ -47,7 +47,7 @@ class Retention:
         self.delete_pending()
 
     def schedule_delete(self, path: str | os.PathLike[str]) -> None:
-        """Let a checkpoint wait for being deleted: while its successor is being written."""
+        """Defer the deletion of a checkpoint: its successor is being written."""
         local = check_local_path(path)
         with self._lock:
             self._waiting[local] = _identity(local)
@@ -58,7 +58,7 @@ class Retention:
             self._waiting.pop(path, None)
 
     def published(self, path: Path) -> None:
-        """Take notice of a new checkpoint, and delete what waited for it.
+        """Delete what waited for a new checkpoint.
 
         If it is doomed itself, that was said while it was being written: it is meant, and not what
         was there before.
@@ -119,7 +119,7 @@ def _identity(path: Path) -> _Identity:
 
 
 def _is_only_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint, and no other one beside it can take its place."""
+    """Whether a path is a checkpoint, and no other one beside it can take its place."""
     real = os.path.realpath(path)
     others = (
         entry
@@ -131,7 +131,7 @@ def _is_only_checkpoint(path: Path) -> bool:
 
 
 def _has_link(path: Path) -> bool:
-    """Tell whether a link beside a checkpoint still names it."""
+    """Whether a link beside a checkpoint still names it."""
     real = os.path.realpath(path)
     links = (entry for entry in path.parent.iterdir() if entry.is_symlink())
     # What a killed process has left of one that it was making is nobody's.

@@ -64,25 +64,25 @@ class Ranks(Protocol):
         """How many ranks there are."""
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; give its own result once it has succeeded on all."""
+        """Run ``work`` on every rank; return its own result once it has succeeded on all."""
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Run ``work`` on every rank; give rank 0 all results in rank order, the others None."""
+        """Run ``work`` on every rank; return all results, by rank, on rank 0, None elsewhere."""
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        """Run ``work`` on rank 0 only; give its result to every rank."""
+        """Run ``work`` on rank 0 only; return its result on every rank."""
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Run ``work`` on every rank; give every rank all results in rank order."""
+        """Run ``work`` on every rank; return all results, by rank, on every rank."""
 
     def progress(self) -> None:
         """Show that long work goes on; raises what has failed the step elsewhere."""
 
     def has_failed(self) -> bool:
-        """Tell, in any thread, whether the step that goes on has failed elsewhere already."""
+        """Whether the step that goes on has failed elsewhere already; asked in any thread."""
 
     def close(self) -> None:
-        """Take no part any more. May be called twice, raises nothing."""
+        """End this rank's part. May be called twice, raises nothing."""
 
 
 class OneRank:
@@ -96,23 +96,23 @@ class OneRank:
         return work()
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Run ``work`` and give its result as the only one."""
+        """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:  # noqa: ARG002
-        """Run ``work`` and give its result as several ranks would get it."""
+        """Run ``work`` and return its result as several ranks would get it."""
         result: J = json.loads(json.dumps(work()))
         return result
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Run ``work`` and give its result as the only one."""
+        """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
     def progress(self) -> None:
         """Do nothing: nobody waits."""
 
     def has_failed(self) -> bool:
-        """Tell that it has not: there is nobody else."""
+        """Return False: there is nobody else."""
         return False
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def connect_ranks(
     name: str = "elastic-zero",
     call: str = "",
 ) -> Ranks:
-    """Give the ranks of the default process group, or the one rank of a job without one.
+    """Return the ranks of the default process group, or the one rank of a job without one.
 
     Args:
         times: how long ranks wait for each other.

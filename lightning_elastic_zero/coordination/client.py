@@ -51,17 +51,17 @@ class StoreRanks:
         return own[0]
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Give rank 0 all results; see ``Ranks``."""
+        """Return all results on rank 0; see ``Ranks``."""
         values = self._run("gather", step, work)
         return values if self.rank == 0 else None
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        """Give every rank the result of rank 0; see ``Ranks``."""
+        """Return the result of rank 0; see ``Ranks``."""
         value: J = self._run("broadcast", step, work if self.rank == 0 else None)[0]
         return value
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Give every rank all results; see ``Ranks``."""
+        """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
     def progress(self) -> None:
@@ -74,7 +74,7 @@ class StoreRanks:
             self._thread.check()
 
     def has_failed(self) -> bool:
-        """Tell whether the step that goes on has failed; see ``Ranks``."""
+        """Whether the step that goes on has failed; see ``Ranks``."""
         step = self._thread.step
         return not step.reported.is_set() and step.failure is not None
 
@@ -101,7 +101,7 @@ class StoreRanks:
         raise step.failure from (None if own is step.failure else own)
 
     def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Come to a step, do this rank's part and wait for the verdict; give what was raised."""
+        """Come to a step, do this rank's part and wait for the verdict; return what was raised."""
         self._thread.enter_step(step)
         own = None
         if not (step.decided.is_set() or step.reported.is_set()):

@@ -68,7 +68,7 @@ class Leader:
         self._polled_s = self._clock()
 
     def poll(self) -> None:
-        """Give the verdict on the open step, if it can be given now."""
+        """Post the verdict on the open step, if it can be given now."""
         suspended_s = self._suspended_s()
         self._polled_s = self._clock()
         if not (self._kind or self._is_open()):
@@ -91,7 +91,7 @@ class Leader:
             self._check_liveness(open_s)
 
     def _suspended_s(self) -> float:
-        """Tell how long rank 0 was stopped itself, where the others have given it up meanwhile.
+        """Return how long rank 0 was stopped itself, where the others have given it up meanwhile.
 
         With rank 0 the store may have been stopped: nobody could post that he has given up.
         """
@@ -108,7 +108,7 @@ class Leader:
         )
 
     def all_read(self) -> bool:
-        """Say whether every rank has read the last verdict."""
+        """Whether every rank has read the last verdict."""
         last = self._seq - 1
         return last == 0 or all(
             heartbeat is not None

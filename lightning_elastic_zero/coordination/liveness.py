@@ -28,7 +28,7 @@ class IdleTimer:
         self._polled_s = clock()
 
     def poll(self, value: object) -> float:
-        """Give the seconds for which it has been this value."""
+        """Return the seconds for which it has been this value."""
         now = self._clock()
         same = value == self._value
         more_s = min(now - self._polled_s, self._most_s)
@@ -47,7 +47,7 @@ class RankMonitor:
         self._work = IdleTimer(2 * times.heartbeat_interval_s, clock)
 
     def lost_reason(self, heartbeat: Heartbeat | None) -> str | None:
-        """Say why the rank will never answer, if so."""
+        """Return why the rank will never answer, if so."""
         idle_s = self.heartbeats.poll(heartbeat.count if heartbeat else None)
         if heartbeat is None:
             wait_s = self._times.absent_timeout_s
@@ -62,7 +62,7 @@ class RankMonitor:
         return None
 
     def stall_reason(self, heartbeat: Heartbeat, seq: int, open_s: float) -> str | None:
-        """Say why step ``seq``, open for ``open_s``, waits in vain for this living rank, if so."""
+        """Return why step ``seq``, open for ``open_s``, waits in vain for a living rank, if so."""
         still_s = self._work.poll((heartbeat.seq, heartbeat.activity, heartbeat.progress))
         if heartbeat.seq < seq and open_s >= self._times.absent_timeout_s:
             return (

@@ -42,26 +42,26 @@ class Store(Protocol):
         """Set a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Give the value of a key that is there; it would wait for another one."""
+        """Return the value of a key that is there; the call would wait for another one."""
 
     def add(self, key: str, value: int, /) -> int:
-        """Count up, from 0 where the key is not there, and give the new count."""
+        """Count up, from 0 where the key is not there, and return the new count."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Say whether all keys are there."""
+        """Whether all keys are there."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it holds what is expected ("" where it is not there); give what it holds."""
+        """Set a key that holds what is expected ("": where it is not there); return its value."""
 
     def delete_key(self, key: str, /) -> bool:
         """Delete a key, if it is there."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Give the values of keys that are there."""
+        """Return the values of keys that are there."""
 
 
 def pack(data: object) -> str:
-    """Give plain data as text for the store.
+    """Return plain data as text for the store.
 
     Raises:
         TypeError: It is not plain data.
@@ -77,12 +77,12 @@ def pack(data: object) -> str:
 
 
 def unpack(held: bytes) -> Any:  # noqa: ANN401 - any plain data
-    """Give the plain data of a text in the store."""
+    """Return the plain data of a text in the store."""
     return json.loads(zlib.decompress(base64.b64decode(held[1:])) if held[:1] == b"z" else held)
 
 
 def failure_report(error: BaseException) -> dict[str, str]:
-    """Give an error as plain data, with the nearest class that other ranks know."""
+    """Return an error as plain data, with the nearest class that other ranks know."""
     mro = type(error).__mro__
     known = (cls.__name__ for cls in mro if error_class(cls.__name__) is cls)
     message = str(error)[:_MOST_CHARACTERS]
@@ -94,12 +94,12 @@ def failure_report(error: BaseException) -> dict[str, str]:
 
 
 def mismatch_report() -> dict[str, str]:
-    """Give the report of a rank that came to a step under another name than the first one."""
+    """Return the report of a rank that came to a step under another name than the first one."""
     return {"error": "RanksError", "type": MISMATCH, "message": ""}
 
 
 def lost_ranks_failure(name: str, lost: dict[int, str], world_size: int) -> dict[str, str]:
-    """Give the verdict on a step that waits for ranks that will not come."""
+    """Return the verdict on a step that waits for ranks that will not come."""
     message = f"step {name!r} cannot be finished without {format_by_rank(lost, world_size)}"
     return {"error": "RanksError", "message": message}
 
@@ -125,7 +125,7 @@ class Heartbeat:
     """How often it has shown progress."""
 
     def packed(self) -> str:
-        """Give it as text for the store."""
+        """Return it as text for the store."""
         return pack(astuple(self))
 
     @classmethod
@@ -134,7 +134,7 @@ class Heartbeat:
         return cls(*unpack(held))
 
     def last_seen(self) -> str:
-        """Say where the rank was."""
+        """Return where the rank was."""
         if self.seq == 0:
             return "last seen before its first step"
         where = {"working": "at work in", "waiting": "waiting in"}.get(self.activity, "after")

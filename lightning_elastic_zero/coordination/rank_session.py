@@ -158,7 +158,7 @@ class RankSession:
         return self.leader is None or self.leader.all_read()
 
     def leave(self, *, failed: bool) -> None:
-        """Say that this rank will do nothing more, and whether its last step has failed."""
+        """Record that this rank will do nothing more, and whether its last step has failed."""
         if failed:
             self.store.set("failed", "1")
         self._send_heartbeat("closed")
@@ -186,7 +186,7 @@ class RankSession:
                 return held
 
     def abort_step(self, step: Step, why: str) -> None:
-        """Let a step fail whose verdict the caller does not wait for any more."""
+        """Fail a step whose verdict the caller has stopped waiting for."""
         if not (step.decided.is_set() or step.failed_here):
             failure = lost_ranks_failure(step.name, {self._rank: why}, self._world_size)
             self.store.compare_set(f"{step.seq}/verdict", "", pack(failure))

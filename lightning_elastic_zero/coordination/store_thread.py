@@ -127,7 +127,7 @@ class StoreThread(threading.Thread):
             self.join(CHECK_INTERVAL_S)
 
     def run(self) -> None:
-        """Take turns until closed or cut off."""
+        """Serve the session, a turn at a time, until closed or cut off."""
         try:
             self._open()
             while not (self._closing or self._lost):

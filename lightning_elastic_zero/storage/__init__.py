@@ -1,12 +1,12 @@
 """Files that can be trusted, and directories that appear whole or not at all.
 
-``checksums`` writes a file together with the checksums of its chunks; ``verified`` reads runs of
-its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory under
-a hidden name and publishes it in one step; ``deleting`` lets one vanish in one step, ``copying``
-makes another one of it. ``places`` knows which paths can be used at all, and proves that all ranks
-see the same one. Only what this library wrote is ever replaced or removed: ``contents``
-recognises it, and ``occupants`` says what lies where something is to be saved. ``leftovers`` puts
-back or removes what a kill left; ``tenants`` sees that another run saves into the same folder.
+``checksums`` writes a file together with the checksums of its chunks; ``verified_file`` reads runs
+of its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory
+under a hidden name and publishes it in one step; ``deleting`` removes one in one step, ``copying``
+copies it. ``paths`` knows which paths can be used at all; ``shared_directory`` proves that all
+ranks see the same one. Only what this library wrote is ever replaced or removed: ``file_ownership``
+recognises it, and ``existing_target`` says what lies where something is to be saved. ``leftovers``
+restores or removes what a kill left; ``concurrent_runs`` warns of another run in the same folder.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
 def check_local_path(path: str | os.PathLike[str]) -> Path:
-    """Give the absolute path, its links not resolved.
+    """Return the absolute path, its links not resolved.
 
     Raises:
         UnsupportedError: It is the address of a remote storage.
@@ -23,16 +23,15 @@ def check_local_path(path: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(path)
     url = _URL.match(text)
-    if url is None:
-        return Path(os.path.abspath(text))  # noqa: PTH100 - Path.absolute() would keep ".."
-    if url[1].lower() == "file":
-        return Path(os.path.abspath(text[url.end() :]))  # noqa: PTH100 - as above
-    msg = (
-        f"{text} is on a remote storage, which is not supported yet: a checkpoint is many files "
-        "that appear in one step, and ranges of them are read. Give a path on a filesystem that "
-        "all ranks share, and copy the checkpoint from there."
-    )
-    raise UnsupportedError(msg)
+    if url is not None and url[1].lower() != "file":
+        msg = (
+            f"{text} is on a remote storage, which is not supported yet: a checkpoint is many "
+            "files that appear in one step, and ranges of them are read. Give a path on a "
+            "filesystem that all ranks share, and copy the checkpoint from there."
+        )
+        raise UnsupportedError(msg)
+    local = text[url.end() :] if url is not None else text
+    return Path(os.path.abspath(local))  # noqa: PTH100 - Path.absolute() would keep ".."
 
 
 def sync_directory(path: Path) -> None:

@@ -209,17 +209,17 @@ def test_times_that_would_bury_the_living_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), True, "50", None])
-def test_a_stall_timeout_is_a_positive_number(wrong: Any) -> None:
+def test_a_stall_timeout_is_a_positive_number(wrong: object) -> None:
     """What it is, and what was given, is said where the option is given."""
     with pytest.raises(ValueError, match=r"stall_timeout_s=.* a positive number"):
-        Timeouts().with_stall_timeout(wrong)
+        Timeouts().with_stall_timeout(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), True, "600", None])
-def test_an_absent_timeout_is_a_positive_number(wrong: Any) -> None:
+def test_an_absent_timeout_is_a_positive_number(wrong: object) -> None:
     """So is that; and no other time changes, but beats for a very short one."""
     with pytest.raises(ValueError, match=r"absent_timeout_s=.* a positive number"):
-        Timeouts().with_absent_timeout(wrong)
+        Timeouts().with_absent_timeout(wrong)  # type: ignore[arg-type]
     assert Timeouts().with_absent_timeout(60) == replace(Timeouts(), absent_timeout_s=60.0)
     assert Timeouts().with_absent_timeout(2).heartbeat_interval_s == 0.5
 
