@@ -9,7 +9,7 @@ _MOST_LINES = 16
 
 
 def format_by_rank(texts: dict[int, str], world_size: int) -> str:
-    """Say which ranks, and of each what; ranks of which the same is said go together."""
+    """Name ranks, each with its text; ranks with the same text go together."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
         groups.setdefault(text, []).append(rank)

@@ -41,11 +41,11 @@ class CheckpointLinks:
         self._waiting: list[Path] = []
 
     def __reduce__(self) -> tuple[type[CheckpointLinks], tuple[()]]:
-        """Copy as a new one: what waits here is not another one's to do."""
+        """Copy as a new one: the links that wait here are made by this one only."""
         return CheckpointLinks, ()
 
     def defer_until_published(self, target: Path | None) -> None:
-        """Let links to this checkpoint wait: it is about to be written in the background.
+        """Defer links to this checkpoint: it is about to be written in the background.
 
         None: no checkpoint is.
         """
@@ -53,14 +53,14 @@ class CheckpointLinks:
             self._target, self._waiting = target, []
 
     def is_deferred(self, target: Path) -> bool:
-        """Tell whether this checkpoint is being written."""
+        """Whether this checkpoint is being written."""
         with self._lock:
             return target == self._target
 
     def make(
         self, target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress
     ) -> None:
-        """Let a link name a checkpoint, now or when it is published.
+        """Make a link to a checkpoint, now or when it is published.
 
         Where nothing is, because its save has failed, the link stays what it was.
 
@@ -94,7 +94,7 @@ class CheckpointLinks:
 
 
 def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
-    """Let a link name a checkpoint, in one step, in the place of a link or a checkpoint.
+    """Make a link to a checkpoint, in one step, in the place of a link or a checkpoint.
 
     A directory there gives way in one step where the system can exchange two names, otherwise the
     name is free for some microseconds. What this library did not write is left as it is.
@@ -147,7 +147,7 @@ def _make(new: Path, target: Path, on_progress: Callable[[], None]) -> None:
 
 
 def _put(new: Path, link: Path, old: Path) -> None:
-    """Give the new one the link's name; a directory that was there is then called new or old."""
+    """Rename the new one to the link; a directory that was there is then called new or old."""
     with_directory = _is_directory(new) or _is_directory(link)
     if not (with_directory and os.path.lexists(link)):
         new.replace(link)

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from lightning_elastic_zero.storage import await_table, write_table
+from lightning_elastic_zero.storage import TABLE_PREFIX, await_shared, write_shared
 
 DIGESTS = "digests"
 
@@ -28,13 +28,13 @@ def table_digests(tables: Tables) -> dict[str, str]:
 
 
 def write_tables(directory: Path, tables: Tables) -> None:
-    """Lay rank 0's tables into a directory, until ``remove_tables``.
+    """Lay rank 0's tables into a directory, until ``remove_shared``.
 
     Raises:
         SaveError: they could not be written.
     """
     for name, table in tables.items():
-        write_table(directory, name, _text(table))
+        write_shared(directory, f"{TABLE_PREFIX}{name}", _text(table))
 
 
 class RankZeroTables(Mapping[str, Any]):
@@ -67,8 +67,10 @@ class RankZeroTables(Mapping[str, Any]):
         if self.is_same(name):
             return self.own[name]
         if name not in self._read:
-            data = await_table(
-                self._directory, name, lambda data: _digest(data) == self._sent[name]
+            data = await_shared(
+                self._directory,
+                f"{TABLE_PREFIX}{name}",
+                lambda data: _digest(data) == self._sent[name],
             )
             self._read[name] = json.loads(data)
         return self._read[name]

@@ -14,8 +14,13 @@ import threading
 from pathlib import Path
 from typing import TypeAlias
 
-from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.storage import LINK_PREFIX, check_local_path, delete_checkpoint
+from lightning_elastic_zero.storage import (
+    LINK_PREFIX,
+    can_replace,
+    check_local_path,
+    delete_checkpoint,
+    is_checkpoint,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +34,7 @@ class Retention:
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
-        """Copy as a new one: what waits here is not another one's to do."""
+        """Copy as a new one: what waits here is deleted by this one only."""
         return Retention, ()
 
     def protect(self, path: str | os.PathLike[str]) -> None:
@@ -42,7 +47,7 @@ class Retention:
         self.delete_pending()
 
     def schedule_delete(self, path: str | os.PathLike[str]) -> None:
-        """Let a checkpoint wait for being deleted: while its successor is being written."""
+        """Defer the deletion of a checkpoint: its successor is being written."""
         local = check_local_path(path)
         with self._lock:
             self._waiting[local] = _identity(local)
@@ -53,7 +58,7 @@ class Retention:
             self._waiting.pop(path, None)
 
     def published(self, path: Path) -> None:
-        """Take notice of a new checkpoint, and delete what waited for it.
+        """Delete what waited for a new checkpoint.
 
         If it is doomed itself, that was said while it was being written: it is meant, and not what
         was there before.
@@ -114,19 +119,19 @@ def _identity(path: Path) -> _Identity:
 
 
 def _is_only_checkpoint(path: Path) -> bool:
-    """Tell whether a checkpoint is published and no other one beside it is."""
-    published = [entry.parent for entry in path.parent.glob(f"*/{MANIFEST_NAME}")]
-    others = [
-        p
-        for p in published
+    """Whether a path is a checkpoint, and no other one beside it can take its place."""
+    real = os.path.realpath(path)
+    others = (
+        entry
+        for entry in path.parent.iterdir()
         # A hidden one is being written, or deleted.
-        if not p.name.startswith(".") and os.path.realpath(p) != os.path.realpath(path)
-    ]
-    return (path / MANIFEST_NAME).exists() and not others
+        if not entry.name.startswith(".") and os.path.realpath(entry) != real
+    )
+    return is_checkpoint(path) and not any(can_replace(other, path) for other in others)
 
 
 def _has_link(path: Path) -> bool:
-    """Tell whether a link beside a checkpoint still names it."""
+    """Whether a link beside a checkpoint still names it."""
     real = os.path.realpath(path)
     links = (entry for entry in path.parent.iterdir() if entry.is_symlink())
     # What a killed process has left of one that it was making is nobody's.

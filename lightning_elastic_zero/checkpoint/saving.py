@@ -54,15 +54,16 @@ from lightning_elastic_zero.formats.elastic.weights_only_check import check_load
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, WriteCallbacks, write_rank
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.storage import (
+    TABLE_PREFIX,
+    TOKEN_PREFIX,
     StagedDirectory,
-    await_visible,
+    await_shared,
     check_local_path,
     remove_leftovers,
-    remove_tables,
-    remove_visibility_token,
+    remove_shared,
     staging_path,
     write_durably,
-    write_visibility_token,
+    write_shared,
 )
 from lightning_elastic_zero.tensor_state import RankState
 
@@ -122,7 +123,7 @@ def write(
     def write_files() -> dict[str, Any]:
         _check_path(first["path"], path)
         staging = staging_path(target, first["save_id"])
-        await_visible(staging, first["save_id"])
+        await_shared(staging, f"{TOKEN_PREFIX}{first['save_id']}")
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         contents().check_consistent_with(theirs)
         saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
@@ -136,7 +137,7 @@ def write(
     def publish() -> list[float]:
         warn_of_drift(contents().manifest, [of_rank["drifted"] for of_rank in written or []])
         entries = [entry for of_rank in written or [] for entry in of_rank["files"]]
-        remove_tables(staged[0].path, first[DIGESTS])
+        remove_shared(staged[0].path, *(f"{TABLE_PREFIX}{name}" for name in first[DIGESTS]))
         _complete(contents(), staged[0], first["save_id"], entries, recovery_script)
         staged[0].publish(commit=callbacks.commit, on_progress=ranks.progress)
         return [time.monotonic() - began, sum(entry["size_bytes"] for entry in entries)]
@@ -273,7 +274,7 @@ def _stage(
         )
         (staged[0].path / TAG).mkdir()
         write_tables(staged[0].path, tables)
-        write_visibility_token(staged[0].path, save_id)
+        write_shared(staged[0].path, f"{TOKEN_PREFIX}{save_id}")
 
 
 def suggested_name(contents: ShardContents) -> str:
@@ -341,5 +342,5 @@ def _complete(
         rank_state=tuple(sorted({kept for e in entries for kept in e["kept"]})),
         client_objects=tuple(dotted(path) for path, _ in contents.objects),
     )
-    remove_visibility_token(staged.path, save_id)
+    remove_shared(staged.path, f"{TOKEN_PREFIX}{save_id}")
     write_durably(staged.path / MANIFEST_NAME, manifest.to_json().encode())

@@ -7,10 +7,11 @@ came. Ranks agree through the key-value store of the job instead. One step::
     rank 0        counts the reports and posts one verdict, also about a rank that is lost
     every rank    polls for the verdict, then returns or raises it
 
-One thread per rank does all the talking (``line``), over a connection of its own, because a call to
-a store whose host is stopped never returns. It also beats: a rank without beats died or is stopped,
-one that beats without progress has stalled or is elsewhere. What rank 0 makes of all this is told
-in ``verdicts``, next door, which needs no process to be tested.
+One thread per rank makes all calls to the store (``store_thread``), over a connection of its own,
+because a call to a store whose host is stopped never returns. It also beats: a rank without beats
+died or is stopped, one that beats without progress has stalled or is elsewhere. ``rank_session`` is
+what the thread does, ``leader`` what rank 0 makes of it, with ``liveness``: no thread, no sleep and
+no clock of their own, so that whole jobs of them run in one process, in tests.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.gloo_shutdown import wait_for_gloo_at_exit
-from lightning_elastic_zero.coordination.messages import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.store_connection import check_open_file_limit
+from lightning_elastic_zero.coordination.timeouts import (
+    ABSENT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    Timeouts,
+)
 
 __all__ = [
     "ABSENT_TIMEOUT_S",
@@ -59,25 +64,25 @@ class Ranks(Protocol):
         """How many ranks there are."""
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; give its own result once it has succeeded on all."""
+        """Run ``work`` on every rank; return its own result once it has succeeded on all."""
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Run ``work`` on every rank; give rank 0 all results in rank order, the others None."""
+        """Run ``work`` on every rank; return all results, by rank, on rank 0, None elsewhere."""
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        """Run ``work`` on rank 0 only; give its result to every rank."""
+        """Run ``work`` on rank 0 only; return its result on every rank."""
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Run ``work`` on every rank; give every rank all results in rank order."""
+        """Run ``work`` on every rank; return all results, by rank, on every rank."""
 
     def progress(self) -> None:
         """Show that long work goes on; raises what has failed the step elsewhere."""
 
     def has_failed(self) -> bool:
-        """Tell, in any thread, whether the step that goes on has failed elsewhere already."""
+        """Whether the step that goes on has failed elsewhere already; asked in any thread."""
 
     def close(self) -> None:
-        """Take no part any more. May be called twice, raises nothing."""
+        """End this rank's part. May be called twice, raises nothing."""
 
 
 class OneRank:
@@ -91,23 +96,23 @@ class OneRank:
         return work()
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Run ``work`` and give its result as the only one."""
+        """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:  # noqa: ARG002
-        """Run ``work`` and give its result as several ranks would get it."""
+        """Run ``work`` and return its result as several ranks would get it."""
         result: J = json.loads(json.dumps(work()))
         return result
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Run ``work`` and give its result as the only one."""
+        """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
     def progress(self) -> None:
         """Do nothing: nobody waits."""
 
     def has_failed(self) -> bool:
-        """Tell that it has not: there is nobody else."""
+        """Return False: there is nobody else."""
         return False
 
     def close(self) -> None:
@@ -119,7 +124,7 @@ def connect_ranks(
     name: str = "elastic-zero",
     call: str = "",
 ) -> Ranks:
-    """Give the ranks of the default process group, or the one rank of a job without one.
+    """Return the ranks of the default process group, or the one rank of a job without one.
 
     Args:
         times: how long ranks wait for each other.

@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_elastic_zero.coordination.messages import Store, Timeouts, failure_report, pack
-from lightning_elastic_zero.coordination.store_thread import LINGER_S, Step, StoreThread
+from lightning_elastic_zero.coordination.messages import Store, failure_report, pack
+from lightning_elastic_zero.coordination.rank_session import Step
+from lightning_elastic_zero.coordination.store_thread import LINGER_S, StoreThread
+from lightning_elastic_zero.coordination.timeouts import Timeouts
 from lightning_elastic_zero.errors import RanksError
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ class StoreRanks:
         self._thread = StoreThread(store, rank, world_size, name, times, call)
         self._thread.serve()
         self._close = weakref.finalize(self, self._thread.close)
-        self._close.atexit = False  # the line has a hook of its own
+        self._close.atexit = False  # the thread has a hook of its own
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; see ``Ranks``."""
@@ -49,30 +51,30 @@ class StoreRanks:
         return own[0]
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Give rank 0 all results; see ``Ranks``."""
+        """Return all results on rank 0; see ``Ranks``."""
         values = self._run("gather", step, work)
         return values if self.rank == 0 else None
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        """Give every rank the result of rank 0; see ``Ranks``."""
+        """Return the result of rank 0; see ``Ranks``."""
         value: J = self._run("broadcast", step, work if self.rank == 0 else None)[0]
         return value
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Give every rank all results; see ``Ranks``."""
+        """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
     def progress(self) -> None:
         """Show that long work goes on; see ``Ranks``."""
-        self._thread.progress += 1
         step = self._thread.step
+        step.progress += 1
         if not step.reported.is_set():
             if step.failure is not None:
                 raise step.failure
             self._thread.check()
 
     def has_failed(self) -> bool:
-        """Tell whether the step that goes on has failed; see ``Ranks``."""
+        """Whether the step that goes on has failed; see ``Ranks``."""
         step = self._thread.step
         return not step.reported.is_set() and step.failure is not None
 
@@ -99,7 +101,7 @@ class StoreRanks:
         raise step.failure from (None if own is step.failure else own)
 
     def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Come to a step, do this rank's part and wait for the verdict; give what was raised."""
+        """Come to a step, do this rank's part and wait for the verdict; return what was raised."""
         self._thread.enter_step(step)
         own = None
         if not (step.decided.is_set() or step.reported.is_set()):
@@ -108,18 +110,23 @@ class StoreRanks:
         return own
 
     def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Run this rank's work and report how it went; give what it raised."""
-        own: Exception | None = None
-        report = ""
+        """Run this rank's work and report how it went; return what it raised."""
         try:
-            result = work() if work is not None else None
-            if work is not None and step.kind != "run_all":
-                report = pack({"value": result})
-        except Exception as error:  # noqa: BLE001 - all ranks raise it, after the verdict
-            own, report = error, pack(failure_report(error))
+            own, report = run_work(step.kind, work)
         except BaseException as error:
             self._thread.report(step, pack(failure_report(error)), failed=True)
             step.reported.wait(LINGER_S)
             raise
         self._thread.report(step, report, failed=own is not None)
         return own
+
+
+def run_work(kind: str, work: Callable[[], object] | None) -> tuple[Exception | None, str]:
+    """Run a rank's work for a kind of step; return what it raised, and the report of it."""
+    if work is None:
+        return None, ""
+    try:
+        result = work()
+        return None, "" if kind == "run_all" else pack({"value": result})
+    except Exception as error:  # noqa: BLE001 - all ranks raise it, after the verdict
+        return error, pack(failure_report(error))

@@ -1,114 +1,34 @@
 """How rank 0 judges a step: which ranks failed, which are lost, and what all ranks hear of it.
 
-It sees the job through a key-value store only, in which these keys are::
-
-    beat/<rank>            what a rank last said of itself, counted up with every sign of life
-    <seq>/step             kind and name of a step, set by the first rank that comes to it
-    <seq>/report/<rank>    a result or a failure, where there is one
-    <seq>/done, /failed    how many ranks have reported, and how many of them a failure
-    <seq>/verdict          set once, by rank 0, or by a rank that has given up rank 0 or the step
+It sees the job through a key-value store only (``messages`` has the keys), and time through a clock
+that is passed in: it starts nothing and never sleeps.
 
 The cost is in proportion to the ranks: two counters are read while the step runs, the beats of all
-ranks once per ``heartbeat_interval_s``. No key stays behind once every rank has come to a later
-step.
+ranks once per ``heartbeat_interval_s``.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
 import logging
 import time
-import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from lightning_elastic_zero.coordination.liveness import Clock, IdleTimer, RankMonitor
+from lightning_elastic_zero.coordination.messages import (
+    DECIDED_BY_LEADER,
+    MISMATCH,
+    Heartbeat,
+    Store,
+    lost_ranks_failure,
+    pack,
+    unpack,
+)
 from lightning_elastic_zero.coordination.timeouts import Timeouts
-from lightning_elastic_zero.errors import error_class
 from lightning_elastic_zero.text import format_by_rank, format_ranks
 
-MOST_BYTES = 8 * 1024 * 1024
-"""A TCPStore drops the connection of a client that sends a longer value."""
-
-_LONG_BYTES = 16 * 1024
-_MOST_CHARACTERS = 4000
-_MISMATCH = "mismatch"
-
-DECIDED_BY_LEADER = "judged"
-"""Entry of a verdict that is rank 0's own: it reads no report of the step any more."""
-
 log = logging.getLogger(__name__)
-
-
-class Store(Protocol):
-    """What is used of ``torch.distributed.Store``."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Give the value of a key that is there; it would wait for another one."""
-
-    def add(self, key: str, value: int, /) -> int:
-        """Count up, from 0 where the key is not there, and give the new count."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Say whether all keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it holds what is expected ("" where it is not there); give what it holds."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Delete a key, if it is there."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Give the values of keys that are there."""
-
-
-def pack(data: object) -> str:
-    """Give plain data as text for the store.
-
-    Raises:
-        TypeError: It is not plain data.
-        ValueError: It is too long for the store.
-    """
-    text = json.dumps(data)
-    if len(text) > _LONG_BYTES:
-        text = "z" + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-    if len(text) > MOST_BYTES:
-        msg = f"the result has {len(text)} bytes when packed, the store takes {MOST_BYTES} at most"
-        raise ValueError(msg)
-    return text
-
-
-def unpack(held: bytes) -> Any:  # noqa: ANN401 - any plain data
-    """Give the plain data of a text in the store."""
-    return json.loads(zlib.decompress(base64.b64decode(held[1:])) if held[:1] == b"z" else held)
-
-
-def failure_report(error: BaseException) -> dict[str, str]:
-    """Give an error as plain data, with the nearest class that other ranks know."""
-    mro = type(error).__mro__
-    known = (cls.__name__ for cls in mro if error_class(cls.__name__) is cls)
-    message = str(error)[:_MOST_CHARACTERS]
-    return {
-        "error": next(known, "RanksError"),
-        "type": type(error).__name__,
-        "message": message,
-    }
-
-
-def mismatch_report() -> dict[str, str]:
-    """Give the report of a rank that came to a step under another name than the first one."""
-    return {"error": "RanksError", "type": _MISMATCH, "message": ""}
-
-
-def lost_ranks_failure(name: str, lost: dict[int, str], world_size: int) -> dict[str, str]:
-    """Give the verdict on a step that waits for ranks that will not come."""
-    message = f"step {name!r} cannot be finished without {format_by_rank(lost, world_size)}"
-    return {"error": "RanksError", "message": message}
 
 
 def warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) -> None:
@@ -125,136 +45,32 @@ def warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What a rank last said of itself."""
-
-    count: int
-    """How many times it has said something."""
-
-    seq: int
-    """The step it came to last, 0 before its first one."""
-
-    kind: str
-    name: str
-
-    activity: str
-    """``working`` or ``waiting`` in that step, ``done`` with it, ``gone`` although the
-    others have finished it, or ``closed``."""
-
-    progress: int
-    """How often it has shown progress."""
-
-    def packed(self) -> str:
-        """Give it as text for the store."""
-        return pack(astuple(self))
-
-    @classmethod
-    def unpacked(cls, held: bytes) -> Heartbeat:
-        """Read it from the store."""
-        return cls(*unpack(held))
-
-    def last_seen(self) -> str:
-        """Say where the rank was."""
-        if self.seq == 0:
-            return "last seen before its first step"
-        where = {"working": "at work in", "waiting": "waiting in"}.get(self.activity, "after")
-        return f"last seen {where} step {self.name!r}"
-
-
-class IdleTimer:
-    """For how long a thing has not changed, to a watcher that may itself have been stopped."""
-
-    def __init__(self, most_s: float) -> None:
-        """Count at most ``most_s`` per look: time in which nobody looked is held against nobody."""
-        self._most_s = most_s
-        self._value: object = None
-        self.idle_s = 0.0
-        """As of the last look."""
-        self._polled_s = time.monotonic()
-
-    def poll(self, value: object) -> float:
-        """Give the seconds for which it has been this value."""
-        now = time.monotonic()
-        same = value == self._value
-        more_s = min(now - self._polled_s, self._most_s)
-        self.idle_s = self.idle_s + more_s if same else 0.0
-        self._value, self._polled_s = value, now
-        return self.idle_s
-
-
-class RankMonitor:
-    """What is known of the life of one rank, from its beats."""
-
-    def __init__(self, times: Timeouts) -> None:
-        """Watch from now on."""
-        self._times = times
-        self.heartbeats = IdleTimer(2 * times.heartbeat_interval_s)
-        self._work = IdleTimer(2 * times.heartbeat_interval_s)
-
-    def lost_reason(self, heartbeat: Heartbeat | None) -> str | None:
-        """Say why the rank will never answer, if so."""
-        idle_s = self.heartbeats.poll(heartbeat.count if heartbeat else None)
-        if heartbeat is None:
-            wait_s = self._times.absent_timeout_s
-            return f"never seen in {wait_s:g} s" if idle_s >= wait_s else None
-        if heartbeat.activity == "closed":
-            return f"it has ended its part, {heartbeat.last_seen()}"
-        if idle_s >= self._times.heartbeat_timeout_s:
-            wait_s = self._times.heartbeat_timeout_s
-            return (
-                f"no sign of life for {wait_s:g} s (it died or is stopped), {heartbeat.last_seen()}"
-            )
-        return None
-
-    def stall_reason(self, heartbeat: Heartbeat, seq: int, open_s: float) -> str | None:
-        """Say why step ``seq``, open for ``open_s``, waits in vain for this living rank, if so."""
-        still_s = self._work.poll((heartbeat.seq, heartbeat.activity, heartbeat.progress))
-        if heartbeat.seq < seq and open_s >= self._times.absent_timeout_s:
-            return (
-                f"alive, but not here after {open_s:.0f} s, {heartbeat.last_seen()}; this call "
-                f"must be "
-                "made on every rank: `trainer.save_checkpoint(...)` on one rank only cannot work"
-            )
-        if (
-            heartbeat.seq < seq
-            and heartbeat.activity == "gone"
-            and open_s >= self._times.stall_timeout_s
-        ):
-            return f"alive, but it has given up step {heartbeat.name!r}, which others have finished"
-        if (
-            heartbeat.seq == seq
-            and heartbeat.activity == "working"
-            and still_s >= self._times.stall_timeout_s
-        ):
-            return f"alive, but without progress for {still_s:.0f} s, {heartbeat.last_seen()}"
-        return None
-
-
 class Leader:
     """Rank 0's part: one verdict for each step, in their order."""
 
-    def __init__(self, store: Store, world_size: int, times: Timeouts) -> None:
+    def __init__(
+        self, store: Store, world_size: int, times: Timeouts, clock: Clock = time.monotonic
+    ) -> None:
         """Judge from the first step on."""
         self.values: list[Any] = []
         self._store = store
         self._world_size = world_size
-        self._times = times
+        self._times, self._clock = times, clock
         self._seq = 1
         self._kind, self._name = "", ""
         self._passed: list[int] = []  # judged, but a rank may still come to read of it
         self._unseen = set(range(world_size))
-        self._monitors = [RankMonitor(times) for _ in range(world_size)]
-        self._open = IdleTimer(2 * times.heartbeat_interval_s)
-        self._failing = IdleTimer(2 * times.heartbeat_interval_s)
+        self._monitors = [RankMonitor(times, clock) for _ in range(world_size)]
+        self._open = IdleTimer(2 * times.heartbeat_interval_s, clock)
+        self._failing = IdleTimer(2 * times.heartbeat_interval_s, clock)
         self._next_liveness_check_s = 0.0
         self._warned_late = 0
-        self._polled_s = time.monotonic()
+        self._polled_s = self._clock()
 
     def poll(self) -> None:
-        """Give the verdict on the open step, if it can be given now."""
+        """Post the verdict on the open step, if it can be given now."""
         suspended_s = self._suspended_s()
-        self._polled_s = time.monotonic()
+        self._polled_s = self._clock()
         if not (self._kind or self._is_open()):
             return
         if suspended_s:
@@ -270,16 +86,16 @@ class Leader:
         elif failed:
             if all_in or self._failing.poll(self._seq) >= self._times.failure_grace_s:
                 self._post(self._failure(), all_in=all_in)
-        elif time.monotonic() >= self._next_liveness_check_s:
-            self._next_liveness_check_s = time.monotonic() + self._times.heartbeat_interval_s
+        elif self._clock() >= self._next_liveness_check_s:
+            self._next_liveness_check_s = self._clock() + self._times.heartbeat_interval_s
             self._check_liveness(open_s)
 
     def _suspended_s(self) -> float:
-        """Tell how long rank 0 was stopped itself, where the others have given it up meanwhile.
+        """Return how long rank 0 was stopped itself, where the others have given it up meanwhile.
 
         With rank 0 the store may have been stopped: nobody could post that he has given up.
         """
-        gap_s = time.monotonic() - self._polled_s
+        gap_s = self._clock() - self._polled_s
         return (
             gap_s
             if gap_s > self._times.heartbeat_timeout_s - 2 * self._times.heartbeat_interval_s
@@ -292,7 +108,7 @@ class Leader:
         )
 
     def all_read(self) -> bool:
-        """Say whether every rank has read the last verdict."""
+        """Whether every rank has read the last verdict."""
         last = self._seq - 1
         return last == 0 or all(
             heartbeat is not None
@@ -350,7 +166,7 @@ class Leader:
         keys = {r: f"{self._seq}/report/{r}" for r in range(self._world_size)}
         held = {r: unpack(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
         reports = {r: report for r, report in held.items() if "error" in report}
-        if any(report["type"] == _MISMATCH for report in reports.values()):
+        if any(report["type"] == MISMATCH for report in reports.values()):
             return self._mismatch()
         classes = {report["error"] for report in reports.values()}
         error = classes.pop() if len(classes) == 1 else "RanksError"
@@ -394,7 +210,7 @@ class Leader:
             for seq, part in itertools.product(self._passed, parts):
                 self._store.delete_key(f"{seq}/{part}")
             self._passed = []
-        self._polled_s = time.monotonic()  # a stop until now is no matter of the next step
+        self._polled_s = self._clock()  # a stop until now is no matter of the next step
         self._passed.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""

@@ -3,7 +3,7 @@
 The store is one process, and each connection to it is one of its open files, of which many systems
 allow 1,024. torch has one connection for each rank. It is no use here: a call that waits for a key
 holds it, for minutes if need be, and a rank that cannot beat meanwhile would pass for dead. So a
-process has one more, which all of its lines share: none of their calls waits for anything.
+process has one more, which all of its threads share: none of their calls waits for anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _opening = threading.Lock()
 _open: WeakKeyDictionary[Any, WeakValueDictionary[str, Any]] = WeakKeyDictionary()
-"""The connection of each store that a process group has, as long as a line holds it."""
+"""The connection of each store that a process group has, as long as a thread holds it."""
 
 
 def shared_connection(store: Any) -> Any:  # noqa: ANN401 (torch's store, which has no public type)
@@ -52,8 +52,8 @@ def shared_connection(store: Any) -> Any:  # noqa: ANN401 (torch's store, which 
 def check_open_file_limit(store: Any, world_size: int) -> None:  # noqa: ANN401 (as above)
     """Warn if the process that hosts the store may not have as many open files as it will need.
 
-    It is told on rank 0, before the connections are needed: of a rank that cannot connect, nothing
-    is known but that it does not come.
+    The warning is logged on rank 0, before the connections are needed: of a rank that cannot
+    connect, nothing is known but that it does not come.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -103,8 +103,7 @@ def open_file_limit_warning(world_size: int, limit: int, open_files: int, host: 
 
 def _files_of(pid: int) -> tuple[int, int]:
     """Return how many open files a process may have, and has."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
-        limit = next(line for line in lines if line.startswith("Max open files")).split()[3]
-        return int(limit), sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    with suppress(OSError):
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        return limit, sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0

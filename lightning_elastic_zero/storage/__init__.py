@@ -1,12 +1,12 @@
 """Files that can be trusted, and directories that appear whole or not at all.
 
-``checksums`` writes a file together with the checksums of its chunks; ``verified`` reads runs of
-its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory under
-a hidden name and publishes it in one step; ``deleting`` lets one vanish in one step, ``copying``
-makes another one of it. ``places`` knows which paths can be used at all, and proves that all ranks
-see the same one. Only what this library wrote is ever replaced or removed: ``contents``
-recognises it, and ``occupants`` says what lies where something is to be saved. ``leftovers`` puts
-back or removes what a kill left; ``tenants`` sees that another run saves into the same folder.
+``checksums`` writes a file together with the checksums of its chunks; ``verified_file`` reads runs
+of its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory
+under a hidden name and publishes it in one step; ``deleting`` removes one in one step, ``copying``
+copies it. ``paths`` knows which paths can be used at all; ``shared_directory`` proves that all
+ranks see the same one. Only what this library wrote is ever replaced or removed: ``file_ownership``
+recognises it, and ``existing_target`` says what lies where something is to be saved. ``leftovers``
+restores or removes what a kill left; ``concurrent_runs`` warns of another run in the same folder.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ from lightning_elastic_zero.storage.existing_target import (
     check_replaceable,
     inspect_target,
 )
+from lightning_elastic_zero.storage.file_ownership import can_replace, is_checkpoint
 from lightning_elastic_zero.storage.leftovers import (
     LINK_PREFIX,
     remove_leftovers,
     repair,
     repair_target,
 )
-from lightning_elastic_zero.storage.paths import (
-    await_table,
-    await_visible,
-    check_local_path,
-    remove_tables,
-    remove_visibility_token,
-    sync_directory,
-    write_table,
-    write_visibility_token,
-)
+from lightning_elastic_zero.storage.paths import check_local_path, sync_directory
 from lightning_elastic_zero.storage.range_file import (
     READ_BYTES,
     RangeFile,
     bounded_stream,
     read_file,
+)
+from lightning_elastic_zero.storage.shared_directory import (
+    TABLE_PREFIX,
+    TOKEN_PREFIX,
+    await_shared,
+    remove_shared,
+    write_shared,
 )
 from lightning_elastic_zero.storage.staging import StagedDirectory, staging_path
 from lightning_elastic_zero.storage.verified_file import VerifiedFile
@@ -65,6 +64,8 @@ __all__ = [
     "READ_BYTES",
     "RUN_MARKER_PREFIX",
     "SUMS_SUFFIX",
+    "TABLE_PREFIX",
+    "TOKEN_PREFIX",
     "ChecksummedWriter",
     "ConcurrentRunMonitor",
     "ExistingTarget",
@@ -72,9 +73,9 @@ __all__ = [
     "RangeFile",
     "StagedDirectory",
     "VerifiedFile",
-    "await_table",
-    "await_visible",
+    "await_shared",
     "bounded_stream",
+    "can_replace",
     "check_local_path",
     "check_replaceable",
     "copy_checkpoint",
@@ -83,16 +84,15 @@ __all__ = [
     "ignore_bytes",
     "ignore_progress",
     "inspect_target",
+    "is_checkpoint",
     "read_file",
     "remove_hidden",
     "remove_leftovers",
-    "remove_tables",
-    "remove_visibility_token",
+    "remove_shared",
     "repair",
     "repair_target",
     "staging_path",
     "sync_directory",
     "write_durably",
-    "write_table",
-    "write_visibility_token",
+    "write_shared",
 ]

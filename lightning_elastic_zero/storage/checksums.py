@@ -39,7 +39,7 @@ _DIGEST_LENGTH = 32
 
 
 def ignore_bytes(size_bytes: int) -> None:
-    """Take notice of nothing: the default of every ``on_bytes``."""
+    """Do nothing: the default of every ``on_bytes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class ChecksummedWriter:
             self._descriptor = -1
 
     def __enter__(self) -> ChecksummedWriter:
-        """Give the writer itself."""
+        """Return the writer itself."""
         return self
 
     def __exit__(

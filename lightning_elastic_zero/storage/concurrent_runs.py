@@ -1,10 +1,10 @@
-"""The runs that save into a folder: each leaves a note there while it lives, and sees the others'.
+"""The runs that save into a folder: each leaves a marker while it lives, and looks for others.
 
 Two runs in one folder number the names that are taken; where both take one at the same time, or go
 on from one ``last.ckpt``, each replaces and deletes the other's. A run that was killed leaves its
-note behind, and the one that goes on in its place must not be warned of it. So a process of this
-machine is asked of the system; one of another machine is alive when its note has been touched since
-it was first seen, whatever the clocks say.
+marker behind, and the one that goes on in its place must not be warned of it. So a process of this
+machine is asked of the system; one of another machine is alive when its marker has been touched
+since it was first seen, whatever the clocks say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_elastic_zero.storage.process_identity import (
 )
 
 RUN_MARKER_PREFIX = ".zero-run-"
-"""Prefix of the note that a run leaves in each folder into which it saves."""
+"""Prefix of the marker that a run leaves in each folder into which it saves."""
 
 _END_S = 1.0
 """How long the end of a run waits for a disk that does not answer."""
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class ConcurrentRunMonitor:
-    """A run's stay in the folders into which it saves; on one rank."""
+    """The folders into which a run saves, with its markers in them; on one rank."""
 
     def __init__(self, folders: Iterable[object]) -> None:
-        """Take the folders; those on a remote storage, where nothing can be saved, are left out.
+        """Watch folders, except those on a remote storage, where nothing can be saved.
 
         Args:
             folders: Paths; None for a callback that has none.
@@ -57,11 +57,11 @@ class ConcurrentRunMonitor:
         self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[type[ConcurrentRunMonitor], tuple[tuple[()]]]:
-        """Copy as one that has no folders: a run's stay is its own."""
+        """Copy as one that has no folders: a run's markers are its own."""
         return ConcurrentRunMonitor, ((),)
 
     def begin(self) -> None:
-        """Move in, and look at the folders now and then until the end."""
+        """Leave a marker in each folder, and look at the folders now and then until the end."""
         if not self._markers:
             return
         self.look()
@@ -71,7 +71,7 @@ class ConcurrentRunMonitor:
         self._thread.start()
 
     def end(self) -> None:
-        """Move out: nothing of this run's is left but what it saved. May be called twice."""
+        """Remove the markers. May be called twice."""
         self._over.set()
         self._asked.set()
         if self._thread is not None:
@@ -125,7 +125,7 @@ class ConcurrentRunMonitor:
                 _warn(folder, owner)
 
     def _is_left(self, path: Path, owner: ProcessIdentity, folder: Path) -> bool:
-        """Tell whether a note is of a run that has ended."""
+        """Whether a marker is of a run that has ended."""
         if owner.is_dead():
             return True
         if owner.is_on_this_machine() or path in self._seen:
@@ -134,13 +134,13 @@ class ConcurrentRunMonitor:
         return owner.is_dead(now_s - path.lstat().st_mtime)
 
     def _lives(self, path: Path, owner: ProcessIdentity) -> bool:
-        """Tell whether a run that has not ended is known to be alive."""
+        """Whether a run that has not ended is known to be alive."""
         touched_ns = path.lstat().st_mtime_ns
         return owner.is_on_this_machine() or self._seen.setdefault(path, touched_ns) != touched_ns
 
 
 def _remove(marker: Path) -> None:
-    """Remove a note, if it is one at this instant."""
+    """Remove a marker, if it is one at this instant."""
     with suppress(OSError):
         if ProcessIdentity.read(marker) is not None and not marker.is_symlink():
             marker.unlink()

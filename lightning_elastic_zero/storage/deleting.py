@@ -1,6 +1,6 @@
 """Deleting checkpoints so that none is ever half there under its own name.
 
-Nothing is deleted that this library did not write: see ``contents``.
+Nothing is deleted that this library did not write: see ``file_ownership``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def ignore_progress() -> None:
-    """Take no notice of work that goes on."""
+    """Do nothing: the default of every ``on_progress``."""
 
 
 def delete_checkpoint(path: Path, on_progress: Callable[[], None] = ignore_progress) -> str:

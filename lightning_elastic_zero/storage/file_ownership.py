@@ -14,11 +14,12 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_elastic_zero.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
+from lightning_elastic_zero.storage.shared_directory import TABLE_PREFIX, TOKEN_PREFIX
 
 TAG = "checkpoint"
 """The folder inside a checkpoint: the tag that Lightning passes to DeepSpeed."""
@@ -28,7 +29,8 @@ RECOVERY_SCRIPT = "zero_to_fp32.py"
 _BESIDE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
 
 _WRITTEN = re.compile(
-    rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|\.seen-[0-9A-Za-z-]+|\.compared-[a-z]+|{TAG}/(?:"
+    rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|"
+    rf"{re.escape(TOKEN_PREFIX)}[0-9A-Za-z-]+|{re.escape(TABLE_PREFIX)}[a-z]+|{TAG}/(?:"
     r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_00_optim_states\.pt|"
     r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt|"
     rf"client_objects\.pt)(?:{re.escape(SUMS_SUFFIX)})?"
@@ -71,7 +73,8 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     Raises:
         OSError: the directory itself cannot be read.
     """
-    sizes, problem = _recorded(path)
+    recorded = _recorded(path)
+    sizes, problem = recorded.sizes, recorded.problem
     ours, ignorable, foreign = [], [], []
     is_written = _WRITTEN.fullmatch if hidden and problem else None
     for name, entry in _files(path):
@@ -95,7 +98,20 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory holds a manifest of this library's, whatever else is in it."""
-    return not _recorded(path)[1]
+    return not _recorded(path).problem
+
+
+def can_replace(other: Path, path: Path) -> bool:
+    """Whether a run that could go on from the checkpoint ``path`` can go on from ``other``.
+
+    ``other`` is a checkpoint of this library's. Each file that it names is there in its size, and
+    it has optimizer state if ``path`` has.
+    """
+    there, mine = _recorded(other), _recorded(path)
+    if there.problem or (there.weights_only and not mine.weights_only):
+        return False
+    sizes = ((other / name, size) for name, size in there.sizes.items() if size is not None)
+    return all(file.is_file() and file.stat().st_size == size for file, size in sizes)
 
 
 def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: bool = False) -> None:
@@ -123,23 +139,31 @@ def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: boo
             Path(folder).rmdir()
 
 
-def _recorded(path: Path) -> tuple[dict[str, int | None], str]:
-    """Return the sizes of the files that a manifest vouches for, and what is wrong with it.
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What a manifest says of the files beside it."""
 
-    Its digest is not looked at: a name or a size that was changed fits no file.
-    """
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    """The names of the files; None where a file may have any size."""
+    weights_only: bool = False
+    problem: str = ""
+    """What is wrong with the manifest; empty if nothing is."""
+
+
+def _recorded(path: Path) -> _Recorded:
+    """Read a manifest. Its digest is not looked at: a changed name or size fits no file."""
     try:
         manifest = json.loads((path / MANIFEST_NAME).read_bytes())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            return {}, f"its {MANIFEST_NAME} is of other software"
+            return _Recorded(problem=f"its {MANIFEST_NAME} is of other software")
         files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
     except (FileNotFoundError, NotADirectoryError):
-        return {}, f"it has no {MANIFEST_NAME}"
+        return _Recorded(problem=f"it has no {MANIFEST_NAME}")
     except (OSError, ValueError, KeyError, TypeError):
-        return {}, f"its {MANIFEST_NAME} is damaged"
+        return _Recorded(problem=f"its {MANIFEST_NAME} is damaged")
     sizes: dict[str, int | None] = dict.fromkeys(_BESIDE)
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))
-    return {**sizes, **files}, ""
+    return _Recorded({**sizes, **files}, manifest.get("weights_only") is True)
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:

@@ -164,7 +164,11 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process, or None where the system does not tell."""
+    """Return the start time of a process, or None where the system does not tell.
+
+    It is the system's own count since boot. psutil's ``create_time()`` is of the wall clock, which
+    may be set between two looks: a living process would then be taken for a dead one.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -214,7 +214,7 @@ class RangeFile:
             self._descriptor = -1
 
     def __enter__(self) -> Self:
-        """Give the file itself."""
+        """Return the file itself."""
         return self
 
     def __exit__(

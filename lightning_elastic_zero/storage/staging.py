@@ -42,7 +42,7 @@ SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
 
 def _no_step(name: str) -> None:
-    """Take notice of nothing."""
+    """Do nothing."""
 
 
 def staging_path(target: Path, save_id: str) -> Path:
@@ -63,7 +63,7 @@ class StagedDirectory:
 
     One process does this, on rank 0; the others find the directory by ``staging_path``. Only a
     checkpoint of this library's is replaced, an empty directory, and a link to a checkpoint or to
-    nothing: ``occupants`` says what lies there.
+    nothing: ``existing_target`` says what lies there.
 
     Attributes:
         path: Where the files are written.
@@ -132,7 +132,7 @@ class StagedDirectory:
         on_step: Callable[[str], None] = _no_step,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
-        """Put the directory in the target's place, in one step, and remove what was there.
+        """Rename the directory to the target, in one step, and remove what was there.
 
         A link in the target's place is replaced; what it points to is left alone. What somebody
         put into the target since ``create`` is not removed: the old checkpoint is then kept under
@@ -194,7 +194,7 @@ class StagedDirectory:
             raise
 
     def _rename_to_target(self, *by: Path) -> None:
-        """Let the first that is there have the target's name, if nothing has it."""
+        """Rename the first that is there to the target, if nothing has that name."""
         for path in by:
             if not os.path.lexists(self.target) and os.path.lexists(path):
                 path.rename(self.target)

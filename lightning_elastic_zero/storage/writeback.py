@@ -35,7 +35,7 @@ class Writeback:
     """
 
     def __init__(self, descriptor: int, on_progress: Callable[[], None]) -> None:
-        """Take an empty file, open for writing.
+        """Write back an empty file, open for writing.
 
         Args:
             descriptor: The file's.
@@ -50,7 +50,7 @@ class Writeback:
         self._sync_bytes = _FIRST_SYNC_BYTES
 
     def wrote(self, size_bytes: int) -> None:
-        """Take notice of bytes at the end of the file; wait where too many are on their way.
+        """Count bytes that were written to the file; wait where too many are on their way.
 
         Raises:
             OSError: The disk did not take what was written.
@@ -95,7 +95,7 @@ class Writeback:
 
 
 def _sync_range(descriptor: int, start_byte: int, size_bytes: int, flags: int) -> bool:
-    """Let the system bring bytes of a file to the disk; return whether it offers that.
+    """Ask the system to bring bytes of a file to the disk; return whether it offers that.
 
     Raises:
         OSError: It could not. It says so once: the ``fsync`` that follows may succeed.

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from lightning_elastic_zero.checkpoint.retention import Retention
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.storage import DELETING_PREFIX, LINK_PREFIX, deleting
-from tests.core._checkpoints import fill, names_in
+from tests.core._checkpoints import SHARD, fill, names_in
 
 
 def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
@@ -21,6 +23,42 @@ def link(path: Path, target: str) -> None:
     """Point a link at a checkpoint, as ModelCheckpoint does: anew, and relative."""
     path.unlink(missing_ok=True)
     path.symlink_to(target)
+
+
+def of_other_software(path: Path) -> None:
+    """Leave a manifest as web applications have it."""
+    (path / MANIFEST_NAME).write_text('{"name": "app", "icons": []}')
+
+
+def without_its_manifest_whole(path: Path) -> None:
+    """Leave half a manifest."""
+    text = (path / MANIFEST_NAME).read_text()
+    (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
+
+
+def without_a_file(path: Path) -> None:
+    """Leave out a file that the manifest names."""
+    (path / SHARD).unlink()
+
+
+def with_a_short_file(path: Path) -> None:
+    """Cut a file that the manifest names."""
+    (path / SHARD).write_text("d")
+
+
+def of_weights_alone(path: Path) -> None:
+    """Let the manifest say that there is no optimizer state."""
+    fields = json.loads((path / MANIFEST_NAME).read_text())
+    (path / MANIFEST_NAME).write_text(json.dumps({**fields, "weights_only": True}))
+
+
+SPOILED = [
+    of_other_software,
+    without_its_manifest_whole,
+    without_a_file,
+    with_a_short_file,
+    of_weights_alone,
+]
 
 
 class TestRemove:
@@ -177,6 +215,27 @@ class TestWaiting:
         old = checkpoint(tmp_path, "old.ckpt")
         Retention().remove(old)
         assert old.exists()
+
+    @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+    def test_what_no_run_can_go_on_from_is_no_other_good_one(
+        self, spoil: Callable[[Path], None], tmp_path: Path
+    ) -> None:
+        """Many programs write a ``manifest.json``; and a checkpoint may have lost what it names."""
+        spoil(checkpoint(tmp_path, "other.ckpt"))
+        old, retention = checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.remove(old)
+        assert old.exists()
+        checkpoint(tmp_path, "new.ckpt")
+        retention.delete_pending()
+        assert names_in(tmp_path) == ["new.ckpt", "other.ckpt"]
+
+    def test_of_weights_alone_one_takes_the_place_of_another(self, tmp_path: Path) -> None:
+        """Where a run saves nothing else, its top-k goes on as ever."""
+        old = checkpoint(tmp_path, "old.ckpt")
+        for path in (old, checkpoint(tmp_path, "new.ckpt")):
+            of_weights_alone(path)
+        Retention().remove(old)
+        assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_link_to_itself_is_no_other_good_one(self, tmp_path: Path) -> None:
         """``last.ckpt`` that names a checkpoint does not make two of it."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -27,18 +28,21 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.storage import (
     CHUNK_BYTES,
     READ_BYTES,
+    TABLE_PREFIX,
+    TOKEN_PREFIX,
     ChecksummedWriter,
     FileRecord,
     VerifiedFile,
-    await_visible,
+    await_shared,
     check_local_path,
     range_file,
-    remove_visibility_token,
-    write_visibility_token,
+    remove_shared,
+    write_shared,
 )
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 SAVE_ID = "5a7e"
+TOKEN = f"{TOKEN_PREFIX}{SAVE_ID}"
 TAIL_BYTES = 777
 
 
@@ -328,23 +332,55 @@ class TestPlaces:
         assert check_local_path(f"file://{tmp_path}/a") == tmp_path / "a"
         assert check_local_path("a.ckpt") == Path.cwd() / "a.ckpt"
 
-    def test_token_is_seen(self, tmp_path: Path) -> None:
-        """A rank sees a token that comes late, and leaves nothing behind."""
-        timer = threading.Timer(0.3, write_visibility_token, (tmp_path, SAVE_ID))
+
+class TestSharedDirectory:
+    def test_what_comes_late_is_seen(self, tmp_path: Path) -> None:
+        """A rank waits for a token, and leaves nothing behind."""
+        timer = threading.Timer(0.3, write_shared, (tmp_path, TOKEN))
         timer.start()
-        await_visible(tmp_path, SAVE_ID)
-        remove_visibility_token(tmp_path, SAVE_ID)
-        remove_visibility_token(tmp_path, SAVE_ID)
+        assert await_shared(tmp_path, TOKEN) == b""
+        remove_shared(tmp_path, TOKEN)
+        remove_shared(tmp_path, TOKEN)
         timer.join()
         assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("name", [TOKEN, f"{TABLE_PREFIX}model"])
+    def test_what_a_look_up_does_not_find_is_seen(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A network filesystem answers a look-up from its cache until a directory is opened."""
+        opened: set[object] = set()
+        scandir, read_bytes = os.scandir, Path.read_bytes
+
+        def opening(path: Path) -> object:
+            opened.add(path)
+            return scandir(path)
+
+        def reading(path: Path) -> bytes:
+            if path.parent not in opened:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            return read_bytes(path)
+
+        write_shared(tmp_path, name, b"what rank 0 has")
+        monkeypatch.setattr(os, "scandir", opening)
+        monkeypatch.setattr(Path, "read_bytes", reading)
+        assert await_shared(tmp_path, name, wait_s=0.2) == b"what rank 0 has"
+
+    def test_what_is_not_whole_yet_is_waited_for(self, tmp_path: Path) -> None:
+        """A table is read again until it is what rank 0 has announced."""
+        found = iter([False, False, True])
+        write_shared(tmp_path, "a", b"it")
+        assert await_shared(tmp_path, "a", lambda _: next(found)) == b"it"
+        with pytest.raises(SaveError, match=r"what rank 0 wrote into it \(a\)"):
+            await_shared(tmp_path, "a", lambda _: False, wait_s=0.2)
 
     @pytest.mark.parametrize("folder", [".", "missing"])
     def test_directory_that_is_not_shared(self, tmp_path: Path, folder: str) -> None:
         """A rank with a directory of its own, or none, says so in bounded time."""
-        write_visibility_token(tmp_path, "another")
+        write_shared(tmp_path, f"{TOKEN_PREFIX}another")
         start_s = time.monotonic()
         with pytest.raises(SaveError, match=r"does not see the directory .* all machines share"):
-            await_visible(tmp_path / folder, SAVE_ID, wait_s=0.2)
+            await_shared(tmp_path / folder, TOKEN, wait_s=0.2)
         assert time.monotonic() - start_s < PROMPT_TIMEOUT_S
 
 

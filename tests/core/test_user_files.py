@@ -31,10 +31,9 @@ from lightning_elastic_zero.storage import (
     check_replaceable,
     copy_checkpoint,
     remove_leftovers,
-    remove_tables,
-    remove_visibility_token,
+    remove_shared,
     repair_target,
-    write_table,
+    write_shared,
 )
 from lightning_elastic_zero.storage.file_ownership import classify_files
 from lightning_elastic_zero.storage.process_identity import filesystem_time_s
@@ -339,21 +338,14 @@ class TestRaces:
         assert contents(staged.path) == {"mine": MINE}
         assert f"{staged.path} is not removed: it holds what no save wrote: mine" in caplog.text
 
-    def test_a_token_is_removed_by_its_own_name(self, tmp_path: Path) -> None:
-        """Another save's stays."""
-        (tmp_path / ".seen-other").touch()
-        (tmp_path / ".seen-mine").touch()
-        remove_visibility_token(tmp_path, "mine")
-        assert names_in(tmp_path) == [".seen-other"]
-
-    def test_tables_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
+    def test_shared_files_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
         """Nothing that is there is written over, and what has another name stays."""
         (tmp_path / ".compared-other").write_bytes(b"other")
-        write_table(tmp_path, "mine", b"mine")
+        write_shared(tmp_path, ".compared-mine", b"mine")
         with pytest.raises(SaveError):
-            write_table(tmp_path, "other", b"mine")
+            write_shared(tmp_path, ".compared-other", b"mine")
         assert contents(tmp_path) == {".compared-other": "other", ".compared-mine": "mine"}
-        remove_tables(tmp_path, ["mine", "absent"])
+        remove_shared(tmp_path, ".compared-mine", ".compared-absent")
         assert contents(tmp_path) == {".compared-other": "other"}
 
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_elastic_zero.coordination import StoreRanks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import RanksError
-from lightning_elastic_zero.coordination import Timeouts, StoreRanks, connect_ranks
 
 WORLD = 2
 SPIN_S = 0.2

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_store_bytes`` do: saves of states made by hand, with their bytes counted.
+"""What the ranks of ``test_store_bytes`` do: saves of states made by hand, and their bytes.
 
 No engine is needed for what ranks say to each other: only its tables, of any number of parameters.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.saving import ShardContents, write
+from lightning_elastic_zero.coordination import StoreRanks, connect_ranks
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer, partition_numel
-from lightning_elastic_zero.coordination import StoreRanks, connect_ranks
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 from tests.dist._launch import Job
 from tests.dist._rank_programs import attempt
@@ -108,10 +108,10 @@ def saves(job: Job) -> None:
     with closing(connect_ranks()) as ranks:
         assert isinstance(ranks, StoreRanks)
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
-        thread = ranks._thread
-        counting = thread._store = Counting(thread._store)
-        if thread._leader is not None:
-            thread._leader._store = counting
+        session = ranks._thread.session
+        counting = session.store = Counting(session.store)
+        if session.leader is not None:
+            session.leader._store = counting
         for odd in ("", "client", "buffers", "parameters"):
             for count in (FEW, MANY):
                 before = counting.bytes

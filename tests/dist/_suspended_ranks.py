@@ -14,15 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.errors import RanksError, SaveError
 from lightning_elastic_zero.coordination import StoreRanks
+from lightning_elastic_zero.errors import RanksError, SaveError
 from tests.dist._launch import Job
 from tests.dist._rank_programs import SHORT, attempt, open_ranks, raising
 
 STOP_S = 4.5
 """Longer than it takes the others to give up a step."""
-
-LATE_S = STOP_S + 1
 
 
 def suspend(pid: int) -> None:
@@ -59,28 +57,37 @@ def run_every_step_kind(ranks: StoreRanks) -> list[str]:
     return failed
 
 
-Scenario = Callable[[StoreRanks], object]
+def first_rank_is_lost(job: Job) -> None:
+    """Rank 0, which hosts the store, is stopped for long and goes on, twice; then it is killed."""
+    ranks = open_ranks(job)
+    job.note("at work", attempt(lambda: ranks.run_all("write", lost_work(ranks, suspend))))
+    dist.barrier()
+    job.note("after at work", run_every_step_kind(ranks))
+    dist.barrier()
+    job.note("at once", attempt(lambda: not_there_yet(ranks)))
+    job.note("after at once", run_every_step_kind(ranks))
+    dist.barrier()
+    job.note("killed", attempt(lambda: ranks.run_all("publish", lost_work(ranks, kill))))
+    job.note("again", attempt(lambda: ranks.run_all("more", lambda: None)))
 
 
-def at_work(ranks: StoreRanks) -> None:
-    """Rank 0 is stopped at work; of the others one works, one waits, one looks away."""
+def kill(pid: int) -> None:
+    """Kill a process, this one."""
+    time.sleep(0.5)  # the others may have to read the last verdict yet
+    os.kill(pid, signal.SIGKILL)
+
+
+def lost_work(ranks: StoreRanks, lose: Callable[[int], None]) -> Callable[[], None]:
+    """Return work in which rank 0 is lost; rank 1 has much to do, the others nothing."""
 
     def work() -> None:
+        if ranks.rank == 0:
+            lose(os.getpid())
         for _ in range(100 * (ranks.rank == 1)):
             time.sleep(0.1)
             ranks.progress()
-        if ranks.rank == 0:
-            suspend(os.getpid())
-        time.sleep(LATE_S * (ranks.rank == 3))
 
-    ranks.run_all("write", work)
-
-
-def waiting(ranks: StoreRanks) -> None:
-    """Rank 0 is stopped when it has done its part."""
-    if ranks.rank == 0:
-        threading.Timer(0.5, lambda: suspend(os.getpid())).start()
-    ranks.all_gather("compare", lambda: time.sleep(1.5 * (ranks.rank == 1)))
+    return work
 
 
 def not_there_yet(ranks: StoreRanks) -> None:
@@ -88,45 +95,6 @@ def not_there_yet(ranks: StoreRanks) -> None:
     if ranks.rank == 0:
         suspend(os.getpid())
     ranks.gather("sizes", lambda: 1)
-
-
-def not_all_there_yet(ranks: StoreRanks) -> None:
-    """So is it, and rank 1 comes when it has gone on: it never notices that anything was wrong."""
-    time.sleep(LATE_S * (ranks.rank == 1))
-    not_there_yet(ranks)
-
-
-def between(ranks: StoreRanks) -> None:
-    """Rank 0 is stopped while nobody waits for it."""
-    if ranks.rank == 0:
-        suspend(os.getpid())
-    else:
-        time.sleep(LATE_S)
-    ranks.broadcast("where", lambda: "it")
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "at work": at_work,
-    "waiting": waiting,
-    "not there yet": not_there_yet,
-    "not all there yet": not_all_there_yet,
-    "between": between,
-}
-"""After these, ranks wait for each other before the next step, as training does."""
-
-
-def first_rank_is_suspended(job: Job) -> None:
-    """Rank 0, which may host the store, is stopped for long, and goes on."""
-    ranks = open_ranks(job)
-    for case, scenario in SCENARIOS.items():
-        dist.barrier()  # all have read the last verdict
-        job.note(case, attempt(lambda: scenario(ranks)))  # noqa: B023
-        dist.barrier()
-        job.note(f"after {case}", run_every_step_kind(ranks))
-    dist.barrier()
-    job.note("at once", attempt(lambda: not_there_yet(ranks)))
-    job.note("after at once", run_every_step_kind(ranks))
-    ranks.close()
 
 
 def store_host_is_suspended(job: Job) -> None:
@@ -164,91 +132,3 @@ def store_host_is_suspended(job: Job) -> None:
     if host is not None:
         host.kill()
         host.wait()
-
-
-def a_rank_gives_up_alone(job: Job) -> None:
-    """The last rank gives up what the others have finished, and is interrupted in a step."""
-    ranks = open_ranks(job)
-    job.note("finished", attempt(lambda: finished(ranks)))
-    dist.barrier()
-    job.note("after finished", run_every_step_kind(ranks))
-
-    job.note("before left", attempt(lambda: finished(ranks)))
-    if job.rank != 3:
-        job.note("left", attempt(lambda: ranks.run_all("write", lambda: None)))
-    dist.barrier()
-    job.note("after left", run_every_step_kind(ranks))
-
-    for name in ("interrupt", "just before the end"):
-        if name != "interrupt":
-            look_when_all_is_said(ranks)
-        job.note(name, attempt(lambda: interrupted(ranks)))
-        dist.barrier()
-        job.note(f"after {name}", run_every_step_kind(ranks))
-    ranks.close()
-
-
-def look_when_all_is_said(ranks: StoreRanks) -> None:
-    """Let the last rank give the next step up before anybody else looks at it."""
-    thread = ranks._thread
-    leader, store, look_at = thread._leader, thread._store, thread._poll_decision
-
-    def look_late(step: Any, **options: Any) -> None:  # noqa: ANN401 - the line's own
-        if step.reported.is_set():
-            look_at(step, **options)
-
-    if ranks.rank != 3:
-        thread._poll_decision = look_late  # type: ignore[method-assign]
-    if leader is None:
-        return
-    poll, seq = leader.poll, leader._seq
-
-    def late() -> None:
-        all_in = store.add(f"{seq}/done", 0) == ranks.world_size
-        if all_in and store.check([f"{seq}/verdict"]):
-            time.sleep(0.3)
-            leader.poll = poll  # type: ignore[method-assign]
-            leader._polled_s = time.monotonic()
-            poll()
-
-    leader.poll = late  # type: ignore[method-assign]
-
-
-def interrupted(ranks: StoreRanks) -> None:
-    """The last rank has a result, and is interrupted a second later; the others take longer."""
-
-    def work() -> int:
-        time.sleep(0 if ranks.rank == 3 else 2)
-        return ranks.rank
-
-    if ranks.rank == 3:
-        threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    try:
-        ranks.gather("long work", work)
-    except KeyboardInterrupt:
-        msg = "interrupted"
-        raise RanksError(msg) from None
-
-
-def finished(ranks: StoreRanks) -> None:
-    """The last rank's line falls silent just before it reads that the step has succeeded.
-
-    There is no other way to meet that instant than to hold the line's thread in it.
-    """
-    thread = ranks._thread
-    poll = thread._poll_decision
-
-    def late(step: Any, **options: Any) -> None:  # noqa: ANN401 - the line's own
-        if step.reported.is_set():
-            while not thread._store.check([f"{step.seq}/verdict"]):
-                time.sleep(0.001)
-            time.sleep(STOP_S)
-        poll(step, **options)
-
-    if ranks.rank == 3:
-        thread._poll_decision = late  # type: ignore[method-assign]
-    try:
-        ranks.run_all("finished", lambda: None)
-    finally:
-        time.sleep(STOP_S)
-        thread._poll_decision = poll  # type: ignore[method-assign]

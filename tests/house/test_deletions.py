@@ -32,7 +32,6 @@ DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
 CAME = RACES + "test_a_file_that_came_meanwhile"
-TABLES = RACES + "test_tables_are_left_and_removed_by_their_own_names"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
@@ -47,11 +46,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("storage/atomic.py", "exchange_names", "renameat2"): TAKEN,
     ("storage/atomic.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
-    ("storage/paths.py", "remove_visibility_token", "_token_path(directory, token).unlink"): (
-        RACES + "test_a_token_is_removed_by_its_own_name"
+    ("storage/shared_directory.py", "remove_shared", "(directory / name).unlink"): (
+        RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
     ),
-    ("storage/paths.py", "write_table", "path.open to write"): TABLES,
-    ("storage/paths.py", "remove_tables", "_table_path(directory, name).unlink"): TABLES,
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
     # Into the staging directory, which this process has just made.

@@ -77,7 +77,7 @@ def watch(root: str) -> bool:
 
     def see_late(*args: Any) -> None:
         assert wait_for(opened.exists)
-        await_visible(*args)
+        await_shared(*args)
 
     def look() -> None:
         try:
@@ -90,8 +90,8 @@ def watch(root: str) -> bool:
         finally:
             opened.touch()
 
-    await_visible = vars(saving)["await_visible"]
-    vars(saving)["await_visible"] = see_late
+    await_shared = vars(saving)["await_shared"]
+    vars(saving)["await_shared"] = see_late
     process_identity.TOUCH_INTERVAL_S, heartbeat_interval_s = (
         0.05,
         process_identity.TOUCH_INTERVAL_S,
@@ -102,7 +102,7 @@ def watch(root: str) -> bool:
             watcher.start()
         save_checkpoint(engine, f"{root}/a.ckpt")
     finally:
-        vars(saving)["await_visible"] = await_visible
+        vars(saving)["await_shared"] = await_shared
         process_identity.TOUCH_INTERVAL_S = heartbeat_interval_s
         if comm.get_rank() == 0:
             watcher.join()

@@ -1,0 +1,85 @@
+"""Whether a rank is alive and at work, by the times at which its heartbeats were seen to change.
+
+Nothing here sleeps, and the clock is passed in: each answer follows from the readings alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from lightning_elastic_zero.coordination.messages import Heartbeat
+from lightning_elastic_zero.coordination.timeouts import Timeouts
+
+Clock: TypeAlias = Callable[[], float]
+"""Return seconds that never run backwards."""
+
+
+class IdleTimer:
+    """For how long a thing has not changed, to a watcher that may itself have been stopped."""
+
+    def __init__(self, most_s: float, clock: Clock) -> None:
+        """Count at most ``most_s`` per look: time in which nobody looked is held against nobody."""
+        self._most_s, self._clock = most_s, clock
+        self._value: object = None
+        self.idle_s = 0.0
+        """As of the last look."""
+        self._polled_s = clock()
+
+    def poll(self, value: object) -> float:
+        """Return the seconds for which it has been this value."""
+        now = self._clock()
+        same = value == self._value
+        more_s = min(now - self._polled_s, self._most_s)
+        self.idle_s = self.idle_s + more_s if same else 0.0
+        self._value, self._polled_s = value, now
+        return self.idle_s
+
+
+class RankMonitor:
+    """What is known of the life of one rank, from its beats."""
+
+    def __init__(self, times: Timeouts, clock: Clock = time.monotonic) -> None:
+        """Watch from now on."""
+        self._times = times
+        self.heartbeats = IdleTimer(2 * times.heartbeat_interval_s, clock)
+        self._work = IdleTimer(2 * times.heartbeat_interval_s, clock)
+
+    def lost_reason(self, heartbeat: Heartbeat | None) -> str | None:
+        """Return why the rank will never answer, if so."""
+        idle_s = self.heartbeats.poll(heartbeat.count if heartbeat else None)
+        if heartbeat is None:
+            wait_s = self._times.absent_timeout_s
+            return f"never seen in {wait_s:g} s" if idle_s >= wait_s else None
+        if heartbeat.activity == "closed":
+            return f"it has ended its part, {heartbeat.last_seen()}"
+        if idle_s >= self._times.heartbeat_timeout_s:
+            wait_s = self._times.heartbeat_timeout_s
+            return (
+                f"no sign of life for {wait_s:g} s (it died or is stopped), {heartbeat.last_seen()}"
+            )
+        return None
+
+    def stall_reason(self, heartbeat: Heartbeat, seq: int, open_s: float) -> str | None:
+        """Return why step ``seq``, open for ``open_s``, waits in vain for a living rank, if so."""
+        still_s = self._work.poll((heartbeat.seq, heartbeat.activity, heartbeat.progress))
+        if heartbeat.seq < seq and open_s >= self._times.absent_timeout_s:
+            return (
+                f"alive, but not here after {open_s:.0f} s, {heartbeat.last_seen()}; this call "
+                f"must be "
+                "made on every rank: `trainer.save_checkpoint(...)` on one rank only cannot work"
+            )
+        if (
+            heartbeat.seq < seq
+            and heartbeat.activity == "gone"
+            and open_s >= self._times.stall_timeout_s
+        ):
+            return f"alive, but it has given up step {heartbeat.name!r}, which others have finished"
+        if (
+            heartbeat.seq == seq
+            and heartbeat.activity == "working"
+            and still_s >= self._times.stall_timeout_s
+        ):
+            return f"alive, but without progress for {still_s:.0f} s, {heartbeat.last_seen()}"
+        return None

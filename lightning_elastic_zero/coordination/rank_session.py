@@ -1,0 +1,255 @@
+"""A rank's part in the steps of a job: what it says to the others, and what it hears from them.
+
+All calls are made by one thread, which a store that falls silent may hold. After it such a thread
+does in their order all things that it was told to. So these hold, whoever was stopped:
+
+- Steps are numbered by the session, and each call of the caller's is one, given up or not. Ranks
+  that make the same calls have the same numbers, without asking each other.
+- A step that a rank has given up without a verdict gets one from this rank: it has failed. So it
+  fails on all ranks, whether they have come to it or not, and the next one is the same for all.
+- Where there is a verdict by then, that stands. If it is a success, this rank raised what the
+  others have finished, and is *behind*: they may be waiting for it in steps that it will not come
+  to. Rank 0 ends such a step (``leader``), and this rank passes it by when it comes to its next.
+
+Nothing here sleeps or starts anything, and the clock is passed in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_elastic_zero.coordination.leader import Leader, warn_late
+from lightning_elastic_zero.coordination.liveness import Clock, RankMonitor
+from lightning_elastic_zero.coordination.messages import (
+    DECIDED_BY_LEADER,
+    Heartbeat,
+    Store,
+    lost_ranks_failure,
+    mismatch_report,
+    pack,
+    unpack,
+)
+from lightning_elastic_zero.coordination.timeouts import Timeouts
+from lightning_elastic_zero.errors import ElasticZeroError, error_class
+
+CHECK_INTERVAL_S = 1.0
+"""How often a rank at work looks whether the step has failed meanwhile."""
+
+FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05
+"""The first and the longest pause between two looks of a rank that waits."""
+
+_MOST_POLLS_PER_S = 5000
+"""What the waiting ranks, however many, may ask of the store together."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step as this rank sees it, shared by the caller's thread and the session's."""
+
+    kind: str
+    """The method that was called."""
+
+    name: str
+
+    seq: int = 0
+    """Counted from 1, alike on all ranks, when the session comes to it."""
+
+    arrived: threading.Event = field(default_factory=threading.Event)
+    """The store knows that this rank is here; a verdict that is there already has been read."""
+
+    reported: threading.Event = field(default_factory=threading.Event)
+    """The store knows how this rank's work went, or nobody needs to know any more."""
+
+    decided: threading.Event = field(default_factory=threading.Event)
+    """There is a verdict."""
+
+    progress: int = 0
+    """How often the caller has shown progress in it."""
+
+    report_held: bool = False
+    """The store holds a report of this rank, to be deleted by it once rank 0 has judged."""
+
+    failed_here: bool = False
+    """This rank has reported a failure."""
+
+    failure: ElasticZeroError | None = None
+    """The verdict, if the step has failed."""
+
+    values: list[Any] = field(default_factory=list)
+    """The verdict, if it has succeeded and there are results for this rank."""
+
+    def end(self, failure: ElasticZeroError | None) -> None:
+        """End the step for the caller, who then returns or raises."""
+        self.failure = failure
+        self.decided.set()
+        self.arrived.set()
+
+
+def join_session(store: Any, name: str, rank: int, call: str) -> Store:  # noqa: ANN401 (torch's)
+    """Return the keys of the next session of all ranks, after those that are in vain.
+
+    A session that has failed without this rank, and was for another call, was of ranks that made a
+    call which was not made on every rank: nobody is there any more.
+    """
+    made = PrefixStore(name, store)
+    while True:
+        number = made.add(f"made/{rank}", 1)
+        session: Store = PrefixStore(f"{name}/{number}", store)
+        held = session.compare_set("call", "", f"for {call}").decode()
+        if held == f"for {call}" or not session.check(["failed"]):
+            return session
+
+
+class RankSession:
+    """What one rank does with the store, a turn at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        times: Timeouts,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Come to the session, and show the others that this rank lives."""
+        self.store = store
+        self.leader = Leader(store, world_size, times, clock) if rank == 0 else None
+        self._rank, self._world_size, self._times, self._clock = rank, world_size, times, clock
+        self._leader_monitor = RankMonitor(times, clock)
+        self._behind = self._warned_late = False
+        self._at = Step("", "")
+        self._at.end(None)
+        self._activity, self._count, self._seq = "done", 0, 0
+        self._poll_s = FIRST_POLL_S
+        self._send_heartbeat()
+
+    def take_turn(self, order: Callable[[], None] | None = None) -> None:
+        """Judge, on rank 0; do what the caller orders; beat, if it is time; look for a verdict."""
+        if self.leader is not None:
+            # First: if it was stopped, the step that this rank comes to now has missed nothing.
+            self.leader.poll()
+        if order is not None:
+            order()
+        heartbeat = self._clock() >= self._next_heartbeat_s
+        if heartbeat:
+            self._send_heartbeat()
+        if not self._at.decided.is_set():
+            self._poll_decision(self._at, heartbeat=heartbeat)
+
+    def pause_s(self) -> float:
+        """Return for how long the next turn may wait for an order."""
+        pause_s = max(0.0, self._next_heartbeat_s - self._clock())
+        if self._at.decided.is_set():
+            return pause_s
+        if not self._at.reported.is_set():
+            return min(pause_s, CHECK_INTERVAL_S)
+        longest_s = max(LAST_POLL_S, self._world_size / _MOST_POLLS_PER_S)
+        self._poll_s = min(1.5 * self._poll_s, longest_s)
+        return min(pause_s, self._poll_s)
+
+    def all_read(self) -> bool:
+        """Whether no rank needs this one any more to read the last verdict."""
+        return self.leader is None or self.leader.all_read()
+
+    def leave(self, *, failed: bool) -> None:
+        """Record that this rank will do nothing more, and whether its last step has failed."""
+        if failed:
+            self.store.set("failed", "1")
+        self._send_heartbeat("closed")
+
+    def enter_step(self, step: Step) -> None:
+        """Come to a step: give it its number, and find out whether it has failed already."""
+        label = pack([step.kind, step.name])
+        held = self._next_step(label)
+        step.seq = self._seq
+        self._at, self._poll_s = step, FIRST_POLL_S
+        self._send_heartbeat("working")
+        self._poll_decision(step)
+        if held != label.encode():
+            self.report(step, pack(mismatch_report()), failed=True)
+        step.arrived.set()
+
+    def _next_step(self, label: str) -> bytes:
+        """Name the step that this rank has come to; return the name that it has."""
+        while True:
+            self._seq += 1
+            held = self.store.compare_set(f"{self._seq}/step", "", label)
+            passed = self._behind and held != label.encode()
+            if not (passed and self.store.check([f"{self._seq}/verdict"])):
+                self._behind = False
+                return held
+
+    def abort_step(self, step: Step, why: str) -> None:
+        """Fail a step whose verdict the caller has stopped waiting for."""
+        if not (step.decided.is_set() or step.failed_here):
+            failure = lost_ranks_failure(step.name, {self._rank: why}, self._world_size)
+            self.store.compare_set(f"{step.seq}/verdict", "", pack(failure))
+            self._poll_decision(step)
+        if step.decided.is_set() and step.failure is None:
+            self._behind = True
+            self._send_heartbeat("gone")
+
+    def report(self, step: Step, text: str, *, failed: bool) -> None:
+        """Report how the work went: a packed result or failure, or nothing."""
+        step.failed_here = failed
+        if step.decided.is_set():
+            step.reported.set()
+            return
+        if text:
+            self.store.set(f"{step.seq}/report/{self._rank}", text)
+            step.report_held = True
+        if failed:
+            self.store.add(f"{step.seq}/failed", 1)
+        self.store.add(f"{step.seq}/done", 1)
+        self._poll_s = FIRST_POLL_S
+        self._send_heartbeat("waiting")
+        step.reported.set()
+
+    def _send_heartbeat(self, activity: str = "") -> None:
+        self._activity = activity or self._activity
+        self._count += 1
+        at = self._at
+        heartbeat = Heartbeat(self._count, at.seq, at.kind, at.name, self._activity, at.progress)
+        self.store.set(f"beat/{self._rank}", heartbeat.packed())
+        self._next_heartbeat_s = self._clock() + self._times.heartbeat_interval_s
+
+    def _poll_decision(self, step: Step, *, heartbeat: bool = False) -> None:
+        """End the step if there is a verdict, or if rank 0 can give none any more."""
+        key = f"{step.seq}/verdict"
+        if heartbeat and self.leader is None:
+            there = self.store.check(["beat/0"])
+            why = self._leader_monitor.lost_reason(
+                Heartbeat.unpacked(self.store.get("beat/0")) if there else None
+            )
+            if not there:
+                self._warn_late(step)
+            if why:
+                failure = lost_ranks_failure(step.name, {0: why}, self._world_size)
+                self.store.compare_set(key, "", pack(failure))
+        if not self.store.check([key]):
+            return
+        decision = unpack(self.store.get(key))
+        if step.report_held and DECIDED_BY_LEADER in decision:
+            self.store.delete_key(f"{step.seq}/report/{self._rank}")
+        self._send_heartbeat("done")
+        if "error" in decision:
+            step.end(error_class(decision["error"])(decision["message"]))
+        else:
+            step.values = self.leader.values if self.leader else decision["values"]
+            step.end(None)
+
+    def _warn_late(self, step: Step) -> None:
+        """Log, on one rank, that rank 0 has not come; rank 0 logs the others."""
+        if (
+            self._leader_monitor.heartbeats.idle_s >= self._times.late_warning_s
+            and not self._warned_late
+        ):
+            self._warned_late = True
+            if self.store.add("late", 1) == 1:
+                warn_late(step.name, [0], self._world_size, self._times)

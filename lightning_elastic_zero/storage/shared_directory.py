@@ -1,0 +1,93 @@
+"""What rank 0 leaves in a directory that it has made, for the other ranks to see.
+
+An empty token proves that a rank sees the same directory. Tables are what ranks compare themselves
+with. Both are found in the same way, on network filesystems too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.checksums import write_durably
+
+TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
+"""Prefixes of the names of tokens and tables: a directory with such a file is this library's."""
+
+_POLL_S = 0.1
+
+
+def write_shared(directory: Path, name: str, data: bytes = b"") -> None:
+    """Leave a new file in the directory: what rank 0 does.
+
+    Raises:
+        SaveError: The directory cannot be written.
+
+    """
+    write_durably(directory / name, data)
+
+
+def await_shared(
+    directory: Path,
+    name: str,
+    is_whole: Callable[[bytes], bool] = lambda _: True,
+    wait_s: float = 10.0,
+) -> bytes:
+    """Read what rank 0 left in the directory.
+
+    Args:
+        directory: The directory, as this rank names it.
+
+        name: The name of the file that rank 0 left.
+
+        is_whole: Whether data are what rank 0 wrote.
+
+        wait_s: How long to look: network filesystems show the work of others with a delay.
+
+    Raises:
+        SaveError: The file is not there, or is something else. The directory may be another one,
+            or be missing.
+
+    """
+    stop_s = time.monotonic() + wait_s
+    while True:
+        with suppress(OSError):
+            if (data := _read(directory / name)) is not None and is_whole(data):
+                return data
+        if time.monotonic() >= stop_s:
+            msg = (
+                f"{socket.gethostname()} does not see the directory that rank 0 made, {directory}, "
+                f"with what rank 0 wrote into it ({name}), after {wait_s:g} s. All ranks must "
+                "write into one directory: save on a filesystem that all machines share, that "
+                "shows all of them the same, and give it the same path on each."
+            )
+            raise SaveError(msg)
+        time.sleep(_POLL_S)
+
+
+def remove_shared(directory: Path, *names: str) -> None:
+    """Remove what rank 0 left under these names, where it is there.
+
+    Raises:
+        SaveError: The directory cannot be written.
+
+    """
+    try:
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+    except OSError as error:
+        msg = f"Could not remove a file of ours from {directory}: {error.strerror}."
+        raise SaveError(msg) from error
+
+
+def _read(path: Path) -> bytes | None:
+    # Opening a directory makes a network filesystem ask its server again; a mere look-up of the
+    # name may be answered from what was cached, for as long as a minute.
+    with os.scandir(path.parent.parent), os.scandir(path.parent) as entries:
+        is_there = any(entry.name == path.name for entry in entries)
+    return path.read_bytes() if is_there else None

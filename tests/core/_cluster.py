@@ -1,0 +1,200 @@
+"""Jobs of any number of ranks in one process, with a clock that is turned by hand.
+
+Each rank is a real session over torch's own in-memory store, and a program: a generator that does
+steps and pauses wherever a caller would wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from lightning_elastic_zero.coordination import Timeouts
+from lightning_elastic_zero.coordination.client import run_work
+from lightning_elastic_zero.coordination.rank_session import (
+    CHECK_INTERVAL_S,
+    RankSession,
+    Step,
+    join_session,
+)
+from lightning_elastic_zero.errors import RanksError
+
+T = TypeVar("T")
+Pauses: TypeAlias = Generator[None, None, T]
+Work: TypeAlias = Callable[[], object]
+Order: TypeAlias = Callable[[], None]
+
+TICK_S = 0.1
+SHORT = Timeouts(
+    heartbeat_interval_s=0.2,
+    heartbeat_timeout_s=1.6,
+    stall_timeout_s=1.6,
+    absent_timeout_s=2.4,
+    failure_grace_s=0.3,
+    late_warning_s=1.0,
+)
+
+
+def raising(error: BaseException | None) -> Work:
+    """Return work that raises an error, if there is one."""
+
+    def work() -> None:
+        if error is not None:
+            raise error
+
+    return work
+
+
+class Rank:
+    """One rank: the thread that takes the turns of its session, and its caller."""
+
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self.cluster, self.rank = cluster, rank
+        self.open()
+        self.program: Pauses[Any] = self.sleep(0)
+        self.done, self.result = True, None
+
+    def open(self, name: str = "s", call: str = "") -> None:
+        """Come to the next session."""
+        cluster, self.orders = self.cluster, deque[Order]()
+        keys = join_session(cluster.store, name, self.rank, call)
+        size, times = cluster.world_size, cluster.times
+        self.session = RankSession(keys, self.rank, size, times, lambda: cluster.now_s)
+        self.answered_s = cluster.now_s
+
+    def talk(self) -> None:
+        """Take a turn of the session."""
+        self.session.take_turn(self.orders.popleft() if self.orders else None)
+        self.answered_s = self.cluster.now_s
+
+    def go_on(self) -> None:
+        """Go on with the program, up to its next pause."""
+        try:
+            next(self.program)
+        except StopIteration:
+            self.done = True
+
+    def sleep(self, seconds: float) -> Pauses[None]:
+        """Let time pass."""
+        until = self.cluster.now_s + seconds
+        while self.cluster.now_s < until:
+            yield
+
+    def step(
+        self,
+        kind: str,
+        name: str,
+        work: Work | None = None,
+        busy: Callable[[Step], Pauses[None]] | None = None,
+        abort_after_s: float = float("inf"),
+    ) -> Pauses[dict[str, Any]]:
+        """Do a step as a caller does; return what became of it, and how long that took.
+
+        Args:
+            kind: the method that is called.
+            name: the step's.
+            work: what to run, after ``busy``.
+            busy: pauses while this rank is at work.
+            abort_after_s: how long after its report this rank is interrupted.
+        """
+        step, began_s = Step(kind, name), self.cluster.now_s
+        self.orders.append(partial(self.session.enter_step, step))
+        try:
+            yield from self._wait(step.arrived.is_set)
+            if not (step.decided.is_set() or step.reported.is_set()):
+                yield from busy(step) if busy is not None else ()
+                error, text = run_work(kind, work if work is not None else lambda: self.rank)
+                failed = error is not None
+                self.orders.append(partial(self.session.report, step, text, failed=failed))
+            yield from self._wait(step.decided.is_set, abort_after_s)
+        except (RanksError, KeyboardInterrupt) as error:
+            why = f"it has given this step up ({str(error) or type(error).__name__})"
+            self.orders.append(partial(self.session.abort_step, step, why))
+            found: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
+        else:
+            found = {"value": step.values}
+            if step.failure is not None:
+                kind = type(step.failure).__name__
+                found = {"error": kind, "message": str(step.failure)}
+        return {**found, "seconds": self.cluster.now_s - began_s}
+
+    def _wait(self, ended: Callable[[], bool], abort_after_s: float = float("inf")) -> Pauses[None]:
+        """Wait as ``StoreThread.wait`` does: not for a thread that does not come back."""
+        now, times = self.cluster.now_s, self.cluster.times
+        until, check_s = now + abort_after_s, now + CHECK_INTERVAL_S
+        while not ended():
+            if self.cluster.now_s >= until:
+                raise KeyboardInterrupt
+            if self.cluster.now_s >= check_s:
+                answered_s, check_s = self.answered_s, self.cluster.now_s + CHECK_INTERVAL_S
+                if self.cluster.now_s - answered_s > times.heartbeat_timeout_s:
+                    yield from self.sleep(2 * times.heartbeat_interval_s)
+                    if self.answered_s == answered_s and not ended():
+                        msg = "the job's store has not answered"
+                        raise RanksError(msg)
+            yield
+
+
+class Cluster:
+    """A job, whose time passes when it is told to."""
+
+    def __init__(self, world_size: int, times: Timeouts = SHORT) -> None:
+        self.world_size, self.times, self.now_s = world_size, times, 1000.0
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(seconds=1))  # a key that is not there would be waited for
+        self.stopped: set[int] = set()
+        """Ranks that do nothing: stopped, or dead."""
+        self.held: set[int] = set()
+        """Ranks whose thread waits for the store, and whose caller goes on."""
+        self.ranks = [Rank(self, rank) for rank in range(world_size)]
+
+    def tick(self, order: Iterable[int] = ()) -> None:
+        """Let a moment pass, in which every rank takes a turn that is not stopped."""
+        self.now_s += TICK_S
+        for rank in list(order) or range(self.world_size):
+            if rank not in self.stopped:
+                if rank not in self.held:
+                    self.ranks[rank].talk()
+                self.ranks[rank].go_on()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        until = self.now_s + seconds
+        while self.now_s < until:
+            self.tick()
+
+    def start(self, program: Callable[[Rank], Pauses[Any]]) -> None:
+        """Give each rank a program."""
+        for rank in self.ranks:
+            rank.program, rank.done, rank.result = self._noting(rank, program), False, None
+
+    def _noting(self, rank: Rank, program: Callable[[Rank], Pauses[Any]]) -> Pauses[None]:
+        rank.result = yield from program(rank)
+
+    def finish(self, most_s: float = 120.0) -> list[Any]:
+        """Let time pass until every rank that is not stopped has ended its program.
+
+        Returns:
+            What the programs returned, by rank; None for those that are stopped.
+        """
+        until = self.now_s + most_s
+        while not all(rank.done for rank in self.ranks if rank.rank not in self.stopped):
+            self.tick()
+            assert self.now_s < until, [(rank.rank, rank.done) for rank in self.ranks]
+        return [rank.result if rank.done else None for rank in self.ranks]
+
+    def run(self, program: Callable[[Rank], Pauses[Any]]) -> list[Any]:
+        """Run a program on every rank to its end."""
+        self.start(program)
+        return self.finish()
+
+    def run_step(
+        self, kind: str = "run_all", name: str = "write", works: dict[int, Work] | None = None
+    ) -> list[dict[str, Any]]:
+        """Do a step on every rank, with other work on some."""
+        return self.run(lambda rank: rank.step(kind, name, (works or {}).get(rank.rank)))
