@@ -182,11 +182,9 @@ class TestFailures:
     def test_a_failure_does_not_wait_for_those_at_work(self, job: Cluster) -> None:
         """Nor for those that have not come: they hear of it when they do."""
 
-        busy_s = 20
-
         def program(rank: Rank) -> Pauses[Any]:
             yield from rank.sleep(5 * (rank.rank == 2))
-            busy = busy_s if rank.rank == 1 else 0
+            busy = 20 if rank.rank == 1 else 0
             return (
                 yield from rank.step(
                     "run_all",
@@ -198,7 +196,7 @@ class TestFailures:
 
         found = job.run(program)
         assert failure(found)[1].endswith("rank 3 of 4: OSError: disk")
-        assert all(outcome["seconds"] < busy_s for outcome in found)
+        assert all(outcome["seconds"] < 2 * SHORT.failure_grace_s for outcome in found)
         assert_in_step(job)
 
     def test_who_fails_a_little_later_is_named_too(self, job: Cluster) -> None:
