@@ -14,12 +14,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_elastic_zero.api import (
+from lightning_elastic_zero.api import check_timeouts, engine_handle, load_options
+from lightning_elastic_zero.checkpoint import (
+    CheckpointManager,
     CheckpointStats,
+    EngineHandle,
     LoadResult,
     SaveOptions,
-    load_options,
-    load_with,
+    load_engine,
 )
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.data_progress import with_loader_states
@@ -33,13 +35,7 @@ from lightning_elastic_zero.engine import (
     version_of,
     weights_match_masters,
 )
-from lightning_elastic_zero.manager import (
-    CheckpointManager,
-    format_loaded,
-    format_not_resumed,
-    is_slurm_requeue,
-)
-from lightning_elastic_zero.option_checks import check_flag
+from lightning_elastic_zero.option_checks import check_count, check_flag
 from lightning_elastic_zero.strategy_names import STRATEGY_ARGUMENTS
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.base_strategy import BaseElasticStrategy
@@ -50,7 +46,12 @@ from lightning_elastic_zero.trainer.lightning_internals import RESUME_END
 from lightning_elastic_zero.trainer.lr_schedulers import resume_as_configured, resume_as_saved
 from lightning_elastic_zero.trainer.model_checkpoint_hooks import ModelCheckpointHooks
 from lightning_elastic_zero.trainer.resume import STATE_KEY
-from lightning_elastic_zero.trainer.trainer_state import without_progress
+from lightning_elastic_zero.trainer.trainer_state import (
+    format_loaded,
+    format_not_resumed,
+    is_slurm_requeue,
+    without_progress,
+)
 from lightning_elastic_zero.trainer.weight_averaging import StateDictTracker
 
 if TYPE_CHECKING:
@@ -102,9 +103,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
                 and publish it in the background. A checkpoint is then there some time after
                 ``save_checkpoint`` has returned (``wait_for_save``), and hosts need room for their
                 ranks' state once more. Hence off by default.
-            max_snapshot_bytes: with ``async_save``, the most host memory that a rank's copy may
-                take;
-                None: all that it needs. What does not fit is written before the next step.
+            max_snapshot_bytes: with ``async_save``, the most host memory of a rank's copy; None: no
+                limit. What does not fit is written before the next step.
             stall_timeout_s: how long a rank may work on a save or load without progress before that
                 fails on all ranks: raise it where one call to the disk may take longer.
             absent_timeout_s: how long ranks wait for one that does not come; a warning names it.
@@ -120,10 +120,11 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         )
         self._save_module_weights = check_flag("save_module_weights", save_module_weights)
         self._manager = saves = CheckpointManager(
-            stall_timeout_s,
-            absent_timeout_s,
-            background=async_save,
-            max_snapshot_bytes=max_snapshot_bytes,
+            check_timeouts(stall_timeout_s, absent_timeout_s),
+            background=check_flag("async_save", async_save),
+            max_snapshot_bytes=check_count(
+                "max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes"
+            ),
         )
         self._checkpoint_hooks = ModelCheckpointHooks(
             self._link, saves.is_being_written, saves.refusal_reason
@@ -166,7 +167,7 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         self._agree()
         callbacks = trainer.checkpoint_callbacks if self._is_fitting() else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
-        self._manager.start(self.deepspeed_engine, self.global_rank, dirpaths)
+        self._manager.start(engine_handle(self.deepspeed_engine), self.global_rank, dirpaths)
         self._checkpoint_hooks.begin(trainer)
 
     @override
@@ -208,7 +209,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         if storage_options is not None:
             msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
             raise TypeError(msg)
-        engine = self._last_fit.engine(self.deepspeed_engine, filepath, self._agree)
+        trained = self._last_fit.engine(self.deepspeed_engine, filepath, self._agree)
+        engine = engine_handle(trained)
         weights_only = "optimizer_states" not in checkpoint or not self._last_fit.is_whole
         if weights_only and (module := self.lightning_module) is not None:
             weight_averaging.add_averages(module.trainer, checkpoint)
@@ -225,7 +227,7 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
 
     def _save(
         self,
-        engine: Any,
+        engine: EngineHandle,
         filepath: str | os.PathLike[str],
         client_state: dict[str, Any],
         options: SaveOptions,
@@ -316,7 +318,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         )
         self.wait_for_save()
         configured = configured_rates(self.optimizers) if self._is_fitting() else []
-        loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
+        engine = engine_handle(self.deepspeed_engine)
+        loaded = load_engine(engine, checkpoint_path, self._agree(), options)
         self._resumed = True
         if not self._is_fitting():
             self._last_fit.forget()
