@@ -15,10 +15,28 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.strategy_names import STRATEGY_ARGUMENTS
 
 PYTORCH_LIGHTNING = "pytorch_lightning"
 """The package of the same content and other classes: its Trainer takes no strategy of ours."""
+
+_OFFLOAD = {"offload_optimizer": True}
+_OFFLOAD_BOTH = {**_OFFLOAD, "offload_parameters": True}
+_NVME = {
+    "remote_device": "nvme",
+    "offload_params_device": "nvme",
+    "offload_optimizer_device": "nvme",
+}
+
+STRATEGY_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "elastic_deepspeed": {},
+    "elastic_deepspeed_stage_1": {"stage": 1},
+    "elastic_deepspeed_stage_2": {"stage": 2},
+    "elastic_deepspeed_stage_2_offload": {"stage": 2, **_OFFLOAD},
+    "elastic_deepspeed_stage_3": {"stage": 3},
+    "elastic_deepspeed_stage_3_offload": {"stage": 3, **_OFFLOAD_BOTH},
+    "elastic_deepspeed_stage_3_offload_nvme": {"stage": 3, **_OFFLOAD_BOTH, **_NVME},
+}
+"""``Trainer(strategy=<name>)``, and the strategy's arguments by that name."""
 
 
 def register(make: Callable[..., object]) -> None:

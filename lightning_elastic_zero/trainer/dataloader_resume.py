@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -255,6 +255,29 @@ def _loader_unresumable_reason(loader: object, pending: PendingResume, world_siz
     if saved != world_size:
         return f"the {kind} has one state per rank of {saved}; there are {world_size} now"
     return ""
+
+
+class SampleOrderCheck:
+    """Compares the order of samples between ranks, once in each epoch.
+
+    Not before its first batch: hooks of the epoch's start may change what a sampler draws. In each
+    epoch: a sampler may differ between ranks from the second one on.
+    """
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Begin a fit."""
+        self._is_done = False
+
+    def before_batch(
+        self, trainer: pl.Trainer, batch_idx: int, get_ranks: Callable[[], Ranks]
+    ) -> None:
+        """Compare, before the first batch of an epoch that is trained on; collective."""
+        if batch_idx == 0 or not self._is_done:
+            check_same_order_on_ranks(trainer, get_ranks())
+            self._is_done = True
 
 
 def check_same_order_on_ranks(trainer: pl.Trainer, ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.engine import weights_match_masters
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, displayed_metrics
 
 Agree = Callable[[], Ranks]
@@ -22,13 +23,7 @@ class LastFit:
     Lightning's strategy keeps its optimizer, and so the training state, until the next fit anyway.
     """
 
-    def __init__(self, is_as_trained: Callable[[Any], bool]) -> None:
-        """Begin without a fit.
-
-        Args:
-            is_as_trained: whether a module still has, on this rank, what its engine trained.
-        """
-        self._is_as_trained = is_as_trained
+    def __init__(self) -> None:
         self._engine: Any = None
         self._metrics: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
@@ -69,7 +64,7 @@ class LastFit:
         if self._engine.module is not live.module:
             return False
         step = "save: compare the module with what was trained"
-        on_ranks = ranks.gather(step, lambda: self._is_as_trained(self._engine))
+        on_ranks = ranks.gather(step, lambda: weights_match_masters(self._engine))
         return ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
 
     @property

@@ -14,15 +14,17 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torchmetrics import MeanMetric
 
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.option_checks import check_known_options
 from lightning_elastic_zero.requirements import LIGHTNING, missing_names
 
 RESUME_END = "_CheckpointConnector.resume_end"
@@ -177,9 +179,54 @@ def _says(function: object, text: str) -> bool:
     return text in getattr(code, "co_consts", ())
 
 
-def pop_options_unknown_to_parent(options: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a strategy's options those that its parent does not know yet."""
+def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Check what a strategy passes on to its parent, and remove what that does not know yet.
+
+    Args:
+        strategy: the class.
+        options: by name; those that remain are known to ``DeepSpeedStrategy``.
+
+    Returns:
+        Options of newer releases, with their values.
+
+    Raises:
+        TypeError: an option is known to neither class.
+    """
+    later = _pop_later_options(options)
+    check_known_options(strategy, options, inspect.signature(DeepSpeedStrategy.__init__).parameters)
+    return later
+
+
+def _pop_later_options(options: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
     if EXCLUDE_FROZEN in known:
         return {}
     return {EXCLUDE_FROZEN: options.pop(EXCLUDE_FROZEN, False)}
+
+
+def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Return the training loaders as Lightning combined them; None before they are made."""
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader  # noqa: SLF001
+    return combined
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the training loaders, flat; none before they are made."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else list(combined.flattened)
+
+
+def is_fitting(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer runs ``fit``, and no evaluation."""
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+def is_interrupted(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer is handling an exception (``save_on_exception``)."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """Return the trainer's callbacks, which Lightning does not declare."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

@@ -39,9 +39,7 @@ _DEEPSPEEDS = {"last_batch_iteration"}
 
 
 def resume_as_saved(
-    schedulers: Sequence[Any],
-    states: Sequence[Mapping[str, Any]],
-    _groups: Sequence[Group] = (),
+    schedulers: Sequence[Any], states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the states to load, their numbers of the types that the live schedulers have."""
     kept = [cast_like(s, live.state_dict()) for live, s in zip(schedulers, states, strict=False)]

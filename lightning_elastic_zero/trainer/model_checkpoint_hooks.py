@@ -35,15 +35,15 @@ class ModelCheckpointHooks:
 
     def __init__(
         self,
-        link: Callable[[str, str], None],
+        link: Callable[[pl.Trainer, str, str], None],
         is_being_written: Callable[[str], bool],
         refusal_reason: Callable[[str], str],
     ) -> None:
         """Take who knows.
 
         Args:
-            link: lets a link name a checkpoint: called on all ranks, with the checkpoint's path and
-                the link's.
+            link: makes a link to a checkpoint: called on all ranks, with the trainer, the
+                checkpoint's path and the link's.
             is_being_written: whether, on the first rank, a checkpoint of that path is being
                 written.
             refusal_reason: why, on the first rank, what lies at a path must not be replaced;
@@ -82,7 +82,7 @@ class ModelCheckpointHooks:
         if _is_missing(callback, trainer):
             callback._save_checkpoint(trainer, linkpath)  # noqa: SLF001 - see begin
             return
-        self._link(filepath, linkpath)
+        self._link(trainer, filepath, linkpath)
         trainer.strategy.barrier()
 
     def _file_exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:

@@ -60,15 +60,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "api": {"engine", "checkpoint", "option_checks", "coordination"},
-    "strategy_names": set(),
-    "strategy_registry": {"strategy_names", "errors"},
+    "strategy_registry": {"errors"},
     "trainer": {
         "api",
         "engine",
         "checkpoint",
         "option_checks",
         "data_progress",
-        "strategy_names",
         "storage",
         "coordination",
         "tensor_state",
@@ -111,8 +109,8 @@ LOADS_WITHOUT: dict[str, set[str]] = {
 }
 """What importing a module must not load, in a process of its own."""
 
-FILE_LINES = 420
-FUNCTION_LINES = 66
+FILE_LINES = 400
+FUNCTION_LINES = 60
 MEDIAN_FUNCTION_LINES = 15
 
 SOURCES = sorted(ROOT.rglob("*.py"))
