@@ -76,7 +76,8 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
             not, before it fails; after 30 s a warning names them.
 
     Returns:
-        Where it was published, the seconds it took, the bytes that all ranks wrote.
+        ``CheckpointStats``: ``path``, ``seconds`` until all ranks were done, ``bytes`` that all
+        ranks wrote, and ``waited_s`` of this rank.
 
     Raises:
         ValueError: a flag is neither True nor False, ``client_state`` no dictionary, or a time no
@@ -112,8 +113,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
 ) -> LoadResult:
     """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
 
-    Call it on every rank. Nothing of the engine is changed before all that can be wrong has been
-    looked at on all ranks.
+    Call it on every rank. The engine is changed only when everything is checked on all ranks.
 
     Args:
         engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
@@ -132,11 +132,11 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
             names it. Checkpoints of other software are neither replaced nor taken.
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             load fails on all ranks; see ``save_checkpoint``.
-        absent_timeout_s: for how many seconds ranks that make this call wait for those that do
-            not, before it fails; after 30 s a warning names them.
+        absent_timeout_s: for how many seconds ranks wait for one that is absent; likewise.
 
     Returns:
-        The client state, the manifest, and what the load cost.
+        ``LoadResult``: ``client_state``; ``manifest``, a ``Manifest``; ``stats``, what the load
+        cost (``CheckpointStats``); ``instead_of``, the damaged one where ``fallback`` took another.
 
     Raises:
         ValueError: an option has a value that it cannot have.

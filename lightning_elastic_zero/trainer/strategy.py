@@ -297,7 +297,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint directory; collective. ``last_save`` has what it cost.
+        """Write a checkpoint directory; collective. ``last_save`` is its ``CheckpointStats``.
 
         Args:
             checkpoint: what Lightning's trainer passes.
@@ -318,7 +318,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @property
     def last_save(self) -> CheckpointStats | None:
-        """Path, seconds and bytes of the last save that was published."""
+        """Path, seconds and bytes of the last save that was published; None before."""
         return self._manager.last_save
 
     def wait_for_save(self) -> None:
@@ -347,7 +347,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
         Returns:
             The trainer's part, from which Lightning restores loops, callbacks and schedulers;
-            ``last_load`` has what the load cost.
+            ``last_load`` is the ``CheckpointStats``.
 
         Raises:
             ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
@@ -362,7 +362,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @property
     def last_load(self) -> CheckpointStats | None:
-        """Path, seconds and bytes of the last load."""
+        """Path, seconds and bytes of the last load; None before."""
         return self._loader.last_load
 
     @override
