@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_elastic_zero.option_checks import check_count, check_flag
 from lightning_elastic_zero.trainer.batch_settings import batch_size_of, resolve_batch_settings
 from lightning_elastic_zero.trainer.dataloader_warnings import orders_as_made
-from lightning_elastic_zero.trainer.lightning_internals import callbacks_of, is_fitting
+from lightning_elastic_zero.trainer.lightning_internals import callbacks_of, data_source, is_fitting
 from lightning_elastic_zero.trainer.resume import RunResumer
 
 _MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
@@ -85,7 +85,7 @@ class BatchController:
             return
         if is_users and not self._is_configured:
             self._read_batch_size(config)
-        source, module = trainer.fit_loop._data_source, trainer.lightning_module  # noqa: SLF001
+        source, module = data_source(trainer), trainer.lightning_module
         if not source.is_module():
             self._resolve(trainer, self._batch_size_of_loader(trainer))
         elif source.instance is not module or not is_overridden("setup", module):
@@ -186,7 +186,7 @@ class BatchController:
 
     def _batch_size_of_loader(self, trainer: pl.Trainer) -> int | None:
         """Return the training loader's batch size: its own, else the user's."""
-        source = trainer.fit_loop._data_source  # noqa: SLF001
+        source = data_source(trainer)
         if not source.is_defined():
             return self._user_batch_size
         loaders = source.dataloader()

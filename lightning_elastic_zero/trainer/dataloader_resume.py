@@ -20,6 +20,10 @@ from lightning_elastic_zero.trainer.dataloaders import (
     elastic_sampler_of,
     resumable_part_of,
 )
+from lightning_elastic_zero.trainer.lightning_internals import (
+    repeats_shorter_loaders,
+    training_loaders,
+)
 from lightning_elastic_zero.trainer.stateful_loaders import (
     ends_before_data,
     load_state_at_epoch_end,
@@ -152,7 +156,7 @@ def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Positi
     """
     if position.is_over:
         return elastic.steps
-    if combined._mode == "max_size_cycle":  # noqa: SLF001 - there is no public way
+    if repeats_shorter_loaders(combined):
         return position.steps % max(elastic.steps, 1)
     return min(position.steps, elastic.steps)
 
@@ -286,9 +290,7 @@ def check_same_order_on_ranks(trainer: pl.Trainer, ranks: Ranks) -> None:
     Raises:
         UnsupportedError: ranks would train on the same sample twice, and never on others.
     """
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
-    loaders = combined.flattened if combined is not None else ()
-    elastic = [elastic_sampler_of(loader) for loader in loaders]
+    elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
     own = [sampler for sampler in elastic if sampler is not None and sampler.sampler is not None]
     if not own:
         return

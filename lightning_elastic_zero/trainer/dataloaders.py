@@ -16,6 +16,7 @@ from lightning_elastic_zero.data_progress import (
     derive_seed,
 )
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+from lightning_elastic_zero.trainer.lightning_internals import drop_iterator, wrapped_sampler
 
 
 @runtime_checkable
@@ -110,7 +111,7 @@ def _wrapped(sampler: Any) -> Sampler[Any] | None:
     if type(sampler) is ElasticSampler:
         return sampler.sampler
     if type(sampler) is DistributedSamplerWrapper:
-        own: Sampler[Any] = sampler.dataset._sampler  # type: ignore[attr-defined]  # noqa: SLF001
+        own: Sampler[Any] = wrapped_sampler(sampler)
         return own
     return None
 
@@ -151,7 +152,7 @@ def with_own_generator(loader: L, *seeds: int) -> L:
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         return loader
     own = copy.copy(loader)
-    own._iterator = None  # noqa: SLF001 - of persistent workers, which belong to the original
+    drop_iterator(own)  # of persistent workers, which belong to the original
     own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
     return own
 

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.engine import drop_accumulation_window
+from lightning_elastic_zero.trainer.lightning_internals import should_accumulate
 from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
 
 
@@ -55,7 +56,7 @@ class GradientAccumulation:
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:
         """Tell DeepSpeed whether the next micro-batch ends Lightning's window, and return it."""
-        steps = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        steps = not should_accumulate(trainer)
         self._engine.set_gradient_accumulation_boundary(steps)
         return steps
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.engine import weights_match_masters
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, displayed_metrics
+from lightning_elastic_zero.trainer.lightning_internals import known_callback_metrics
 
 Agree = Callable[[], Ranks]
 """Returns the means of agreement between ranks."""
@@ -34,7 +35,7 @@ class LastFit:
 
     def end(self, trainer: pl.Trainer) -> None:
         """Note at the end of a fit what an evaluation overwrites."""
-        self._metrics = dict(trainer._logger_connector._callback_metrics)  # noqa: SLF001 - see releases
+        self._metrics = known_callback_metrics(trainer)
         self._shown = displayed_metrics(trainer)
 
     def forget(self) -> None:

@@ -1,7 +1,8 @@
-"""Each private name of Lightning's that is relied upon, what for, and the releases that have it.
+"""Each private name of Lightning's that is relied upon: what for, and one function to reach it by.
 
-Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here.
-``tests/house/test_private_names.py`` finds every private name that is used and does not stand here.
+Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here. The names of running
+results and of metrics are reached in ``logged_results``, ``metric_states`` and ``epoch_metrics``;
+``tests/house/test_private_names.py`` finds any other that is used elsewhere.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _pop_later_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
     """Return the training loaders as Lightning combined them; None before they are made."""
-    combined: CombinedLoader | None = trainer.fit_loop._combined_loader  # noqa: SLF001
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader
     return combined
 
 
@@ -214,6 +215,137 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     """Return the training loaders, flat; none before they are made."""
     combined = combined_loader(trainer)
     return [] if combined is None else list(combined.flattened)
+
+
+def loader_state_dicts(trainer: pl.Trainer) -> list[Any]:
+    """Return the states of the training loaders that have their own."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else combined._state_dicts()
+
+
+def forget_loader_states(trainer: pl.Trainer) -> None:
+    """Load no saved states into the training loaders: they are loaded by now."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
+    """Whether shorter loaders begin again until the longest one ends."""
+    return combined._mode == "max_size_cycle"
+
+
+def data_source(trainer: pl.Trainer) -> Any:
+    """Return where the training loaders come from."""
+    return trainer.fit_loop._data_source
+
+
+def data_fetcher(trainer: pl.Trainer) -> Any:
+    """Return what fetches training batches; None before an epoch."""
+    return trainer.fit_loop._data_fetcher
+
+
+def prefetches(fetcher: object) -> bool:
+    """Whether a fetcher can hold a batch that was fetched ahead."""
+    return isinstance(fetcher, fetchers._PrefetchDataFetcher)
+
+
+def fetch(fetcher: Any) -> Any:
+    """Fetch one batch, and none ahead of it."""
+    return fetchers._DataFetcher.__next__(fetcher)
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """Return the sampler that a ``DistributedSamplerWrapper`` shares out."""
+    return sampler.dataset._sampler
+
+
+def drop_iterator(loader: Any) -> None:
+    """Remove the iterator of persistent workers from a copy of a loader."""
+    loader._iterator = None
+
+
+def should_accumulate(trainer: pl.Trainer) -> bool:
+    """Whether the window of micro-batches goes on after the next one."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def end_restart(trainer: pl.Trainer) -> None:
+    """Let the fit loop go on as one that is no longer restarting."""
+    trainer.fit_loop._restarting = False
+
+
+def logged_steps(trainer: pl.Trainer) -> int:
+    """Return the batches that the loggers' axis has counted."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
+    """Set the batches that the loggers' axis has counted."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the current batch."""
+    fetcher = data_fetcher(trainer)
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def step_scheduler(trainer: pl.Trainer, scheduler: Any, metric: Any) -> None:
+    """Update a ``ReduceLROnPlateau`` as Lightning does."""
+    call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, metric)
+
+
+def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what callbacks look at, as known by now: the public name may compute more."""
+    return dict(trainer._logger_connector._callback_metrics)
+
+
+LINK_HOOK = "_link_checkpoint"
+"""Method by which ``ModelCheckpoint`` makes its link."""
+
+EXISTS_HOOK = "file_exists"
+"""Method by which it asks whether a name is taken; the only public one."""
+
+NAME_HOOK = "_get_metric_interpolated_filepath_name"
+"""Method by which it names a checkpoint."""
+
+
+def name_checkpoint(
+    callback: ModelCheckpoint, metrics: dict[str, Any], trainer: pl.Trainer, replaced: str | None
+) -> str:
+    """Return the name that ``ModelCheckpoint`` gives to a checkpoint."""
+    return ModelCheckpoint._get_metric_interpolated_filepath_name(
+        callback, metrics, trainer, replaced
+    )
+
+
+def save_now(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
+    """Save a checkpoint as ``ModelCheckpoint`` does."""
+    callback._save_checkpoint(trainer, path)
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """Return the step that a callback saved last."""
+    return callback._last_global_step_saved
+
+
+def set_last_saved_step(callback: ModelCheckpoint, step: int) -> None:
+    """Set the step that a callback saved last, so that it does not save it once more."""
+    callback._last_global_step_saved = step
+
+
+def save_intervals(callback: ModelCheckpoint) -> tuple[int, int]:
+    """Return after how many steps, and after how many epochs, a callback saves; 0: not by these."""
+    return callback._every_n_train_steps, callback._every_n_epochs
+
+
+def numbers_names(callback: ModelCheckpoint) -> bool:
+    """Whether a callback numbers its names where they are in use."""
+    return bool(getattr(callback, "_enable_version_counter", True))
+
+
+def has_average(callback: Any) -> bool:
+    """Whether a ``WeightAveraging`` holds an average: in a fit only."""
+    return getattr(callback, "_average_model", None) is not None
 
 
 def is_fitting(trainer: pl.Trainer | None) -> bool:

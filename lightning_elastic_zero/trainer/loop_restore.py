@@ -1,8 +1,7 @@
 """Lightning's live loops, set to go on at a position.
 
 The counters were written when the checkpoint was loaded. What is set here is what only live loops
-have; every private name of Lightning's that this library writes to is in this file, as of 2.6, but
-for what ``answers`` answers in ``ModelCheckpoint``'s place.
+have.
 """
 
 from __future__ import annotations
@@ -13,10 +12,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position, validation_counters_at
+from lightning_elastic_zero.trainer.lightning_internals import (
+    combined_loader,
+    data_fetcher,
+    end_restart,
+    forget_loader_states,
+    is_validation_due,
+    logged_steps,
+    save_intervals,
+    set_last_saved_step,
+    set_logged_steps,
+    step_scheduler,
+    training_loaders,
+)
 from lightning_elastic_zero.trainer.prefetch import prefetch_next_batch
 from lightning_elastic_zero.trainer.step_intervals import optimizer_steps_in
 
@@ -40,15 +51,15 @@ class LoopRestorer:
             position: where to go on.
             axis: of the loggers, where it is not the number of optimizer steps; None if unknown.
         """
-        fit, epoch = self._fit, self._epoch
+        epoch = self._epoch
         # Also where the loops were told to begin at a step of an epoch that starts over.
         if position.steps == 0 and not position.is_over:
             epoch.restarting = False
-        fit._restarting = False  # noqa: SLF001
+        end_restart(self._trainer)
         if self._trainer.lightning_module.automatic_optimization:
             axis = self._trainer.global_step
         if axis is not None:
-            epoch._batches_that_stepped = axis - self._will_end_batch()  # noqa: SLF001
+            set_logged_steps(self._trainer, axis - self._will_end_batch())
 
     def within_limit(self, position: Position) -> Position:
         """Take an epoch for over that is shorter now than what was trained of it."""
@@ -79,9 +90,11 @@ class LoopRestorer:
         """
         step = self._trainer.global_step
         for callback in self._trainer.checkpoint_callbacks:
-            every = getattr(callback, "_every_n_train_steps", 0)
-            if isinstance(callback, ModelCheckpoint) and every >= 1 and step % every == 0:
-                callback._last_global_step_saved = step  # noqa: SLF001
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            every, _ = save_intervals(callback)
+            if every >= 1 and step % every == 0:
+                set_last_saved_step(callback, step)
 
     def complete_counters(self, position: Position) -> None:
         """Show an epoch that is over as full, where its length is not what it was."""
@@ -98,10 +111,7 @@ class LoopRestorer:
 
         Then it counts that batch for the loggers itself.
         """
-        epoch, fetcher = self._epoch, self._fit._data_fetcher  # noqa: SLF001
-        return bool(
-            epoch.restarting and fetcher is not None and epoch._should_check_val_fx(fetcher)  # noqa: SLF001
-        )
+        return bool(self._epoch.restarting and is_validation_due(self._trainer))
 
     def restore_validation_counters(
         self, counted: Mapping[str, Any], state: Mapping[str, Any]
@@ -164,18 +174,15 @@ class LoopRestorer:
             metric = trainer.callback_metrics.get(config.monitor or "")
             if done % config.frequency == 0 and metric is not None:
                 self._epoch.scheduler_progress.increment_ready()
-                call._call_lightning_module_hook(  # noqa: SLF001
-                    trainer, "lr_scheduler_step", config.scheduler, metric
-                )
+                step_scheduler(trainer, config.scheduler, metric)
                 self._epoch.scheduler_progress.increment_completed()
 
     def restart_data(self, position: Position) -> None:
         """Make the iterator anew: its samplers begin elsewhere now, and are of another epoch."""
-        fit = self._fit
-        if fit._combined_loader is None:  # noqa: SLF001
+        if combined_loader(self._trainer) is None:
             return
-        fit._combined_loader_states_to_load = []  # noqa: SLF001 - they are loaded by now
-        for loader in fit._combined_loader.flattened:  # noqa: SLF001
+        forget_loader_states(self._trainer)
+        for loader in training_loaders(self._trainer):
             for sampler in (
                 getattr(loader, "sampler", None),
                 getattr(getattr(loader, "batch_sampler", None), "sampler", None),
@@ -186,7 +193,7 @@ class LoopRestorer:
 
     def _make_iterator(self, position: Position) -> None:
         """Make the iterator that is used from here on, and none that nobody would use."""
-        if (fetcher := self._fit._data_fetcher) is None:  # noqa: SLF001
+        if (fetcher := data_fetcher(self._trainer)) is None:
             return
         if position.is_over:
             # Lightning ends such an epoch by asking for one more batch, which is not to be drawn;
@@ -220,10 +227,9 @@ def restore_frequencies(held: list[tuple[Any, int]]) -> None:
 
 def logger_step(trainer: pl.Trainer) -> int:
     """Give the loggers' step for the next batch, which is counted when a batch has ended."""
-    epoch = trainer.fit_loop.epoch_loop
-    current = epoch.batch_progress.state_dict()["current"]
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     ending = current["completed"] < current["processed"] or trainer.validating
-    return int(epoch._batches_that_stepped) + ending  # noqa: SLF001
+    return logged_steps(trainer) + ending
 
 
 def validation_batches(trainer: pl.Trainer) -> int:

@@ -19,7 +19,11 @@ from lightning_elastic_zero.trainer import resume_warnings
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings
 from lightning_elastic_zero.trainer.dataloaders import elastic_sampler_of
 from lightning_elastic_zero.trainer.epoch_metrics import EpochMetrics
-from lightning_elastic_zero.trainer.lightning_internals import is_fitting, training_loaders
+from lightning_elastic_zero.trainer.lightning_internals import (
+    is_fitting,
+    known_callback_metrics,
+    training_loaders,
+)
 from lightning_elastic_zero.trainer.loop_restore import (
     logger_step,
     planned_steps,
@@ -140,7 +144,7 @@ class RunRecorder:
         """Return what else of this moment belongs to the checkpoint, this rank's own."""
         step_state = self._step_state_of(trainer)
         # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
-        metrics = trainer._logger_connector._callback_metrics  # noqa: SLF001
+        metrics = known_callback_metrics(trainer)
         validated, inside = record.position.is_validated, _is_mid_accumulation(trainer)
         ending = record.position.steps == 0 and _is_ending(trainer.fit_loop.epoch_progress)
         kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.lightning_internals import WEIGHT_AVERAGING
+from lightning_elastic_zero.trainer.lightning_internals import WEIGHT_AVERAGING, has_average
 
 WEIGHTS = "state_dict"
 """Where Lightning keeps a module's weights."""
@@ -27,9 +27,6 @@ CURRENT = "current_model_state"
 
 AVERAGING = "averaging_state"
 """Where it keeps how many weights have been averaged."""
-
-_AVERAGE = "_average_model"
-"""Its private attribute, None outside of a fit."""
 
 
 def _averaging(trainer: pl.Trainer) -> list[Any]:
@@ -134,7 +131,7 @@ def add_averages(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     for.
     """
     for callback in _averaging(trainer):
-        if getattr(callback, _AVERAGE, None) is not None:
+        if has_average(callback):
             callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
 
 
