@@ -40,7 +40,7 @@ STRATEGY_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def register(make: Callable[..., object]) -> None:
-    """Let each of Lightning's two packages know the names, now or when it is imported.
+    """Register the names with each of Lightning's two packages, now or when it is imported.
 
     The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a
     module of this package that the strategy needs whole.
@@ -62,7 +62,7 @@ def register(make: Callable[..., object]) -> None:
 
 
 def _refuse_in_twin() -> None:
-    """Let the twin say what to import, where it would say that there is no such name."""
+    """Register names that raise what to import, where the twin would know no such name."""
     registry = sys.modules[f"{PYTORCH_LIGHTNING}.strategies"].StrategyRegistry
     for name in STRATEGY_ARGUMENTS:
         registry.register(name, _refuse, "needs lightning.pytorch", override=True)
@@ -91,7 +91,7 @@ class _ImportHook(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 (the others look there)
         target: ModuleType | None = None,  # noqa: ARG002 (likewise)
     ) -> ModuleSpec | None:
-        """Let the others find the package, and run the function after its code."""
+        """Return what the others find, and run the function after the package's code."""
         if fullname != self._package:
             return None
         sys.meta_path.remove(self)
@@ -102,7 +102,7 @@ class _ImportHook(MetaPathFinder):
 
 
 def _run_after(loader: Loader, then: Callable[[], object]) -> None:
-    """Let a loader, which is one package's, call a function when the package is there."""
+    """Make a loader, which is one package's, call a function after the package's code."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

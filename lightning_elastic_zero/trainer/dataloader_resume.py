@@ -58,7 +58,7 @@ def position_dataloaders(
     world_size: int,
     on_unresumable_data: UnresumableDataPolicy,
 ) -> Position:
-    """Let every loader begin at the position, or the epoch anew where that is allowed.
+    """Set every loader to the position, or to the epoch's start where that is allowed.
 
     Args:
         pending: what was loaded.
@@ -102,7 +102,7 @@ def loader_states_at(pending: PendingResume, position: Position, world_size: int
 def _position_all(
     pending: PendingResume, combined: CombinedLoader, position: Position, world_size: int
 ) -> None:
-    """Let every loader begin at a position."""
+    """Set every loader to a position."""
     states = iter(loader_states_at(pending, position, world_size))
     for index, loader in enumerate(combined.flattened):
         # Lightning keeps the states of those that have one, in order.
@@ -134,7 +134,7 @@ def _position_at_epoch_end(
     position: Position,
     of_run: tuple[int, bool],
 ) -> None:
-    """Let a loader with a state of its own begin the epoch after the one that ended."""
+    """Set a loader with a state of its own to the epoch after the one that ended."""
     world_size, cut = of_run
     if state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=cut)
@@ -143,14 +143,14 @@ def _position_at_epoch_end(
 
 
 def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
-    """Let a sampler go on in the order of the run that saved."""
+    """Restore the order of the run that saved."""
     if pending.is_own_format and index < len(pending.record.loaders):
         seed = pending.record.loaders[index].get("seed")
         elastic.seed = seed if type(seed) is int else elastic.seed
 
 
 def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Position) -> int:
-    """Give the step of its own order that a sampler begins at.
+    """Return the step of its own order that a sampler begins at.
 
     Of several loaders the shorter ones begin again within an epoch, or are exhausted.
     """
@@ -162,7 +162,7 @@ def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Positi
 
 
 def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any], world_size: int) -> str:
-    """Say why the data cannot be taken up inside an epoch; empty where it can."""
+    """Return why the data cannot be resumed inside an epoch; empty where it can."""
     if pending.position.is_over:
         return ""
     uncut = [loader for loader in loaders if elastic_sampler_of(loader) is None]
@@ -180,7 +180,7 @@ def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any], world_si
 
 
 def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Say in what the data differ from those of the save."""
+    """Return in what the data differ from those of the save."""
     here = [
         s.describe() if (s := elastic_sampler_of(loader)) is not None else {} for loader in loaders
     ]
@@ -192,7 +192,7 @@ def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
 
 
 def _changed_order_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Say whose samplers put the epoch in another order than when it was saved."""
+    """Return whose samplers put the epoch in another order than when it was saved."""
     names = _samplers_with_other_order(pending, loaders, pending.position.epoch)
     return _changed_order_message(names, pending.position.epoch) if names else ""
 
@@ -241,7 +241,7 @@ def _changed_order_message(names: Sequence[str], epoch: int) -> str:
 
 
 def _loader_unresumable_reason(loader: object, pending: PendingResume, world_size: int) -> str:
-    """Say why a loader whose order is its own cannot begin inside an epoch."""
+    """Return why a loader whose order is its own cannot begin inside an epoch."""
     if resumable_part_of(loader) is not None:
         known = pending.record.samples is not None
         return (

@@ -55,7 +55,7 @@ class GradientAccumulation:
             yield scaled
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:
-        """Tell DeepSpeed whether the next micro-batch ends Lightning's window, and return it."""
+        """Set and return whether the next micro-batch ends Lightning's window."""
         steps = not should_accumulate(trainer)
         self._engine.set_gradient_accumulation_boundary(steps)
         return steps

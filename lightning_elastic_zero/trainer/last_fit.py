@@ -30,7 +30,7 @@ class LastFit:
         self._shown: dict[str, Any] = {}
 
     def begin(self, engine: Any) -> None:
-        """Take the engine of a fit."""
+        """Begin a fit with its engine."""
         self._engine = engine
 
     def end(self, trainer: pl.Trainer) -> None:
@@ -39,7 +39,7 @@ class LastFit:
         self._shown = displayed_metrics(trainer)
 
     def forget(self) -> None:
-        """Let go of it: another fit begins, or its weights are overwritten by a load."""
+        """Drop the engine: another fit begins, or a load overwrites its weights."""
         self._engine, self._metrics, self._shown = None, {}, {}
 
     def engine(self, live: Any, path: str | os.PathLike[str], agree: Agree) -> Any:
@@ -74,7 +74,7 @@ class LastFit:
         return self._engine is not None
 
     def put_back(self, state: dict[str, Any]) -> None:
-        """Put what was noted at the end of the fit into what is saved of this moment."""
+        """Restore what was noted at the end of the fit in what is saved of this moment."""
         state["metrics"] = {name: value.detach().cpu() for name, value in self._metrics.items()}
         if RESULTS in state:
             state[RESULTS] = {**state[RESULTS], **self._shown}

@@ -175,7 +175,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
 
 
 def _says(function: object, text: str) -> bool:
-    """Tell whether a function has a text among its constants."""
+    """Whether a function has a text among its constants."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return text in getattr(code, "co_consts", ())
 
@@ -269,7 +269,7 @@ def should_accumulate(trainer: pl.Trainer) -> bool:
 
 
 def end_restart(trainer: pl.Trainer) -> None:
-    """Let the fit loop go on as one that is no longer restarting."""
+    """Mark the fit loop as one that is not restarting."""
     trainer.fit_loop._restarting = False
 
 

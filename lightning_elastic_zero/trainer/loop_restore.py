@@ -41,7 +41,7 @@ class LoopRestorer:
         self._epoch = trainer.fit_loop.epoch_loop
 
     def restart_at(self, position: Position, axis: int | None) -> None:
-        """Let the loops begin there.
+        """Set the loops to begin there.
 
         Three things that Lightning would do otherwise: enter a finished epoch again for one more
         batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
@@ -62,7 +62,7 @@ class LoopRestorer:
             set_logged_steps(self._trainer, axis - self._will_end_batch())
 
     def within_limit(self, position: Position) -> Position:
-        """Take an epoch for over that is shorter now than what was trained of it."""
+        """Return an epoch as over that is shorter now than what was trained of it."""
         reached = position.steps * self._trainer.accumulate_grad_batches
         if position.is_over or not position.steps or reached < self._fit.max_batches:
             return position
@@ -74,7 +74,7 @@ class LoopRestorer:
         return replace(position, is_over=True)
 
     def start_progress_bar(self, position: Position) -> None:
-        """Let the progress bar begin an epoch in its middle; else it does not know its length.
+        """Begin the progress bar's epoch in its middle; else it does not know its length.
 
         Lightning does not call ``on_train_epoch_start`` for an epoch that had begun before.
         """
@@ -83,7 +83,7 @@ class LoopRestorer:
             bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
     def skip_repeated_saves(self) -> None:
-        """Let no ``ModelCheckpoint`` save the step again that it had saved.
+        """Keep each ``ModelCheckpoint`` from saving a step again that it had saved.
 
         It does not keep that step; inside the next window of micro-batches it would write the same
         state once more, over the checkpoint that the run was taken up from.
@@ -107,7 +107,7 @@ class LoopRestorer:
                 setattr(counts, name, getattr(counts, name) + more)
 
     def _will_end_batch(self) -> bool:
-        """Tell whether the loop, restarted, first ends the last batch, with or without validation.
+        """Whether the loop, restarted, first ends the last batch, with or without validation.
 
         Then it counts that batch for the loggers itself.
         """
@@ -134,7 +134,7 @@ class LoopRestorer:
         loop.restarting = False
 
     def restore_metrics(self, state: Mapping[str, Any]) -> None:
-        """Put back what callbacks and plateau schedulers look at."""
+        """Restore what callbacks and plateau schedulers look at."""
         metrics = state.get("metrics", {})
         self._trainer.callback_metrics.update(
             {name: value.to(self._trainer.strategy.root_device) for name, value in metrics.items()}
@@ -210,7 +210,7 @@ class LoopRestorer:
                 )  # as the run that was not stopped did a batch before
 
     def _begins_epoch(self) -> bool:
-        """Tell whether Lightning makes the iterator itself, as at each epoch's start but the first.
+        """Whether Lightning makes the iterator itself, as at each epoch's start but the first.
 
         Releases without ``is_resuming`` do so after a resume as well.
         """
@@ -219,27 +219,27 @@ class LoopRestorer:
 
 
 def restore_frequencies(held: list[tuple[Any, int]]) -> None:
-    """Give schedulers back the frequency that they had; none is held after that."""
+    """Restore the frequency that schedulers had; none is held after that."""
     while held:
         config, frequency = held.pop()
         config.frequency = frequency
 
 
 def logger_step(trainer: pl.Trainer) -> int:
-    """Give the loggers' step for the next batch, which is counted when a batch has ended."""
+    """Return the loggers' step for the next batch, which is counted when a batch has ended."""
     current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     ending = current["completed"] < current["processed"] or trainer.validating
     return logged_steps(trainer) + ending
 
 
 def validation_batches(trainer: pl.Trainer) -> int:
-    """Give the batches of a validation on this rank; 0 where that is not known."""
+    """Return the batches of a validation on this rank; 0 where that is not known."""
     batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
     return 0 if float("inf") in batches else int(sum(batches))
 
 
 def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
-    """Give the optimizer steps that the whole run is to take, where that is known."""
+    """Return the optimizer steps that the whole run is to take, where that is known."""
     batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     by_epochs = (
         None

@@ -49,7 +49,7 @@ class ModelCheckpointHooks:
         is_being_written: Callable[[str], bool],
         refusal_reason: Callable[[str], str],
     ) -> None:
-        """Take who knows.
+        """Begin without a run.
 
         Args:
             link: makes a link to a checkpoint: called on all ranks, with the trainer, the
@@ -87,7 +87,7 @@ class ModelCheckpointHooks:
     def _link_checkpoint(
         self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
     ) -> None:
-        """Let a link name the last checkpoint; or save it there, where the best k did not."""
+        """Link the last checkpoint; or save it there, where the best k did not."""
         if _is_missing(callback, trainer):
             save_now(callback, trainer, linkpath)
             return
@@ -142,7 +142,7 @@ class ModelCheckpointHooks:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let no callback go on naming a checkpoint that could not be saved."""
+        """Keep callbacks from naming a checkpoint that could not be saved."""
         try:
             yield
         except ElasticZeroError:
@@ -170,7 +170,7 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
 
 
 def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
-    """Tell whether a save was due at this moment, and nothing of this step was kept.
+    """Whether a save was due at this moment, and nothing of this step was kept.
 
     Lightning asks for a link at the end of each epoch or validation, also where none was due.
     """
@@ -186,7 +186,7 @@ def _is_there(path: str) -> bool:
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
-    """Tell whether a callback does something the way that Lightning does."""
+    """Whether a callback does something the way that Lightning does."""
     lightnings = getattr(ModelCheckpoint, name, None)
     of_its_class = getattr(type(callback), name, None)
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)

@@ -20,7 +20,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
 
 
 def prefetch_next_batch(trainer: pl.Trainer) -> bool:
-    """Let the next batch be fetched before this one is trained on, as of data without a limit.
+    """Fetch the next batch before this one is trained on, as of data without a limit.
 
     No batch beyond the limit is fetched: it would be lost to a stream that goes on.
 

@@ -78,7 +78,7 @@ class RunResumer:
         self._seeds: list[int | None] = []
 
     def set_batches(self, batches: BatchSettings, trainer: pl.Trainer) -> None:
-        """Take how steps are made of samples, once that is settled for a fit."""
+        """Begin a fit whose steps are made of these batches."""
         self._batches = batches
         self._pending = None
         self.recorder.begin_fit(batches)
@@ -122,7 +122,7 @@ class RunResumer:
             raise UnsupportedError(msg)
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
-        """Give what the running micro-batch's loss counts with, beside 1 / accumulation."""
+        """Return the weight of the running micro-batch's loss, beside 1 / accumulation."""
         plan = self._batches.plan if self._batches is not None else None
         if plan is None or plan.is_even:
             return 1.0
@@ -134,7 +134,7 @@ class RunResumer:
         self.recorder.before_batch_transfer(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Settle what is due after a batch that was fetched and is about to be trained on."""
+        """Compute what is due after a batch that was fetched and is about to be trained on."""
         restore_frequencies(self._suspended)
         self.recorder.before_batch(trainer, batch_idx)
         self._step_intervals.begin_batch(trainer)
@@ -233,7 +233,7 @@ class RunResumer:
         return position
 
     def _warn_about_data(self, trainer: pl.Trainer, world_size: int) -> None:
-        """Say what becomes of the training data that the user may not expect."""
+        """Warn of what becomes of the training data that the user may not expect."""
         loaders = training_loaders(trainer)
         made, self.orders_as_made = self.orders_as_made or (), None
         for text in dataloader_warnings.shuffle_warnings(made, loaders):
@@ -248,7 +248,7 @@ class RunResumer:
     def _warn_about_changes(
         self, pending: PendingResume, now: DataProgress, *, has_schedule: bool
     ) -> None:
-        """Say what changed since the save."""
+        """Warn of what changed since the save."""
         given = self._batches is not None and self._batches.plan is not None
         foreign_path = "" if pending.is_own_format else pending.where
         made = now if has_schedule else replace(now, planned_steps=None)
@@ -259,5 +259,5 @@ class RunResumer:
 
 
 def _seed() -> int:
-    """Give the run's seed: what ``seed_everything`` left."""
+    """Return the run's seed: what ``seed_everything`` left."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0)
