@@ -24,7 +24,10 @@ from lightning_elastic_zero.strategy_registry import register
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.checkpoint import CheckpointStats, LoadResult
     from lightning_elastic_zero.formats.dumps import describe_dumps
+    from lightning_elastic_zero.manifest import Manifest
+    from lightning_elastic_zero.trainer.dataloaders import ResumesAtSample
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     __version__: str
@@ -34,9 +37,13 @@ __all__ = [
     "CheckpointFormatError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CheckpointStats",
     "ElasticDeepSpeedStrategy",
     "ElasticZeroError",
+    "LoadResult",
+    "Manifest",
     "RanksError",
+    "ResumesAtSample",
     "SaveError",
     "UnsupportedError",
     "__version__",
@@ -46,7 +53,11 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
+    "CheckpointStats": "lightning_elastic_zero.checkpoint",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
+    "LoadResult": "lightning_elastic_zero.checkpoint",
+    "Manifest": "lightning_elastic_zero.manifest",
+    "ResumesAtSample": "lightning_elastic_zero.trainer.dataloaders",
     "describe_dumps": "lightning_elastic_zero.formats.dumps",
     "load_checkpoint": "lightning_elastic_zero.api",
     "save_checkpoint": "lightning_elastic_zero.api",
@@ -74,7 +85,7 @@ def __dir__() -> list[str]:
 
 
 def _installed_version() -> str:
-    """Give the installed distribution's version, or say that this is a bare source tree."""
+    """Return the installed distribution's version, or one that marks a bare source tree."""
     metadata = importlib.import_module("importlib.metadata")
     try:
         return str(metadata.version("lightning-elastic-zero"))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
-from lightning_elastic_zero import checkpoint
 from lightning_elastic_zero.checkpoint import (
     CheckpointStats,
+    EngineHandle,
     LoadOptions,
     LoadResult,
     SaveOptions,
+    load_engine,
+    save_engine,
 )
 from lightning_elastic_zero.coordination import (
     ABSENT_TIMEOUT_S,
@@ -21,19 +24,22 @@ from lightning_elastic_zero.coordination import (
     Timeouts,
     connect_ranks,
 )
-from lightning_elastic_zero.engine import live_engine, recovery_script
+from lightning_elastic_zero.engine import (
+    add_step_pre_hook,
+    live_engine,
+    recovery_script,
+    updates_state_before_step,
+)
 from lightning_elastic_zero.option_checks import check_client_state, check_flag, check_rename
 
 __all__ = [
     "CheckpointStats",
-    "LoadOptions",
     "LoadResult",
-    "SaveOptions",
+    "check_timeouts",
+    "engine_handle",
     "load_checkpoint",
     "load_options",
-    "load_with",
     "save_checkpoint",
-    "save_with",
 ]
 
 
@@ -70,7 +76,8 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
             not, before it fails; after 30 s a warning names them.
 
     Returns:
-        Where it was published, the seconds it took, the bytes that all ranks wrote.
+        ``CheckpointStats``: ``path``, ``seconds`` until all ranks were done, ``bytes`` that all
+        ranks wrote, and ``waited_s`` of this rank.
 
     Raises:
         ValueError: a flag is neither True nor False, ``client_state`` no dictionary, or a time no
@@ -86,9 +93,9 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         module_weights=check_flag("save_module_weights", save_module_weights),
     )
     client = check_client_state(client_state)
-    times = _times(stall_timeout_s, absent_timeout_s)
-    with closing(_ranks_to("save", engine, path, times)) as ranks:
-        return save_with(engine, path, ranks, client, options)
+    handle, times = engine_handle(engine), check_timeouts(stall_timeout_s, absent_timeout_s)
+    with closing(_ranks_to("save", handle, path, times)) as ranks:
+        return save_engine(handle, path, ranks, client, options)
 
 
 def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its own)
@@ -106,8 +113,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
 ) -> LoadResult:
     """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
 
-    Call it on every rank. Nothing of the engine is changed before all that can be wrong has been
-    looked at on all ranks.
+    Call it on every rank. The engine is changed only when everything is checked on all ranks.
 
     Args:
         engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
@@ -126,11 +132,11 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
             names it. Checkpoints of other software are neither replaced nor taken.
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             load fails on all ranks; see ``save_checkpoint``.
-        absent_timeout_s: for how many seconds ranks that make this call wait for those that do
-            not, before it fails; after 30 s a warning names them.
+        absent_timeout_s: for how many seconds ranks wait for one that is absent; likewise.
 
     Returns:
-        The client state, the manifest, and what the load cost.
+        ``LoadResult``: ``client_state``; ``manifest``, a ``Manifest``; ``stats``, what the load
+        cost (``CheckpointStats``); ``instead_of``, the damaged one where ``fallback`` took another.
 
     Raises:
         ValueError: an option has a value that it cannot have.
@@ -149,29 +155,37 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         allow_pickle=allow_pickle,
         fallback=fallback,
     )
-    times = _times(stall_timeout_s, absent_timeout_s)
-    with closing(_ranks_to("load", engine, path, times)) as ranks:
-        return load_with(engine, path, ranks, options)
+    handle, times = engine_handle(engine), check_timeouts(stall_timeout_s, absent_timeout_s)
+    with closing(_ranks_to("load", handle, path, times)) as ranks:
+        return load_engine(handle, path, ranks, options)
 
 
-def _times(stall_timeout_s: float, absent_timeout_s: float) -> Timeouts:
+def engine_handle(engine: Any) -> EngineHandle:  # noqa: ANN401 (DeepSpeed is untyped)
+    """Return what ``checkpoint`` needs of an engine of DeepSpeed's."""
+    return EngineHandle(
+        open=partial(live_engine, engine),
+        global_step=lambda: getattr(engine, "global_steps", 0),
+        add_step_pre_hook=partial(add_step_pre_hook, engine),
+        updates_state_before_step=partial(updates_state_before_step, engine),
+        recovery_script=recovery_script,
+    )
+
+
+def check_timeouts(stall_timeout_s: float, absent_timeout_s: float) -> Timeouts:
+    """Return how long ranks wait for each other, as a user chose it.
+
+    Raises:
+        ValueError: a time is no positive number.
+    """
     return Timeouts().with_stall_timeout(stall_timeout_s).with_absent_timeout(absent_timeout_s)
 
 
 def _ranks_to(
-    verb: str,
-    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
-    path: str | os.PathLike[str],
-    times: Timeouts,
+    verb: str, engine: EngineHandle, path: str | os.PathLike[str], times: Timeouts
 ) -> Ranks:
     """Return the ranks for one call, which others may never make."""
-    call = f"{verb} {os.fspath(path)} {_at_step(engine)}"
+    call = f"{verb} {os.fspath(path)} {engine.at_step()}"
     return connect_ranks(times, name="elastic-zero api", call=call)
-
-
-def _at_step(engine: Any) -> str:  # noqa: ANN401 (DeepSpeed is untyped)
-    """Say where a run stands, by which ranks can tell one call from another."""
-    return f"at step {getattr(engine, 'global_steps', 0)}"
 
 
 def load_options(
@@ -196,31 +210,3 @@ def load_options(
         fallback=check_flag("fallback", fallback),
         renamed=check_rename(rename),
     )
-
-
-def save_with(
-    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
-    path: str | os.PathLike[str],
-    ranks: Ranks,
-    client_state: Mapping[str, Any],
-    options: SaveOptions,
-) -> CheckpointStats:
-    """Save with ranks that are there already; see ``save_checkpoint``."""
-    live = ranks.run_all(
-        f"save: look at the engine {_at_step(engine)}", lambda: live_engine(engine)
-    )
-    script = recovery_script()
-    return checkpoint.save(path, live, ranks, client_state, options=options, recovery_script=script)
-
-
-def load_with(
-    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
-    path: str | os.PathLike[str],
-    ranks: Ranks,
-    options: LoadOptions,
-) -> LoadResult:
-    """Restore with ranks that are there already; see ``load_checkpoint``."""
-    live = ranks.run_all(
-        f"load: look at the engine {_at_step(engine)}", lambda: live_engine(engine)
-    )
-    return checkpoint.load(path, live, ranks, options=options)

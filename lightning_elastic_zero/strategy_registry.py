@@ -15,14 +15,32 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.strategy_names import STRATEGY_ARGUMENTS
 
 PYTORCH_LIGHTNING = "pytorch_lightning"
 """The package of the same content and other classes: its Trainer takes no strategy of ours."""
 
+_OFFLOAD = {"offload_optimizer": True}
+_OFFLOAD_BOTH = {**_OFFLOAD, "offload_parameters": True}
+_NVME = {
+    "remote_device": "nvme",
+    "offload_params_device": "nvme",
+    "offload_optimizer_device": "nvme",
+}
+
+STRATEGY_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "elastic_deepspeed": {},
+    "elastic_deepspeed_stage_1": {"stage": 1},
+    "elastic_deepspeed_stage_2": {"stage": 2},
+    "elastic_deepspeed_stage_2_offload": {"stage": 2, **_OFFLOAD},
+    "elastic_deepspeed_stage_3": {"stage": 3},
+    "elastic_deepspeed_stage_3_offload": {"stage": 3, **_OFFLOAD_BOTH},
+    "elastic_deepspeed_stage_3_offload_nvme": {"stage": 3, **_OFFLOAD_BOTH, **_NVME},
+}
+"""``Trainer(strategy=<name>)``, and the strategy's arguments by that name."""
+
 
 def register(make: Callable[..., object]) -> None:
-    """Let each of Lightning's two packages know the names, now or when it is imported.
+    """Register the names with each of Lightning's two packages, now or when it is imported.
 
     The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a
     module of this package that the strategy needs whole.
@@ -44,7 +62,7 @@ def register(make: Callable[..., object]) -> None:
 
 
 def _refuse_in_twin() -> None:
-    """Let the twin say what to import, where it would say that there is no such name."""
+    """Register names that raise what to import, where the twin would know no such name."""
     registry = sys.modules[f"{PYTORCH_LIGHTNING}.strategies"].StrategyRegistry
     for name in STRATEGY_ARGUMENTS:
         registry.register(name, _refuse, "needs lightning.pytorch", override=True)
@@ -73,7 +91,7 @@ class _ImportHook(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 (the others look there)
         target: ModuleType | None = None,  # noqa: ARG002 (likewise)
     ) -> ModuleSpec | None:
-        """Let the others find the package, and run the function after its code."""
+        """Return what the others find, and run the function after the package's code."""
         if fullname != self._package:
             return None
         sys.meta_path.remove(self)
@@ -84,7 +102,7 @@ class _ImportHook(MetaPathFinder):
 
 
 def _run_after(loader: Loader, then: Callable[[], object]) -> None:
-    """Let a loader, which is one package's, call a function when the package is there."""
+    """Make a loader, which is one package's, call a function after the package's code."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -72,21 +72,22 @@ class BenchmarkEngine:
     """One rank's engine, and all the ways to save it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        from lightning_elastic_zero.coordination import connect_ranks  # noqa: PLC0415
-        from lightning_elastic_zero.engine import live_engine  # noqa: PLC0415 - slow to import
-        from lightning_elastic_zero.manager import CheckpointManager  # noqa: PLC0415
+        from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
+        from lightning_elastic_zero.checkpoint import CheckpointManager  # noqa: PLC0415
+        from lightning_elastic_zero.coordination import Timeouts, connect_ranks  # noqa: PLC0415
 
         self.engine = make_engine(options.stage, options.width)
         self.batch = torch.randn(options.batch, options.width)
         self.folder = folder
         self.step()
         self.ranks = connect_ranks()
+        self.handle = engine_handle(self.engine)
         self.manager = CheckpointManager(
-            background=True, max_snapshot_bytes=options.max_snapshot_bytes
+            Timeouts(), background=True, max_snapshot_bytes=options.max_snapshot_bytes
         )
-        self.manager.start(self.engine, distributed.get_rank())
+        self.manager.start(self.handle, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
-        state = live_engine(self.engine).rank_state(exclude_frozen=False, keep_module_weights=False)
+        state = self.handle.open().rank_state(exclude_frozen=False, keep_module_weights=False)
         self.tensors = [t for f in state.flats for t in (f.master, *f.elementwise.values())]
         self.spare = [torch.zeros_like(t) for t in self.tensors]
         self.pending: Any = None
@@ -119,9 +120,9 @@ class BenchmarkEngine:
         sync_tree(self.folder / "stock")
 
     def _what(self) -> tuple[Any, Path, Any, dict[str, Any], Any]:
-        from lightning_elastic_zero.api import SaveOptions  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint import SaveOptions  # noqa: PLC0415
 
-        return self.engine, self.folder / "ours.ckpt", self.ranks, {}, SaveOptions()
+        return self.handle, self.folder / "ours.ckpt", self.ranks, {}, SaveOptions()
 
     def save_blocking(self) -> None:
         """Save while training waits."""

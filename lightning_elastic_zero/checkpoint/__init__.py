@@ -8,7 +8,13 @@ of them, before anything is published and before anything live is changed.
 from __future__ import annotations
 
 from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.engine_handle import (
+    EngineHandle,
+    load_engine,
+    save_engine,
+)
 from lightning_elastic_zero.checkpoint.loading import load
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.saving import save
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -21,11 +27,15 @@ from lightning_elastic_zero.checkpoint.types import (
 __all__ = [
     "DRAIN_TIMEOUT_S",
     "AsyncCheckpointer",
+    "CheckpointManager",
     "CheckpointStats",
+    "EngineHandle",
     "LiveState",
     "LoadOptions",
     "LoadResult",
     "SaveOptions",
     "load",
+    "load_engine",
     "save",
+    "save_engine",
 ]

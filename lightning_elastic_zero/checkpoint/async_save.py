@@ -126,11 +126,10 @@ class AsyncCheckpointer:
                 # A target that is refused is refused here, not when the next save asks for news.
                 repair_target(target)
                 check_replaceable(target, suggested_name(contents))
-            with_weights = writes_weights(contents.manifest, ranks.rank)
-            took = self._snapshotter.take(
-                contents, with_weights=with_weights, on_progress=ranks.progress
+            weights = writes_weights(contents.manifest, ranks.rank)
+            return target, self._snapshotter.take(
+                contents, with_weights=weights, on_progress=ranks.progress
             )
-            return target, took
 
         with self._reporting_once():
             target, snapshot = ranks.run_all(f"save {path}: take a snapshot", take)

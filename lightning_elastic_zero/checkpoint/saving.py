@@ -127,10 +127,9 @@ def write(
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         contents().check_consistent_with(theirs)
         saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
+        during = _while_writing(callbacks, ranks)
         return {
-            "files": _write_files(
-                saved, staging, theirs, ranks.rank, _while_writing(callbacks, ranks)
-            ),
+            "files": _write_files(saved, staging, theirs, ranks.rank, during),
             "drifted": drifted_hyperparameters(theirs, saved.manifest),
         }
 

@@ -23,7 +23,7 @@ class UserSettings:
         self._past: dict[str, tuple[Any, Any]] = {}
 
     def get(self, trainer: pl.Trainer, name: str) -> Any:
-        """Give what the user has set; what was not made here is the user's."""
+        """Return what the user has set; what was not made here is the user's."""
         value = getattr(trainer, name, None)
         given, made = self._made.get(name, (value, value))
         return given if value == made else value
@@ -35,7 +35,7 @@ class UserSettings:
         setattr(trainer, name, value)
 
     def restore(self, trainer: pl.Trainer) -> None:
-        """Put the user's settings back, when the fit is over."""
+        """Restore the user's settings, when the fit is over."""
         if self._made:
             for name in self._made:
                 setattr(trainer, name, self.get(trainer, name))
@@ -43,7 +43,7 @@ class UserSettings:
 
     @contextmanager
     def reapplied(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Let the last fit's settings hold again: its loops count by them, which a save records."""
+        """Apply the last fit's settings again: its loops count by them, which a save records."""
         before = {name: getattr(trainer, name, None) for name in self._past}
         for name, (_, made) in self._past.items():
             setattr(trainer, name, made)
@@ -94,7 +94,7 @@ class BatchSettings:
         raise UnsupportedError(msg)
 
     def plan_for(self, batch_size: int) -> BatchPlan:
-        """Give the plan of a loader, which may not be the first one.
+        """Return the plan of a loader, which may not be the first one.
 
         Raises:
             UnsupportedError: several loaders with batches of different sizes, which cannot all keep
@@ -195,7 +195,7 @@ def _scale_settings(trainer: pl.Trainer, settings: UserSettings, accumulate: int
 
 
 def scale_scheduler_frequency(configs: list[Any], accumulate: int) -> None:
-    """Let ``frequency`` of a scheduler with interval "step" count optimizer steps, as it says.
+    """Scale ``frequency`` of a scheduler with interval "step" to count optimizer steps.
 
     Lightning compares it with the number of micro-batches.
     """
@@ -205,7 +205,7 @@ def scale_scheduler_frequency(configs: list[Any], accumulate: int) -> None:
 
 
 def batch_size_of(loaders: Any) -> int | None:
-    """Give the batch size of the first loader that tells it.
+    """Return the batch size of the first loader that tells it.
 
     Args:
         loaders: what a ``train_dataloader`` hook returns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +19,10 @@ from lightning_elastic_zero.trainer.dataloaders import (
     describe_loader,
     elastic_sampler_of,
     resumable_part_of,
+)
+from lightning_elastic_zero.trainer.lightning_internals import (
+    repeats_shorter_loaders,
+    training_loaders,
 )
 from lightning_elastic_zero.trainer.stateful_loaders import (
     ends_before_data,
@@ -54,7 +58,7 @@ def position_dataloaders(
     world_size: int,
     on_unresumable_data: UnresumableDataPolicy,
 ) -> Position:
-    """Let every loader begin at the position, or the epoch anew where that is allowed.
+    """Set every loader to the position, or to the epoch's start where that is allowed.
 
     Args:
         pending: what was loaded.
@@ -98,7 +102,7 @@ def loader_states_at(pending: PendingResume, position: Position, world_size: int
 def _position_all(
     pending: PendingResume, combined: CombinedLoader, position: Position, world_size: int
 ) -> None:
-    """Let every loader begin at a position."""
+    """Set every loader to a position."""
     states = iter(loader_states_at(pending, position, world_size))
     for index, loader in enumerate(combined.flattened):
         # Lightning keeps the states of those that have one, in order.
@@ -130,7 +134,7 @@ def _position_at_epoch_end(
     position: Position,
     of_run: tuple[int, bool],
 ) -> None:
-    """Let a loader with a state of its own begin the epoch after the one that ended."""
+    """Set a loader with a state of its own to the epoch after the one that ended."""
     world_size, cut = of_run
     if state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=cut)
@@ -139,26 +143,26 @@ def _position_at_epoch_end(
 
 
 def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
-    """Let a sampler go on in the order of the run that saved."""
+    """Restore the order of the run that saved."""
     if pending.is_own_format and index < len(pending.record.loaders):
         seed = pending.record.loaders[index].get("seed")
         elastic.seed = seed if type(seed) is int else elastic.seed
 
 
 def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Position) -> int:
-    """Give the step of its own order that a sampler begins at.
+    """Return the step of its own order that a sampler begins at.
 
     Of several loaders the shorter ones begin again within an epoch, or are exhausted.
     """
     if position.is_over:
         return elastic.steps
-    if combined._mode == "max_size_cycle":  # noqa: SLF001 - there is no public way
+    if repeats_shorter_loaders(combined):
         return position.steps % max(elastic.steps, 1)
     return min(position.steps, elastic.steps)
 
 
 def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any], world_size: int) -> str:
-    """Say why the data cannot be taken up inside an epoch; empty where it can."""
+    """Return why the data cannot be resumed inside an epoch; empty where it can."""
     if pending.position.is_over:
         return ""
     uncut = [loader for loader in loaders if elastic_sampler_of(loader) is None]
@@ -176,7 +180,7 @@ def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any], world_si
 
 
 def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Say in what the data differ from those of the save."""
+    """Return in what the data differ from those of the save."""
     here = [
         s.describe() if (s := elastic_sampler_of(loader)) is not None else {} for loader in loaders
     ]
@@ -188,7 +192,7 @@ def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
 
 
 def _changed_order_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Say whose samplers put the epoch in another order than when it was saved."""
+    """Return whose samplers put the epoch in another order than when it was saved."""
     names = _samplers_with_other_order(pending, loaders, pending.position.epoch)
     return _changed_order_message(names, pending.position.epoch) if names else ""
 
@@ -237,7 +241,7 @@ def _changed_order_message(names: Sequence[str], epoch: int) -> str:
 
 
 def _loader_unresumable_reason(loader: object, pending: PendingResume, world_size: int) -> str:
-    """Say why a loader whose order is its own cannot begin inside an epoch."""
+    """Return why a loader whose order is its own cannot begin inside an epoch."""
     if resumable_part_of(loader) is not None:
         known = pending.record.samples is not None
         return (
@@ -257,15 +261,36 @@ def _loader_unresumable_reason(loader: object, pending: PendingResume, world_siz
     return ""
 
 
+class SampleOrderCheck:
+    """Compares the order of samples between ranks, once in each epoch.
+
+    Not before its first batch: hooks of the epoch's start may change what a sampler draws. In each
+    epoch: a sampler may differ between ranks from the second one on.
+    """
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Begin a fit."""
+        self._is_done = False
+
+    def before_batch(
+        self, trainer: pl.Trainer, batch_idx: int, get_ranks: Callable[[], Ranks]
+    ) -> None:
+        """Compare, before the first batch of an epoch that is trained on; collective."""
+        if batch_idx == 0 or not self._is_done:
+            check_same_order_on_ranks(trainer, get_ranks())
+            self._is_done = True
+
+
 def check_same_order_on_ranks(trainer: pl.Trainer, ranks: Ranks) -> None:
     """Refuse a user's sampler that gives ranks different orders of the epoch. Collective.
 
     Raises:
         UnsupportedError: ranks would train on the same sample twice, and never on others.
     """
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
-    loaders = combined.flattened if combined is not None else ()
-    elastic = [elastic_sampler_of(loader) for loader in loaders]
+    elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
     own = [sampler for sampler in elastic if sampler is not None and sampler.sampler is not None]
     if not own:
         return

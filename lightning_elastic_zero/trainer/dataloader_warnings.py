@@ -97,7 +97,7 @@ def shuffle_warnings(made: Sequence[OrderAsMade], loaders: Sequence[object]) -> 
 def unresumable_warnings(
     loaders: Sequence[object], world_size: int, *, is_known: bool
 ) -> Iterator[str]:
-    """Say which loaders cannot be taken up in the middle of an epoch.
+    """Yield which loaders cannot be resumed in the middle of an epoch.
 
     Args:
         loaders: as training uses them.

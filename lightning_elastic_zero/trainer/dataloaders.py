@@ -16,6 +16,7 @@ from lightning_elastic_zero.data_progress import (
     derive_seed,
 )
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+from lightning_elastic_zero.trainer.lightning_internals import drop_iterator, wrapped_sampler
 
 
 @runtime_checkable
@@ -23,7 +24,7 @@ class ResumesAtSample(Protocol):
     """What a sampler, batch sampler, data set or loader of yours offers to be taken up exactly."""
 
     def resume_at(self, epoch: int, samples: int) -> None:
-        """Let the next iteration of that epoch begin after so many samples of it.
+        """Begin the next iteration of that epoch after so many samples of it.
 
         Args:
             epoch: index of the epoch; later ones begin at their beginning.
@@ -41,12 +42,12 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore the state."""
         ...
 
 
 def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int) -> object:
-    """Put an ``ElasticSampler`` in the place of Lightning's (or torch's) distributed one.
+    """Return a loader with an ``ElasticSampler`` in the place of a distributed one.
 
     Args:
         loader: as Lightning prepared it for training; of any kind.
@@ -81,7 +82,7 @@ def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int)
 
 
 def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader's samples come in the order of a sampler that can be replaced."""
+    """Whether a loader's samples come in the order of a sampler that can be replaced."""
     if isinstance(loader.dataset, IterableDataset) or resumable_part_of(loader) is not None:
         return False
     if not _cuts_plainly(loader.batch_sampler):
@@ -93,7 +94,7 @@ def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
 
 
 def _cuts_plainly(batch_sampler: Any) -> bool:
-    """Tell whether batches are just so many samples in a row; torchdata has a class of its own."""
+    """Whether batches are just so many samples in a row; torchdata has a class of its own."""
     cls = type(batch_sampler)
     is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
     return batch_sampler is None or cls is BatchSampler or is_torchdatas
@@ -106,11 +107,11 @@ def loader_sampler(loader: object) -> Any:
 
 
 def _wrapped(sampler: Any) -> Sampler[Any] | None:
-    """Give the user's own sampler, where Lightning has wrapped it to share it out."""
+    """Return the user's own sampler, where Lightning has wrapped it to share it out."""
     if type(sampler) is ElasticSampler:
         return sampler.sampler
     if type(sampler) is DistributedSamplerWrapper:
-        own: Sampler[Any] = sampler.dataset._sampler  # type: ignore[attr-defined]  # noqa: SLF001
+        own: Sampler[Any] = wrapped_sampler(sampler)
         return own
     return None
 
@@ -118,7 +119,7 @@ def _wrapped(sampler: Any) -> Sampler[Any] | None:
 def _with_sampler(
     loader: DataLoader[Any], elastic: ElasticSampler, plan: BatchPlan
 ) -> DataLoader[Any]:
-    """Put a sampler into a loader that is nobody else's.
+    """Set a sampler in a loader that is nobody else's.
 
     torch forbids to assign these once a loader is made, so that they do not contradict each other.
     They do not here; and to make the loader anew would need what its class was made with.
@@ -143,7 +144,7 @@ L = TypeVar("L")
 
 
 def with_own_generator(loader: L, *seeds: int) -> L:
-    """Give a copy of a loader that draws its workers' seeds from a generator of its own.
+    """Return a copy of a loader that draws its workers' seeds from a generator of its own.
 
     Else each start of an iteration draws from torch's global stream, and a resumed run, which
     starts iterations at other places, would draw other numbers from then on.
@@ -151,13 +152,13 @@ def with_own_generator(loader: L, *seeds: int) -> L:
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         return loader
     own = copy.copy(loader)
-    own._iterator = None  # noqa: SLF001 - of persistent workers, which belong to the original
+    drop_iterator(own)  # of persistent workers, which belong to the original
     own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
     return own
 
 
 def elastic_sampler_of(loader: object) -> ElasticSampler | None:
-    """Give the ``ElasticSampler`` of a loader, if it has one."""
+    """Return the ``ElasticSampler`` of a loader, if it has one."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, ElasticSampler) else None
 
@@ -173,7 +174,7 @@ def describe_loader(loader: object) -> str:
 
 
 def resumable_part_of(loader: object) -> ResumesAtSample | None:
-    """Give the part of a loader that can be told where to go on, if it has one."""
+    """Return the part of a loader that can be told where to go on, if it has one."""
     for part in (
         loader,
         getattr(loader, "batch_sampler", None),

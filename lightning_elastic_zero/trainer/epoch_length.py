@@ -34,7 +34,7 @@ class EpochLength:
         self._known = []
 
     def round_to_whole_steps(self, loader: object, trainer: pl.Trainer, accumulate: int) -> None:
-        """Let ``limit_train_batches`` end an epoch between two optimizer steps.
+        """Set ``limit_train_batches`` so that an epoch ends between two optimizer steps.
 
         Lightning begins a new window with each epoch and DeepSpeed does not: gradients of a window
         that an epoch cuts off would flow into the next one's.
@@ -62,7 +62,7 @@ class EpochLength:
     def _round_validation_interval(
         self, trainer: pl.Trainer, batches: int, accumulate: int
     ) -> None:
-        """Let a validation after all steps of an epoch be one of an epoch whose window is short.
+        """Set ``val_check_interval`` for an epoch whose last window is short.
 
         Lightning refuses an interval of more micro-batches than an epoch has.
         """

@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.engine import weights_match_masters
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, displayed_metrics
+from lightning_elastic_zero.trainer.lightning_internals import known_callback_metrics
 
 Agree = Callable[[], Ranks]
 """Returns the means of agreement between ranks."""
@@ -22,28 +24,22 @@ class LastFit:
     Lightning's strategy keeps its optimizer, and so the training state, until the next fit anyway.
     """
 
-    def __init__(self, is_as_trained: Callable[[Any], bool]) -> None:
-        """Begin without a fit.
-
-        Args:
-            is_as_trained: whether a module still has, on this rank, what its engine trained.
-        """
-        self._is_as_trained = is_as_trained
+    def __init__(self) -> None:
         self._engine: Any = None
         self._metrics: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
 
     def begin(self, engine: Any) -> None:
-        """Take the engine of a fit."""
+        """Begin a fit with its engine."""
         self._engine = engine
 
     def end(self, trainer: pl.Trainer) -> None:
         """Note at the end of a fit what an evaluation overwrites."""
-        self._metrics = dict(trainer._logger_connector._callback_metrics)  # noqa: SLF001 - see releases
+        self._metrics = known_callback_metrics(trainer)
         self._shown = displayed_metrics(trainer)
 
     def forget(self) -> None:
-        """Let go of it: another fit begins, or its weights are overwritten by a load."""
+        """Drop the engine: another fit begins, or a load overwrites its weights."""
         self._engine, self._metrics, self._shown = None, {}, {}
 
     def engine(self, live: Any, path: str | os.PathLike[str], agree: Agree) -> Any:
@@ -69,7 +65,7 @@ class LastFit:
         if self._engine.module is not live.module:
             return False
         step = "save: compare the module with what was trained"
-        on_ranks = ranks.gather(step, lambda: self._is_as_trained(self._engine))
+        on_ranks = ranks.gather(step, lambda: weights_match_masters(self._engine))
         return ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
 
     @property
@@ -78,7 +74,7 @@ class LastFit:
         return self._engine is not None
 
     def put_back(self, state: dict[str, Any]) -> None:
-        """Put what was noted at the end of the fit into what is saved of this moment."""
+        """Restore what was noted at the end of the fit in what is saved of this moment."""
         state["metrics"] = {name: value.detach().cpu() for name, value in self._metrics.items()}
         if RESULTS in state:
             state[RESULTS] = {**state[RESULTS], **self._shown}

@@ -1,7 +1,8 @@
-"""Each private name of Lightning's that is relied upon, what for, and the releases that have it.
+"""Each private name of Lightning's that is relied upon: what for, and one function to reach it by.
 
-Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here.
-``tests/house/test_private_names.py`` finds every private name that is used and does not stand here.
+Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here. The names of running
+results and of metrics are reached in ``logged_results``, ``metric_states`` and ``epoch_metrics``;
+``tests/house/test_private_names.py`` finds any other that is used elsewhere.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torchmetrics import MeanMetric
 
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.option_checks import check_known_options
 from lightning_elastic_zero.requirements import LIGHTNING, missing_names
 
 RESUME_END = "_CheckpointConnector.resume_end"
@@ -172,14 +175,190 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
 
 
 def _says(function: object, text: str) -> bool:
-    """Tell whether a function has a text among its constants."""
+    """Whether a function has a text among its constants."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return text in getattr(code, "co_consts", ())
 
 
-def pop_options_unknown_to_parent(options: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a strategy's options those that its parent does not know yet."""
+def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Check what a strategy passes on to its parent, and remove what that does not know yet.
+
+    Args:
+        strategy: the class.
+        options: by name; those that remain are known to ``DeepSpeedStrategy``.
+
+    Returns:
+        Options of newer releases, with their values.
+
+    Raises:
+        TypeError: an option is known to neither class.
+    """
+    later = _pop_later_options(options)
+    check_known_options(strategy, options, inspect.signature(DeepSpeedStrategy.__init__).parameters)
+    return later
+
+
+def _pop_later_options(options: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
     if EXCLUDE_FROZEN in known:
         return {}
     return {EXCLUDE_FROZEN: options.pop(EXCLUDE_FROZEN, False)}
+
+
+def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Return the training loaders as Lightning combined them; None before they are made."""
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader
+    return combined
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the training loaders, flat; none before they are made."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else list(combined.flattened)
+
+
+def loader_state_dicts(trainer: pl.Trainer) -> list[Any]:
+    """Return the states of the training loaders that have their own."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else combined._state_dicts()
+
+
+def forget_loader_states(trainer: pl.Trainer) -> None:
+    """Load no saved states into the training loaders: they are loaded by now."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
+    """Whether shorter loaders begin again until the longest one ends."""
+    return combined._mode == "max_size_cycle"
+
+
+def data_source(trainer: pl.Trainer) -> Any:
+    """Return where the training loaders come from."""
+    return trainer.fit_loop._data_source
+
+
+def data_fetcher(trainer: pl.Trainer) -> Any:
+    """Return what fetches training batches; None before an epoch."""
+    return trainer.fit_loop._data_fetcher
+
+
+def prefetches(fetcher: object) -> bool:
+    """Whether a fetcher can hold a batch that was fetched ahead."""
+    return isinstance(fetcher, fetchers._PrefetchDataFetcher)
+
+
+def fetch(fetcher: Any) -> Any:
+    """Fetch one batch, and none ahead of it."""
+    return fetchers._DataFetcher.__next__(fetcher)
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """Return the sampler that a ``DistributedSamplerWrapper`` shares out."""
+    return sampler.dataset._sampler
+
+
+def drop_iterator(loader: Any) -> None:
+    """Remove the iterator of persistent workers from a copy of a loader."""
+    loader._iterator = None
+
+
+def should_accumulate(trainer: pl.Trainer) -> bool:
+    """Whether the window of micro-batches goes on after the next one."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def end_restart(trainer: pl.Trainer) -> None:
+    """Mark the fit loop as one that is not restarting."""
+    trainer.fit_loop._restarting = False
+
+
+def logged_steps(trainer: pl.Trainer) -> int:
+    """Return the batches that the loggers' axis has counted."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
+    """Set the batches that the loggers' axis has counted."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the current batch."""
+    fetcher = data_fetcher(trainer)
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def step_scheduler(trainer: pl.Trainer, scheduler: Any, metric: Any) -> None:
+    """Update a ``ReduceLROnPlateau`` as Lightning does."""
+    call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, metric)
+
+
+def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what callbacks look at, as known by now: the public name may compute more."""
+    return dict(trainer._logger_connector._callback_metrics)
+
+
+LINK_HOOK = "_link_checkpoint"
+"""Method by which ``ModelCheckpoint`` makes its link."""
+
+EXISTS_HOOK = "file_exists"
+"""Method by which it asks whether a name is taken; the only public one."""
+
+NAME_HOOK = "_get_metric_interpolated_filepath_name"
+"""Method by which it names a checkpoint."""
+
+
+def name_checkpoint(
+    callback: ModelCheckpoint, metrics: dict[str, Any], trainer: pl.Trainer, replaced: str | None
+) -> str:
+    """Return the name that ``ModelCheckpoint`` gives to a checkpoint."""
+    return ModelCheckpoint._get_metric_interpolated_filepath_name(
+        callback, metrics, trainer, replaced
+    )
+
+
+def save_now(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
+    """Save a checkpoint as ``ModelCheckpoint`` does."""
+    callback._save_checkpoint(trainer, path)
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """Return the step that a callback saved last."""
+    return callback._last_global_step_saved
+
+
+def set_last_saved_step(callback: ModelCheckpoint, step: int) -> None:
+    """Set the step that a callback saved last, so that it does not save it once more."""
+    callback._last_global_step_saved = step
+
+
+def save_intervals(callback: ModelCheckpoint) -> tuple[int, int]:
+    """Return after how many steps, and after how many epochs, a callback saves; 0: not by these."""
+    return callback._every_n_train_steps, callback._every_n_epochs
+
+
+def numbers_names(callback: ModelCheckpoint) -> bool:
+    """Whether a callback numbers its names where they are in use."""
+    return bool(getattr(callback, "_enable_version_counter", True))
+
+
+def has_average(callback: Any) -> bool:
+    """Whether a ``WeightAveraging`` holds an average: in a fit only."""
+    return getattr(callback, "_average_model", None) is not None
+
+
+def is_fitting(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer runs ``fit``, and no evaluation."""
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+def is_interrupted(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer is handling an exception (``save_on_exception``)."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """Return the trainer's callbacks, which Lightning does not declare."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

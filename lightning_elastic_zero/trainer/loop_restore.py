@@ -1,8 +1,7 @@
 """Lightning's live loops, set to go on at a position.
 
 The counters were written when the checkpoint was loaded. What is set here is what only live loops
-have; every private name of Lightning's that this library writes to is in this file, as of 2.6, but
-for what ``answers`` answers in ``ModelCheckpoint``'s place.
+have.
 """
 
 from __future__ import annotations
@@ -13,10 +12,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position, validation_counters_at
+from lightning_elastic_zero.trainer.lightning_internals import (
+    combined_loader,
+    data_fetcher,
+    end_restart,
+    forget_loader_states,
+    is_validation_due,
+    logged_steps,
+    save_intervals,
+    set_last_saved_step,
+    set_logged_steps,
+    step_scheduler,
+    training_loaders,
+)
 from lightning_elastic_zero.trainer.prefetch import prefetch_next_batch
 from lightning_elastic_zero.trainer.step_intervals import optimizer_steps_in
 
@@ -30,7 +41,7 @@ class LoopRestorer:
         self._epoch = trainer.fit_loop.epoch_loop
 
     def restart_at(self, position: Position, axis: int | None) -> None:
-        """Let the loops begin there.
+        """Set the loops to begin there.
 
         Three things that Lightning would do otherwise: enter a finished epoch again for one more
         batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
@@ -40,18 +51,18 @@ class LoopRestorer:
             position: where to go on.
             axis: of the loggers, where it is not the number of optimizer steps; None if unknown.
         """
-        fit, epoch = self._fit, self._epoch
+        epoch = self._epoch
         # Also where the loops were told to begin at a step of an epoch that starts over.
         if position.steps == 0 and not position.is_over:
             epoch.restarting = False
-        fit._restarting = False  # noqa: SLF001
+        end_restart(self._trainer)
         if self._trainer.lightning_module.automatic_optimization:
             axis = self._trainer.global_step
         if axis is not None:
-            epoch._batches_that_stepped = axis - self._will_end_batch()  # noqa: SLF001
+            set_logged_steps(self._trainer, axis - self._will_end_batch())
 
     def within_limit(self, position: Position) -> Position:
-        """Take an epoch for over that is shorter now than what was trained of it."""
+        """Return an epoch as over that is shorter now than what was trained of it."""
         reached = position.steps * self._trainer.accumulate_grad_batches
         if position.is_over or not position.steps or reached < self._fit.max_batches:
             return position
@@ -63,7 +74,7 @@ class LoopRestorer:
         return replace(position, is_over=True)
 
     def start_progress_bar(self, position: Position) -> None:
-        """Let the progress bar begin an epoch in its middle; else it does not know its length.
+        """Begin the progress bar's epoch in its middle; else it does not know its length.
 
         Lightning does not call ``on_train_epoch_start`` for an epoch that had begun before.
         """
@@ -72,16 +83,18 @@ class LoopRestorer:
             bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
     def skip_repeated_saves(self) -> None:
-        """Let no ``ModelCheckpoint`` save the step again that it had saved.
+        """Keep each ``ModelCheckpoint`` from saving a step again that it had saved.
 
         It does not keep that step; inside the next window of micro-batches it would write the same
         state once more, over the checkpoint that the run was taken up from.
         """
         step = self._trainer.global_step
         for callback in self._trainer.checkpoint_callbacks:
-            every = getattr(callback, "_every_n_train_steps", 0)
-            if isinstance(callback, ModelCheckpoint) and every >= 1 and step % every == 0:
-                callback._last_global_step_saved = step  # noqa: SLF001
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            every, _ = save_intervals(callback)
+            if every >= 1 and step % every == 0:
+                set_last_saved_step(callback, step)
 
     def complete_counters(self, position: Position) -> None:
         """Show an epoch that is over as full, where its length is not what it was."""
@@ -94,14 +107,11 @@ class LoopRestorer:
                 setattr(counts, name, getattr(counts, name) + more)
 
     def _will_end_batch(self) -> bool:
-        """Tell whether the loop, restarted, first ends the last batch, with or without validation.
+        """Whether the loop, restarted, first ends the last batch, with or without validation.
 
         Then it counts that batch for the loggers itself.
         """
-        epoch, fetcher = self._epoch, self._fit._data_fetcher  # noqa: SLF001
-        return bool(
-            epoch.restarting and fetcher is not None and epoch._should_check_val_fx(fetcher)  # noqa: SLF001
-        )
+        return bool(self._epoch.restarting and is_validation_due(self._trainer))
 
     def restore_validation_counters(
         self, counted: Mapping[str, Any], state: Mapping[str, Any]
@@ -124,7 +134,7 @@ class LoopRestorer:
         loop.restarting = False
 
     def restore_metrics(self, state: Mapping[str, Any]) -> None:
-        """Put back what callbacks and plateau schedulers look at."""
+        """Restore what callbacks and plateau schedulers look at."""
         metrics = state.get("metrics", {})
         self._trainer.callback_metrics.update(
             {name: value.to(self._trainer.strategy.root_device) for name, value in metrics.items()}
@@ -164,18 +174,15 @@ class LoopRestorer:
             metric = trainer.callback_metrics.get(config.monitor or "")
             if done % config.frequency == 0 and metric is not None:
                 self._epoch.scheduler_progress.increment_ready()
-                call._call_lightning_module_hook(  # noqa: SLF001
-                    trainer, "lr_scheduler_step", config.scheduler, metric
-                )
+                step_scheduler(trainer, config.scheduler, metric)
                 self._epoch.scheduler_progress.increment_completed()
 
     def restart_data(self, position: Position) -> None:
         """Make the iterator anew: its samplers begin elsewhere now, and are of another epoch."""
-        fit = self._fit
-        if fit._combined_loader is None:  # noqa: SLF001
+        if combined_loader(self._trainer) is None:
             return
-        fit._combined_loader_states_to_load = []  # noqa: SLF001 - they are loaded by now
-        for loader in fit._combined_loader.flattened:  # noqa: SLF001
+        forget_loader_states(self._trainer)
+        for loader in training_loaders(self._trainer):
             for sampler in (
                 getattr(loader, "sampler", None),
                 getattr(getattr(loader, "batch_sampler", None), "sampler", None),
@@ -186,7 +193,7 @@ class LoopRestorer:
 
     def _make_iterator(self, position: Position) -> None:
         """Make the iterator that is used from here on, and none that nobody would use."""
-        if (fetcher := self._fit._data_fetcher) is None:  # noqa: SLF001
+        if (fetcher := data_fetcher(self._trainer)) is None:
             return
         if position.is_over:
             # Lightning ends such an epoch by asking for one more batch, which is not to be drawn;
@@ -203,7 +210,7 @@ class LoopRestorer:
                 )  # as the run that was not stopped did a batch before
 
     def _begins_epoch(self) -> bool:
-        """Tell whether Lightning makes the iterator itself, as at each epoch's start but the first.
+        """Whether Lightning makes the iterator itself, as at each epoch's start but the first.
 
         Releases without ``is_resuming`` do so after a resume as well.
         """
@@ -212,28 +219,27 @@ class LoopRestorer:
 
 
 def restore_frequencies(held: list[tuple[Any, int]]) -> None:
-    """Give schedulers back the frequency that they had; none is held after that."""
+    """Restore the frequency that schedulers had; none is held after that."""
     while held:
         config, frequency = held.pop()
         config.frequency = frequency
 
 
 def logger_step(trainer: pl.Trainer) -> int:
-    """Give the loggers' step for the next batch, which is counted when a batch has ended."""
-    epoch = trainer.fit_loop.epoch_loop
-    current = epoch.batch_progress.state_dict()["current"]
+    """Return the loggers' step for the next batch, which is counted when a batch has ended."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     ending = current["completed"] < current["processed"] or trainer.validating
-    return int(epoch._batches_that_stepped) + ending  # noqa: SLF001
+    return logged_steps(trainer) + ending
 
 
 def validation_batches(trainer: pl.Trainer) -> int:
-    """Give the batches of a validation on this rank; 0 where that is not known."""
+    """Return the batches of a validation on this rank; 0 where that is not known."""
     batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
     return 0 if float("inf") in batches else int(sum(batches))
 
 
 def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
-    """Give the optimizer steps that the whole run is to take, where that is known."""
+    """Return the optimizer steps that the whole run is to take, where that is known."""
     batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     by_epochs = (
         None

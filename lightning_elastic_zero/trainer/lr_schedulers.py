@@ -39,9 +39,7 @@ _DEEPSPEEDS = {"last_batch_iteration"}
 
 
 def resume_as_saved(
-    schedulers: Sequence[Any],
-    states: Sequence[Mapping[str, Any]],
-    _groups: Sequence[Group] = (),
+    schedulers: Sequence[Any], states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the states to load, their numbers of the types that the live schedulers have."""
     kept = [cast_like(s, live.state_dict()) for live, s in zip(schedulers, states, strict=False)]
@@ -53,7 +51,7 @@ def resume_as_configured(
     states: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Group],
 ) -> list[dict[str, Any]]:
-    """Take schedulers and their rates to the saved places, as they are configured now.
+    """Advance schedulers and their rates to the saved places, as they are configured now.
 
     Args:
         schedulers: the live ones, as they were made.
@@ -105,7 +103,7 @@ def completed_steps(state: Mapping[str, Any]) -> int | None:
 
 
 def _can_be_run(scheduler: object) -> bool:
-    """Tell whether a scheduler's rates follow from its place: it is torch's, and asks no metric."""
+    """Whether a scheduler's rates follow from its place: it is torch's, and asks no metric."""
     return (
         type(scheduler).__module__ == torch_schedulers.__name__
         and not isinstance(scheduler, torch_schedulers.ReduceLROnPlateau)
@@ -186,7 +184,7 @@ def _copied(rate: Any) -> Any:
 
 
 def _without_configured(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Take what is configured out of a state, and out of those inside it; the place is left.
+    """Return a state, and those inside it, without what is configured; the place is left.
 
     ``LRScheduler.load_state_dict`` updates the fields that it is given and keeps the others. So
     what a scheduler of the user's own keeps under other names is restored as it was saved.

@@ -28,6 +28,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.trainer.lightning_internals import (
+    EXISTS_HOOK,
+    LINK_HOOK,
+    NAME_HOOK,
+    last_saved_step,
+    name_checkpoint,
+    numbers_names,
+    save_intervals,
+    save_now,
+)
 
 
 class ModelCheckpointHooks:
@@ -35,15 +45,15 @@ class ModelCheckpointHooks:
 
     def __init__(
         self,
-        link: Callable[[str, str], None],
+        link: Callable[[pl.Trainer, str, str], None],
         is_being_written: Callable[[str], bool],
         refusal_reason: Callable[[str], str],
     ) -> None:
-        """Take who knows.
+        """Begin without a run.
 
         Args:
-            link: lets a link name a checkpoint: called on all ranks, with the checkpoint's path and
-                the link's.
+            link: makes a link to a checkpoint: called on all ranks, with the trainer, the
+                checkpoint's path and the link's.
             is_being_written: whether, on the first rank, a checkpoint of that path is being
                 written.
             refusal_reason: why, on the first rank, what lies at a path must not be replaced;
@@ -65,11 +75,10 @@ class ModelCheckpointHooks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
             self._refuse_overwriting(trainer, callback)
-            # But for one, these are private, as of Lightning's 2.6.
             for name, answer in {
-                "_link_checkpoint": partial(self._link_checkpoint, callback),
-                "file_exists": partial(self._file_exists, callback),
-                "_get_metric_interpolated_filepath_name": partial(self._free_name, callback),
+                LINK_HOOK: partial(self._link_checkpoint, callback),
+                EXISTS_HOOK: partial(self._file_exists, callback),
+                NAME_HOOK: partial(self._free_name, callback),
             }.items():
                 if _is_lightnings_own(callback, name):
                     vars(callback)[name] = answer
@@ -78,11 +87,11 @@ class ModelCheckpointHooks:
     def _link_checkpoint(
         self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
     ) -> None:
-        """Let a link name the last checkpoint; or save it there, where the best k did not."""
+        """Link the last checkpoint; or save it there, where the best k did not."""
         if _is_missing(callback, trainer):
-            callback._save_checkpoint(trainer, linkpath)  # noqa: SLF001 - see begin
+            save_now(callback, trainer, linkpath)
             return
-        self._link(filepath, linkpath)
+        self._link(trainer, filepath, linkpath)
         trainer.strategy.barrier()
 
     def _file_exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
@@ -106,18 +115,14 @@ class ModelCheckpointHooks:
         """Name a checkpoint; not as the one that it is to replace, if that one has to stay."""
         why = self._keeps(del_filepath) if trainer.is_global_zero and del_filepath else ""
         replaced = None if trainer.strategy.broadcast(why) else del_filepath
-        named: str = ModelCheckpoint._get_metric_interpolated_filepath_name(  # noqa: SLF001 - see begin
-            callback, monitor_candidates, trainer, replaced
-        )
-        return named
+        return name_checkpoint(callback, monitor_candidates, trainer, replaced)
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
         """Refuse at the start what would fail at a save, where names are not to be numbered.
 
         With ``enable_version_counter=False`` a callback overwrites whatever has a name of its own.
         """
-        numbers = getattr(callback, "_enable_version_counter", True)
-        if numbers or not callback.dirpath or trainer.state.fn != TrainerFn.FITTING:
+        if numbers_names(callback) or not callback.dirpath or trainer.state.fn != TrainerFn.FITTING:
             return
         wrong: dict[str, str] = {}
         if trainer.is_global_zero:
@@ -137,7 +142,7 @@ class ModelCheckpointHooks:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let no callback go on naming a checkpoint that could not be saved."""
+        """Keep callbacks from naming a checkpoint that could not be saved."""
         try:
             yield
         except ElasticZeroError:
@@ -165,13 +170,13 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
 
 
 def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
-    """Tell whether a save was due at this moment, and nothing of this step was kept.
+    """Whether a save was due at this moment, and nothing of this step was kept.
 
     Lightning asks for a link at the end of each epoch or validation, also where none was due.
     """
-    if callback._last_global_step_saved == trainer.global_step:  # noqa: SLF001 - see begin
+    if last_saved_step(callback) == trainer.global_step:
         return False
-    steps, epochs = callback._every_n_train_steps, callback._every_n_epochs  # noqa: SLF001
+    steps, epochs = save_intervals(callback)
     by_steps = steps >= 1 and trainer.global_step % steps == 0
     return by_steps or (epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0)
 
@@ -181,7 +186,7 @@ def _is_there(path: str) -> bool:
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
-    """Tell whether a callback does something the way that Lightning does."""
+    """Whether a callback does something the way that Lightning does."""
     lightnings = getattr(ModelCheckpoint, name, None)
     of_its_class = getattr(type(callback), name, None)
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)

@@ -9,13 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 
 from lightning_elastic_zero.trainer.epoch_length import length_of
+from lightning_elastic_zero.trainer.lightning_internals import (
+    data_fetcher,
+    fetch,
+    prefetches,
+    training_loaders,
+)
 
 
 def prefetch_next_batch(trainer: pl.Trainer) -> bool:
-    """Let the next batch be fetched before this one is trained on, as of data without a limit.
+    """Fetch the next batch before this one is trained on, as of data without a limit.
 
     No batch beyond the limit is fetched: it would be lost to a stream that goes on.
 
@@ -23,19 +28,18 @@ def prefetch_next_batch(trainer: pl.Trainer) -> bool:
         Whether a batch was fetched, or tried to be, just now: the first time in an epoch.
     """
     fit: Any = trainer.fit_loop
-    fetcher, limit = fit._data_fetcher, fit.max_batches  # noqa: SLF001
+    fetcher, limit = data_fetcher(trainer), fit.max_batches
     progress = fit.epoch_loop.batch_progress
     at = progress.current.ready
-    if limit == float("inf") or at >= limit or not isinstance(fetcher, _PrefetchDataFetcher):
+    if limit == float("inf") or at >= limit or not prefetches(fetcher):
         return False
-    loaders = fit._combined_loader.flattened  # noqa: SLF001
-    if all(length_of(loader) is not None for loader in loaders):
+    if all(length_of(loader) is not None for loader in training_loaders(trainer)):
         return False
     is_first = fetcher.length is not None
     if is_first:
         fetcher.length = None
         try:
-            fetcher.batches.append(_DataFetcher.__next__(fetcher))
+            fetcher.batches.append(fetch(fetcher))
         except StopIteration:
             progress.is_last_batch = True
     if at + 1 == limit:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+
+from lightning_elastic_zero.engine import trained_parameters
 
 _LISTED = 10
 """Names in a warning; the rest is counted."""
@@ -26,21 +30,17 @@ class RequiresGradCheck:
         self._others: tuple[nn.Parameter, ...] = ()
         self._told_epoch = -1
 
-    def begin(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
-        """Take what a fit trains.
-
-        Args:
-            module: of the fit.
-            trained: the parameters that DeepSpeed's optimizer owns.
-        """
-        owned = set(trained)
-        parameters = list(module.parameters())
+    def begin(self, engine: Any) -> None:
+        """Begin a fit with DeepSpeed's engine, whose optimizer owns what is trained."""
+        owned = set(trained_parameters(engine))
+        parameters = list(engine.module.parameters())
         self._trained = tuple(p for p in parameters if p in owned and p.requires_grad)
         self._others = tuple(p for p in parameters if p not in owned and not p.requires_grad)
         self._told_epoch = -1
 
-    def before_batch(self, module: nn.Module, epoch: int) -> None:
+    def before_batch(self, trainer: pl.Trainer) -> None:
         """Warn of what is not as it was when the fit began; once in an epoch."""
+        module, epoch = trainer.lightning_module, trainer.current_epoch
         if self._told_epoch == epoch:
             return
         thawed = {p for p in self._others if p.requires_grad}

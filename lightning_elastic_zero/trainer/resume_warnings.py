@@ -14,7 +14,7 @@ BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 def change_warnings(
     was: DataProgress, now: DataProgress, *, is_given: bool, foreign_path: str
 ) -> Iterator[str]:
-    """Say all that changed since the save.
+    """Yield a sentence for all that changed since the save.
 
     Args:
         was: the record of the save.
@@ -37,7 +37,7 @@ def change_warnings(
 
 
 def changed_batch(was: DataProgress, now: DataProgress, *, is_given: bool) -> str | None:
-    """Say that the global batch is another one, and what would keep it."""
+    """Return that the global batch is another one, and what would keep it."""
     if was.global_batch_size is None or now.global_batch_size is None:
         return None
     if was.global_batch_size == now.global_batch_size:
@@ -61,7 +61,7 @@ def _devices(run: DataProgress) -> str:
 
 
 def changed_plan(was: DataProgress, now: DataProgress) -> str | None:
-    """Say that the run is planned for another number of optimizer steps."""
+    """Return that the run is planned for another number of optimizer steps."""
     if was.planned_steps is None or now.planned_steps is None:
         return None
     if was.planned_steps == now.planned_steps:
@@ -74,7 +74,7 @@ def changed_plan(was: DataProgress, now: DataProgress) -> str | None:
 
 
 def changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
-    """Say which trainer settings count other amounts of data than before."""
+    """Yield which trainer settings count other amounts of data than in the saved run."""
     before = was.world_size * was.accumulate
     here = now.world_size * now.accumulate
     if was.accumulate == now.accumulate and was.global_batch_size == now.global_batch_size:
@@ -97,7 +97,7 @@ def changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
 
 
 def changed_data(was: Sequence[Mapping[str, Plain]], now: Sequence[Mapping[str, Plain]]) -> str:
-    """Say how the data differs from what it was; empty where it does not, or cannot be told."""
+    """Return how the data differs from what it was; empty where it does not, or is not known."""
     if not was:
         return ""
     if len(was) != len(now):

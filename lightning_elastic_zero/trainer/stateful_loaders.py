@@ -20,7 +20,7 @@ from lightning_elastic_zero.trainer.epoch_length import length_of
 def load_state_at_epoch_end(
     loader: Stateful, state: Mapping[str, Any], *, ends_before_data: bool
 ) -> None:
-    """Let a loader's next iteration be that of the epoch after the one that its state ends.
+    """Move a loader's next iteration to the epoch after the one that its state ends.
 
     Args:
         loader: one that keeps its own state.
@@ -47,7 +47,7 @@ def load_state_at_epoch_end(
 
 
 def ends_before_data(combined: CombinedLoader, index: int) -> bool:
-    """Tell whether a limit ends an epoch before the data of a loader do."""
+    """Whether a limit ends an epoch before the data of a loader do."""
     limit = (combined.limits or [])[index : index + 1]
     length = length_of(combined.flattened[index])
     return bool(limit) and limit[0] < (float("inf") if length is None else length)

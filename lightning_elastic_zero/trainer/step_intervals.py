@@ -30,7 +30,7 @@ def pending_micro_batches(trainer: pl.Trainer) -> int:
 
 
 def align_validation_interval(trainer: pl.Trainer) -> None:
-    """Let a fraction of an epoch, after which to validate, end with an optimizer step.
+    """Align a fraction of an epoch, after which to validate, with an optimizer step.
 
     It is then the same step on every number of devices.
     """
@@ -68,7 +68,7 @@ class StepIntervals:
         align_validation_interval(trainer)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
-        """Settle what is due after the batch that is about to be trained on."""
+        """Compute what is due after the batch that is about to be trained on."""
         self._put_back(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready == 1:
@@ -76,16 +76,16 @@ class StepIntervals:
         self._apply(trainer, is_last=progress.is_last_batch, steps=trainer.global_step + 1)
 
     def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
-        """Settle what is due after the batch that was the last one when the run was saved."""
+        """Compute what is due after the batch that was the last one when the run was saved."""
         self._put_back(trainer)
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
 
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
-        """Put back what was settled for the batch before: one that is None has no start."""
+        """Restore what was changed for the batch before: one that is None has no start."""
         self._put_back(trainer)
 
     def _put_back(self, trainer: pl.Trainer) -> None:
-        """Put back what the batch before had another number for."""
+        """Restore what had another number for the batch before."""
         while self._frequencies:
             config, frequency = self._frequencies.pop()
             config.frequency = frequency
@@ -93,7 +93,7 @@ class StepIntervals:
             trainer.val_check_batch, self._interval = self._interval, None
 
     def _apply(self, trainer: pl.Trainer, *, is_last: bool, steps: int) -> None:
-        """Settle what is due after a batch.
+        """Compute what is due after a batch.
 
         Args:
             trainer: its counters include the batch.
@@ -107,7 +107,7 @@ class StepIntervals:
         self._settle_validation(trainer, ready, steps, is_last=is_last)
 
     def _settle_schedulers(self, trainer: pl.Trainer, ready: int) -> None:
-        """Let schedulers step whose turn it is, at the end of a short window."""
+        """Make those schedulers step that are due at the end of a short window."""
         accumulate = trainer.accumulate_grad_batches
         for config in trainer.lr_scheduler_configs:
             if config.interval != "step":
@@ -121,7 +121,7 @@ class StepIntervals:
     def _settle_validation(
         self, trainer: pl.Trainer, ready: int, steps: int, *, is_last: bool
     ) -> None:
-        """Let validation be due where it is by steps; Lightning's own number stays where it does.
+        """Make validation due where it is by steps; where Lightning's number does so, it stays.
 
         An integer without a global batch counts micro-batches, as in Lightning.
         """

@@ -17,6 +17,11 @@ from torch import nn
 
 from lightning_elastic_zero.data_progress import collect_rng_states
 from lightning_elastic_zero.trainer.dataloaders import Stateful, elastic_sampler_of
+from lightning_elastic_zero.trainer.lightning_internals import (
+    data_fetcher,
+    loader_state_dicts,
+    training_loaders,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class LoaderStates:
     def begin(self, trainer: pl.Trainer, given: list[Any]) -> None:
         """Begin a fit whose loaders were given these states, and may be a batch ahead already."""
         self._before = copy.deepcopy(given)
-        self._latest = copy.deepcopy(_states(trainer)) if _keeping(trainer) else None
+        self._latest = copy.deepcopy(loader_state_dicts(trainer)) if _keeping(trainer) else None
         self._is_new = True
 
     def before_batch(self, trainer: pl.Trainer, *, is_first: bool) -> None:
@@ -60,25 +65,19 @@ class LoaderStates:
             # In later epochs nobody saw the state before the batch that is fetched ahead.
             self._before = None if is_first and not self._is_new else self._latest
             self._is_new = False
-            self._latest = copy.deepcopy(_states(trainer))
+            self._latest = copy.deepcopy(loader_state_dicts(trainer))
 
     def now(self, trainer: pl.Trainer) -> list[Any]:
-        """Give the states for the batches so far; none where they are not known."""
+        """Return the states for the batches so far; none where they are not known."""
         if not _keeping(trainer):
             return []
-        ahead = getattr(trainer.fit_loop._data_fetcher, "batches", [])  # noqa: SLF001
-        return (self._before or []) if ahead else copy.deepcopy(_states(trainer))
+        ahead = getattr(data_fetcher(trainer), "batches", [])
+        return (self._before or []) if ahead else copy.deepcopy(loader_state_dicts(trainer))
 
 
 def _keeping(trainer: pl.Trainer) -> bool:
-    """Tell whether a training loader keeps a state of its own."""
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
-    return combined is not None and any(
+    """Whether a training loader keeps a state of its own."""
+    return any(
         isinstance(loader, Stateful) and elastic_sampler_of(loader) is None
-        for loader in combined.flattened
+        for loader in training_loaders(trainer)
     )
-
-
-def _states(trainer: pl.Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
-    return combined._state_dicts() if combined is not None else []  # noqa: SLF001

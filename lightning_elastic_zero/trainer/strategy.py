@@ -1,76 +1,91 @@
-"""The Lightning strategy: what its parent does, with checkpoints that fit any device count."""
+"""The Lightning strategy: DeepSpeed's, with checkpoints that fit any device count."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from os import PathLike, fspath
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_elastic_zero.api import (
-    CheckpointStats,
-    LoadResult,
-    SaveOptions,
-    load_options,
-    load_with,
-)
+from lightning_elastic_zero.api import check_timeouts, load_options
+from lightning_elastic_zero.checkpoint import CheckpointManager, CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
-from lightning_elastic_zero.data_progress import with_loader_states
-from lightning_elastic_zero.engine import (
-    check_config,
-    check_supported,
-    copy_full_weights,
-    drop_accumulation_window,
-    trained_parameters,
-    use_accelerator,
-    version_of,
-    weights_match_masters,
-)
-from lightning_elastic_zero.manager import (
-    CheckpointManager,
-    format_loaded,
-    format_not_resumed,
-    is_slurm_requeue,
-)
-from lightning_elastic_zero.option_checks import check_flag
-from lightning_elastic_zero.strategy_names import STRATEGY_ARGUMENTS
-from lightning_elastic_zero.trainer import weight_averaging
-from lightning_elastic_zero.trainer.base_strategy import BaseElasticStrategy
-from lightning_elastic_zero.trainer.configured_rates import configured_rates, warn_replaced_rates
-from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
+from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
+from lightning_elastic_zero.option_checks import check_count, check_flag
+from lightning_elastic_zero.trainer.batch_controller import BatchController
+from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
+from lightning_elastic_zero.trainer.checkpoint_loader import CheckpointLoader
+from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver
+from lightning_elastic_zero.trainer.dataloader_resume import SampleOrderCheck, UnresumableDataPolicy
+from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.last_fit import LastFit
-from lightning_elastic_zero.trainer.lightning_internals import RESUME_END
-from lightning_elastic_zero.trainer.lr_schedulers import resume_as_configured, resume_as_saved
-from lightning_elastic_zero.trainer.model_checkpoint_hooks import ModelCheckpointHooks
-from lightning_elastic_zero.trainer.resume import STATE_KEY
-from lightning_elastic_zero.trainer.trainer_state import without_progress
-from lightning_elastic_zero.trainer.weight_averaging import StateDictTracker
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-    from torch.optim import Optimizer
-
-VERSION_KEY = "pytorch-lightning_version"
-"""The entry by which Lightning knows its own checkpoints, and demands of every one."""
+from lightning_elastic_zero.trainer.lightning_internals import (
+    RESUME_END,
+    check_lightning_release,
+    is_fitting,
+    split_parent_options,
+)
+from lightning_elastic_zero.trainer.requires_grad_check import RequiresGradCheck
+from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.warning_filters import WarningFilters
+from lightning_elastic_zero.trainer.weight_averaging import check_averaging
 
 
-class ElasticDeepSpeedStrategy(BaseElasticStrategy):
+class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO-1, 2 and 3 whose checkpoints resume on any number of devices.
 
-    Takes all that Lightning's ``DeepSpeedStrategy`` takes; ``ModelCheckpoint`` and ``ckpt_path``
-    are used as ever. A checkpoint is a directory. Runs on the CPU (gloo) as well as on CUDA.
+    A checkpoint is a directory; ``ModelCheckpoint`` and ``ckpt_path`` are used as ever. A step has
+    the same samples on any number of devices, and its gradient is their mean, whatever the
+    accumulation. Runs on the CPU (gloo) as well as on CUDA.
+
+    Args:
+        *args, **kwargs: as ``DeepSpeedStrategy``.
+        global_batch_size (int | None): samples per optimizer step over all devices, from which the
+            accumulation follows, with the loader's ``batch_size`` (the most that fits into memory);
+            the integers ``limit_train_batches`` and ``val_check_interval`` then count global
+            batches. None: as the Trainer has it.
+        allow_uneven_batches (bool): where ``global_batch_size`` cannot be cut into equal
+            micro-batches, they may differ by a sample, each weighted by its size (the loss must be
+            a mean over samples). False: refuse, and name the device counts that fit.
+        on_unresumable_data (str): where training data cannot be resumed in the middle of an epoch:
+            ``"refuse"``, or ``"restart_epoch"``: that epoch's samples come once more.
+        load_optimizer_state (bool): False: ``fit(ckpt_path=...)`` goes on from the saved weights
+            with a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
+        load_hyperparameters (bool): False: learning rate, weight decay, betas, ... stay as this run
+            configures them; moments are restored all the same. A scheduler keeps its place, with
+            the rates that it has there as configured now (see docs/continuation.md).
+        save_module_weights (bool): write the low-precision weights too, for tools that need them.
+        allow_pickle (bool): build Python objects of any class from the trainer's state, where it is
+            no plain data. That can run code: only for checkpoints that you trust.
+        fallback (bool): where ``fit(ckpt_path=...)`` is given a damaged checkpoint of this library,
+            go on from the newest sound one before it, with a warning; else the error names it.
+        rename (Mapping[str, str] | None): layers that had other names: see ``load_checkpoint``.
+        async_save (bool): training waits for a copy of the state in host memory only, which is
+            written and published in the background, some time after ``save_checkpoint`` has
+            returned (``wait_for_save``). Hosts need room for their ranks' state once more.
+        max_snapshot_bytes (int | None): with ``async_save``, the most host memory of a rank's copy;
+            None: no limit. What does not fit is written before the next step.
+        stall_timeout_s (float): how long a rank may work on a save or load without progress before
+            that fails on all ranks: raise it where one call to the disk may take longer.
+        absent_timeout_s (float): how long ranks wait for one that is absent; a warning names it.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: an option has a value that it cannot have.
     """
 
     def __init__(
         self,
         *args: Any,
+        global_batch_size: int | None = None,
+        allow_uneven_batches: bool = False,
+        on_unresumable_data: UnresumableDataPolicy = "refuse",
         load_optimizer_state: bool = True,
         load_hyperparameters: bool = True,
         save_module_weights: bool = False,
@@ -83,59 +98,66 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         absent_timeout_s: float = ABSENT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        """Take the parents' arguments, and those for saving and loading.
-
-        Args:
-            *args: as ``BaseElasticStrategy`` and ``DeepSpeedStrategy``.
-            load_optimizer_state: False: ``fit(ckpt_path=...)`` goes on from the saved weights with
-                a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
-            load_hyperparameters: False: learning rate, weight decay, betas, ... stay as this run
-                configures them; moments are restored all the same. A scheduler keeps its place,
-                with the rates that it has there as configured now (see docs/continuation.md).
-            save_module_weights: write the low-precision weights too, for tools that insist on them.
-            allow_pickle: build Python objects of any class from the trainer's state, where it is no
-                plain data. That can run code: only for checkpoints that you trust.
-            fallback: where ``fit(ckpt_path=...)`` is given a damaged checkpoint of this library, go
-                on from the newest sound one before it, with a warning; else the error names it.
-            rename: layers that had other names: see ``load_checkpoint``.
-            async_save: let training wait for a copy of the state in host memory only, and write
-                and publish it in the background. A checkpoint is then there some time after
-                ``save_checkpoint`` has returned (``wait_for_save``), and hosts need room for their
-                ranks' state once more. Hence off by default.
-            max_snapshot_bytes: with ``async_save``, the most host memory that a rank's copy may
-                take;
-                None: all that it needs. What does not fit is written before the next step.
-            stall_timeout_s: how long a rank may work on a save or load without progress before that
-                fails on all ranks: raise it where one call to the disk may take longer.
-            absent_timeout_s: how long ranks wait for one that does not come; a warning names it.
-            **kwargs: as ``BaseElasticStrategy`` and ``DeepSpeedStrategy``.
-        """
+        later = split_parent_options(type(self), kwargs)
         super().__init__(*args, **kwargs)
-        self._load_options = load_options(
+        vars(self).update(later)
+        self._resumer = RunResumer(on_unresumable_data)
+        self._batches = BatchController(
+            self._resumer, global_batch_size, allow_uneven_batches=allow_uneven_batches
+        )
+        options = load_options(
             load_optimizer_state=load_optimizer_state,
             load_hyperparameters=load_hyperparameters,
             allow_pickle=allow_pickle,
             fallback=fallback,
             rename=rename,
         )
-        self._save_module_weights = check_flag("save_module_weights", save_module_weights)
-        self._manager = saves = CheckpointManager(
-            stall_timeout_s,
-            absent_timeout_s,
-            background=async_save,
-            max_snapshot_bytes=max_snapshot_bytes,
+        size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
+        self._manager = CheckpointManager(
+            check_timeouts(stall_timeout_s, absent_timeout_s),
+            background=check_flag("async_save", async_save),
+            max_snapshot_bytes=size,
         )
-        self._checkpoint_hooks = ModelCheckpointHooks(
-            self._link, saves.is_being_written, saves.refusal_reason
+        self._last_fit = LastFit()
+        of_both = (self._manager, self._get_ranks, self._resumer, self._last_fit)
+        self._loader = CheckpointLoader(*of_both, options)
+        self._saver = CheckpointSaver(
+            *of_both, save_module_weights=save_module_weights, allow_pickle=allow_pickle
         )
-        self._resumed = False
-        self._state_dict_tracker = StateDictTracker()
-        self._warned_objects: set[str] = set()  # those that a load refuses
-        self._last_fit = LastFit(weights_match_masters)
-        self.last_load: CheckpointStats | None = None
-        """Path, seconds and bytes of the last load."""
+        self._accumulation = GradientAccumulation()
+        self._requires_grad_check = RequiresGradCheck()
+        self._order_check = SampleOrderCheck()
+        self._warning_filters = WarningFilters()
+        self._ranks: Ranks | None = None
 
-    # -- setting up --------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        """Name the Trainer that this is for: ``pytorch_lightning``'s refuses it by its repr."""
+        return f"<{type(self).__name__}, for lightning.pytorch.Trainer, not pytorch_lightning's>"
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The trainer that runs, or ran last."""
+        module = self.lightning_module
+        return module.trainer if module is not None else None
+
+    def _get_ranks(self) -> Ranks:
+        """Return the ranks of training's threads, connected when first needed."""
+        if self._ranks is None:
+            self._ranks = self._manager.training_ranks()
+        return self._ranks
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node. CPUs are numbered too: DeepSpeed wants each device's index."""
+        devices = self._parallel_devices
+        if devices and devices[0].type == "cpu":
+            return [torch.device("cpu", index) for index in range(len(devices))]
+        return devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
 
     @override
     def setup_environment(self) -> None:
@@ -146,56 +168,139 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
-        self._resolve_batches_before_hooks()
+        self._batches.before_hooks(
+            self._trainer, self.config, is_users=not self._config_initialized
+        )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._init_config_if_needed()
-        check_config(self.config or {})
-        if self._is_fitting():
+        config: Any = self.config  # which Lightning has loaded by now
+        check_config(config)
+        if fitting := is_fitting(trainer):
             self._last_fit.forget()
+        self._batches.remove_hook(trainer)
+        check_lightning_release(trainer)
+        # Lightning reads it of a ZeRO-3 evaluation, where a user's config need not have it.
+        config.setdefault("zero_allow_untested_optimizer", False)
+        if fitting and self._batches.reset(config):
+            self._format_batch_size_and_grad_accum_config()
         super().setup(trainer)
-        check_supported(self.deepspeed_engine)
-        if self._is_fitting():
-            engine = self.deepspeed_engine
+        scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
+        check_supported(engine := self.deepspeed_engine)
+        if fitting:
             self._last_fit.begin(engine)
-            self._requires_grad_check.begin(engine.module, trained_parameters(engine))
-            self._partial_accumulation.begin(engine, drop_accumulation_window)
-        weight_averaging.check_averaging(trainer, cut_up=self.zero_stage_3)
-        self._resumed = False
-        self._agree()
-        callbacks = trainer.checkpoint_callbacks if self._is_fitting() else []
-        dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
-        self._manager.start(self.deepspeed_engine, self.global_rank, dirpaths)
-        self._checkpoint_hooks.begin(trainer)
+            self._requires_grad_check.begin(engine)
+            self._accumulation.begin(engine)
+        check_averaging(trainer, cut_up=self.zero_stage_3)
+        self._loader.start()
+        self._saver.start(trainer, engine, self.global_rank)
 
     @override
-    def _make_ranks(self) -> Ranks:
-        return self._manager.training_ranks()
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        """Resolve what a step is made of, before the engine is built with it."""
+        self._batches.configure(self._trainer, self.config, is_users=not self._config_initialized)
+        super()._format_batch_size_and_grad_accum_config()
 
-    # -- saving ------------------------------------------------------------------------------
+    @override
+    def _auto_select_batch_size(self) -> int:
+        return self._batches.loader_batch_size
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return a loader by which training can resume an epoch at any sample."""
+        return self._batches.process_loader(dataloader, self._trainer, self.global_rank)
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether DeepSpeed is to accumulate on: not into the next epoch, from a short window."""
+        trainer = self._trainer
+        if trainer is None or not is_fitting(trainer):
+            return True
+        return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute gradients that are the mean over the global batch.
+
+        Lightning has divided the loss by the accumulation already; DeepSpeed would do it again.
+        """
+        trainer = self._trainer
+        if trainer is None or not trainer.lightning_module.automatic_optimization:
+            return super().backward(closure_loss, *args, **kwargs)
+        kwargs.setdefault("scale_wrt_gas", False)
+        weight = self._resumer.weight(trainer, self.global_rank)
+        with self._accumulation.scaled(closure_loss, weight, trainer) as loss:
+            return super().backward(loss, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step where Lightning's window of micro-batches ends, and only there."""
+        trainer = self._trainer
+        if trainer is None or trainer.accumulate_grad_batches == 1:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        steps = self._accumulation.set_boundary(trainer)
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self._accumulation.after_micro_batch(trainer.current_epoch, steps=steps)
+        if steps:
+            self._resumer.recorder.after_optimizer_step(trainer, self.root_device)
+        return result
+
+    @override
+    def on_train_start(self) -> None:
+        """Restore data, counters and random numbers, where a run is resumed."""
+        if (trainer := self._trainer) is not None:
+            self._resumer.on_train_start(trainer, self.root_device)
+        self._order_check.begin()
+        super().on_train_start()
+
+    @override
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note what belongs to the batches before, while this one is on its way."""
+        if (trainer := self._trainer) is not None and is_fitting(trainer) and trainer.training:
+            self._resumer.before_batch_transfer(trainer)
+        return super().batch_to_device(batch, *args, **kwargs)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if (trainer := self._trainer) is not None:
+            self._resumer.before_batch(trainer, batch_idx)
+            self._accumulation.before_batch(trainer.current_epoch)
+            self._requires_grad_check.before_batch(trainer)
+            self._order_check.before_batch(trainer, batch_idx, self._get_ranks)
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def on_validation_start(self) -> None:
+        if is_fitting(self._trainer):
+            self._resumer.recorder.on_validation_start(self.root_device)
+        super().on_validation_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        if (trainer := self._trainer) is not None and is_fitting(trainer):
+            self._resumer.recorder.on_validation_end(trainer, self.root_device)
+        super().on_validation_end()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Give hooks the weights to see; they are saved from the masters, not through this dict."""
-        return self._state_dict_tracker.track(super().lightning_module_state_dict())
+        """Return the weights for hooks to see; they are saved from the masters, not from here."""
+        return self._saver.track(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Give nothing: the state is saved from the optimizer's buffers, not through this dict."""
+        """Return nothing: the state is saved from the optimizer's buffers, not from here."""
         return {}
 
     @override
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
-        storage_options: Any | None = None,
+        self, checkpoint: dict[str, Any], filepath: str | PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint directory; collective.
+        """Write a checkpoint directory; collective. ``last_save`` is its ``CheckpointStats``.
 
         Args:
-            checkpoint: what Lightning's trainer hands over.
+            checkpoint: what Lightning's trainer passes.
             filepath: the directory, the same on all ranks.
             storage_options: not supported.
 
@@ -208,50 +313,12 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         if storage_options is not None:
             msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
             raise TypeError(msg)
-        engine = self._last_fit.engine(self.deepspeed_engine, filepath, self._agree)
-        weights_only = "optimizer_states" not in checkpoint or not self._last_fit.is_whole
-        if weights_only and (module := self.lightning_module) is not None:
-            weight_averaging.add_averages(module.trainer, checkpoint)
-        client_state, left_out = self._state_dict_tracker.remove_tracked(checkpoint)
-        options = SaveOptions(
-            weights_only=weights_only,
-            exclude_frozen=self.exclude_frozen_parameters,
-            left_out=left_out,
-            told=None if self._load_options.allow_pickle else self._warned_objects,
-            module_weights=self._save_module_weights,
-        )
-        with self._checkpoint_hooks.saving():
-            self._save(engine, filepath, client_state, self._with_progress(options, client_state))
-
-    def _save(
-        self,
-        engine: Any,
-        filepath: str | os.PathLike[str],
-        client_state: dict[str, Any],
-        options: SaveOptions,
-    ) -> None:
-        """Save at once or in the background, as this moment allows."""
-        if self._is_interrupted() or is_slurm_requeue(filepath):
-            # A rank that failed alone saves alone: the others will not come. SLURM's signal may
-            # come in the midst of another save, and the job ends as soon as this returns.
-            self._manager.drain_local()
-            with self._manager.exit_ranks(filepath, interrupted=self._is_interrupted()) as ranks:
-                self._manager.save(engine, filepath, ranks, client_state, options)
-            return
-        saved, saves = (engine, filepath, self._agree(), client_state, options), self._manager
-        if not saves.save_async(*saved):
-            saves.wait_until_finished(self._agree())
-            saves.save(*saved)
-
-    def _link(self, path: str, link: str) -> None:
-        """Let a link such as ``last.ckpt`` name a checkpoint when it is published; collective."""
-        end = self._manager.exit_ranks(link, interrupted=True) if self._is_interrupted() else None
-        with end or nullcontext(self._agree()) as ranks:
-            self._manager.link(path, link, ranks)
+        engine, exclude = self.deepspeed_engine, self.exclude_frozen_parameters
+        self._saver.save(checkpoint, filepath, engine, self._trainer, exclude_frozen=exclude)
 
     @property
     def last_save(self) -> CheckpointStats | None:
-        """Path, seconds and bytes of the last save that was published."""
+        """Path, seconds and bytes of the last save that was published; None before."""
         return self._manager.last_save
 
     def wait_for_save(self) -> None:
@@ -260,35 +327,17 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         Raises:
             ElasticZeroError: it could not be; the checkpoint published before is intact.
         """
-        with self._checkpoint_hooks.saving():
-            self._manager.wait_until_finished(self._agree())
-
-    def _with_progress(self, options: SaveOptions, client_state: dict[str, Any]) -> SaveOptions:
-        """Add where the run stands, in samples, and what of this moment only the trainer has."""
-        module, loops = self.lightning_module, client_state.get("loops", {}).get("fit_loop")
-        if module is None or loops is None or options.weights_only:
-            return options
-        trainer, of = module.trainer, self._resumer
-        with self._user_settings.reapplied(trainer):
-            record = of.record(trainer, loops, self.world_size)
-            client_state[STATE_KEY] = own = of.state(trainer, record, self.root_device)
-            if not self._is_fitting():
-                self._last_fit.put_back(own)
-            states, buffers = of.loader_states(trainer), of.buffers(trainer)
-        client_state["loops"] = with_loader_states(client_state["loops"], states)
-        return replace(options, sampler=record.to_plain(), module_buffers=buffers)
+        self._saver.wait()
 
     @override
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint as soon as nothing needs it any more."""
+    def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
+        """Delete a checkpoint as soon as nothing needs it."""
         if self.is_global_zero:
             self._manager.remove(filepath)
 
-    # -- loading -----------------------------------------------------------------------------
-
     @override
     def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+        self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Restore a checkpoint directory that any number of devices wrote; collective.
 
@@ -297,7 +346,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
             weights_only: not used: nothing is unpickled unless ``allow_pickle`` was given.
 
         Returns:
-            The trainer's part, from which Lightning restores loops, callbacks and schedulers.
+            The trainer's part, from which Lightning restores loops, callbacks and schedulers;
+            ``last_load`` is the ``CheckpointStats``.
 
         Raises:
             ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
@@ -305,57 +355,15 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
         if self.load_full_weights and self.zero_stage_3:
             self._last_fit.forget()
             given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
-            return super().load_checkpoint(os.fspath(checkpoint_path), *given)
-        module = self.lightning_module
-        options = replace(
-            self._load_options,
-            strict=module is None or module.strict_loading,
-            # An evaluation of another checkpoint than the one that was named is no use to anybody.
-            fallback=self._load_options.fallback and self._is_fitting(),
-            of_ranks=(STATE_KEY, RESULTS) if self._is_fitting() else (),
-        )
+            return super().load_checkpoint(fspath(checkpoint_path), *given)
         self.wait_for_save()
-        configured = configured_rates(self.optimizers) if self._is_fitting() else []
-        loaded = load_with(self.deepspeed_engine, checkpoint_path, self._agree(), options)
-        self._resumed = True
-        if not self._is_fitting():
-            self._last_fit.forget()
-        self.last_load = loaded.stats
-        self._manager.protect(loaded.stats.path)
-        return self._trainer_state(loaded, configured)
+        live = [config.scheduler for config in self.lr_scheduler_configs]
+        return self._loader.load(checkpoint_path, self.deepspeed_engine, self._trainer, live)
 
-    def _trainer_state(
-        self, loaded: LoadResult, configured: list[dict[str, float]]
-    ) -> dict[str, Any]:
-        """Give what Lightning's loops, callbacks and schedulers restore themselves from."""
-        state, manifest = loaded.client_state, loaded.manifest
-        fitting = self._is_fitting()
-        rank_zero_info(format_loaded(loaded, self.world_size))
-        if (module := self.lightning_module) is not None:
-            if not fitting:
-                taken = copy_full_weights(
-                    self.deepspeed_engine, weight_averaging.extra_weights(state)
-                )
-                weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
-            state = weight_averaging.with_module_weights(state, module, fitting=fitting)
-        if VERSION_KEY not in state:
-            rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
-            state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
-        if fitting and manifest.weights_only:
-            rank_zero_info("It holds weights only: a new run starts on them, at step 0")
-            return without_progress(state, module)
-        if fitting and module is not None:
-            state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.of_ranks
-            where = loaded.stats.path
-            self._resumer.resume_from(state, manifest, module.trainer, where, self.world_size)
-        if fitting:
-            live = [config.scheduler for config in self.lr_scheduler_configs]
-            as_saved, states = self._load_options.hyperparameters, state.get("lr_schedulers", [])
-            go_on = resume_as_saved if as_saved else resume_as_configured
-            if as_saved:
-                warn_replaced_rates(configured, manifest.groups, scheduled=bool(live or states))
-            state["lr_schedulers"] = go_on(live, states, manifest.groups)
-        return state
+    @property
+    def last_load(self) -> CheckpointStats | None:
+        """Path, seconds and bytes of the last load; None before."""
+        return self._loader.last_load
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -367,22 +375,8 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; at the end of a resume, agree first on what was resumed."""
         if RESUME_END in (*args, kwargs.get("name")):
-            self._check_all_ranks_resumed()
+            self._loader.check_all_ranks_resumed(self._trainer)
         super().barrier(*args, **kwargs)
-
-    def _check_all_ranks_resumed(self) -> None:
-        """Fail at once where one rank found a checkpoint and another did not.
-
-        Each rank resolves ``ckpt_path="last"`` by itself, before any hook of a strategy. A rank
-        that found nothing comes here while the others are still loading: their steps differ.
-        """
-        self._agree().run_all("go on without loading a checkpoint (any more)", lambda: None)
-        if self._is_fitting() and not self._resumed:
-            # Training starts at step 0: loudly where there is something to resume.
-            text, loud = format_not_resumed(self._manager.dirpaths)
-            (rank_zero_warn if loud else rank_zero_info)(text)
-
-    # -- the end -----------------------------------------------------------------------------
 
     @override
     def on_train_end(self) -> None:
@@ -393,24 +387,13 @@ class ElasticDeepSpeedStrategy(BaseElasticStrategy):
     @override
     def teardown(self) -> None:
         """End saving and agreeing, before tensors move; no collective, since ranks may be gone."""
-        self._checkpoint_hooks.end()
-        if self._is_fitting() and (module := self.lightning_module) is not None:
-            self._last_fit.end(module.trainer)
-        failure = self._manager.stop(interrupted=self._is_interrupted())
+        trainer = self._trainer
+        failure = self._saver.stop(trainer)
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
+        self._warning_filters.end()
+        self._batches.end(trainer)
         super().teardown()
         if failure is not None:
             raise failure
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names ``elastic_deepspeed...``."""
-        for name, arguments in STRATEGY_ARGUMENTS.items():
-            description = f"Elastic DeepSpeed: {arguments or 'defaults'}"
-            strategy_registry.register(name, cls, description, override=True, **arguments)
-
-
-ElasticDeepSpeedStrategy.register_strategies(StrategyRegistry)

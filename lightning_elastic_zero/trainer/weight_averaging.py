@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.lightning_internals import WEIGHT_AVERAGING
+from lightning_elastic_zero.trainer.lightning_internals import WEIGHT_AVERAGING, has_average
 
 WEIGHTS = "state_dict"
 """Where Lightning keeps a module's weights."""
@@ -27,9 +27,6 @@ CURRENT = "current_model_state"
 
 AVERAGING = "averaging_state"
 """Where it keeps how many weights have been averaged."""
-
-_AVERAGE = "_average_model"
-"""Its private attribute, None outside of a fit."""
 
 
 def _averaging(trainer: pl.Trainer) -> list[Any]:
@@ -128,13 +125,13 @@ def _is_empty(value: object) -> bool:
 
 
 def add_averages(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Let callbacks add their averages to a checkpoint of weights alone.
+    """Ask callbacks to add their averages to a checkpoint of weights alone.
 
     Lightning asks no callback there, and the average would be lost that the checkpoint was chosen
     for.
     """
     for callback in _averaging(trainer):
-        if getattr(callback, _AVERAGE, None) is not None:
+        if has_average(callback):
             callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
 
 
@@ -147,7 +144,7 @@ def extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def log_evaluated_averages(taken: list[str], path: str) -> None:
-    """Say that an evaluation is one of other weights than those that were trained."""
+    """Report that an evaluation is one of other weights than those that were trained."""
     if taken:
         rank_zero_info(
             f"{path}: evaluated are the weights that callbacks or on_save_checkpoint had put into "
@@ -159,7 +156,7 @@ def log_evaluated_averages(taken: list[str], path: str) -> None:
 def with_module_weights(
     state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool
 ) -> dict[str, Any]:
-    """Put the loaded weights where hooks look for them.
+    """Return a state with the loaded weights where hooks look for them.
 
     They were saved as masters, not in this dictionary, and are in the module by now: what hooks
     change here changes nothing. ``WeightAveraging`` loads the trained ones once more; its own load

@@ -15,9 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-import lightning_elastic_zero.manager
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from lightning_elastic_zero.checkpoint import async_save
+from lightning_elastic_zero.checkpoint import async_save, manager
 from tests.dist._launch import Job
 from tests.faults._deterministic_training import DeterministicModel, state_digests
 from tests.faults._fault_injection import on_nth_write
@@ -90,7 +89,7 @@ def raise_while_saving(job: Job) -> None:
     os.environ.update({key: str(value) for key, value in rank.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     if exception_run.patience_s is not None:
-        for module in (async_save, lightning_elastic_zero.manager):
+        for module in (async_save, manager):
             vars(module)["DRAIN_TIMEOUT_S"] = exception_run.patience_s
     options: dict[str, Any] = {"stage": 2, "async_save": True, **SMALL_BUCKETS}
     trainer = pl.Trainer(

@@ -59,36 +59,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "text",
         "errors",
     },
-    "api": {
-        "engine",
-        "checkpoint",
-        "compatibility",
-        "option_checks",
-        "coordination",
-        "storage",
-        "tensor_state",
-        "manifest",
-        "errors",
-    },
-    "manager": {
-        "api",
-        "checkpoint",
-        "engine",
-        "option_checks",
-        "coordination",
-        "storage",
-        "errors",
-    },
-    "strategy_names": set(),
-    "strategy_registry": {"strategy_names", "errors"},
+    "api": {"engine", "checkpoint", "option_checks", "coordination"},
+    "strategy_registry": {"errors"},
     "trainer": {
         "api",
         "engine",
         "checkpoint",
         "option_checks",
         "data_progress",
-        "manager",
-        "strategy_names",
         "storage",
         "coordination",
         "tensor_state",
@@ -131,8 +109,8 @@ LOADS_WITHOUT: dict[str, set[str]] = {
 }
 """What importing a module must not load, in a process of its own."""
 
-FILE_LINES = 420
-FUNCTION_LINES = 66
+FILE_LINES = 400
+FUNCTION_LINES = 60
 MEDIAN_FUNCTION_LINES = 15
 
 SOURCES = sorted(ROOT.rglob("*.py"))

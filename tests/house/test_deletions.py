@@ -95,7 +95,7 @@ PLACES: dict[tuple[str, str, str], str] = {
         "tests/core/test_concurrent_runs.py::test_what_only_has_such_a_name_stays"
     ),
     # -- links
-    ("trainer/strategy.py", "_link", "self._manager.link"): (
+    ("trainer/checkpoint_saver.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_takes_no_place_of_others"
     ),
     ("checkpoint/links.py", "_make", "new.symlink_to"): LINKS

@@ -19,6 +19,10 @@ PUBLIC = {
     "describe_dumps",
     "load_checkpoint",
     "save_checkpoint",
+    "CheckpointStats",
+    "LoadResult",
+    "Manifest",
+    "ResumesAtSample",
     "ElasticZeroError",
     "UnsupportedError",
     "CheckpointNotFoundError",
@@ -78,6 +82,13 @@ def test_every_error_is_public() -> None:
         if issubclass(value, errors.ElasticZeroError)
     }
     assert classes <= PUBLIC
+
+
+@pytest.mark.parametrize("function", ["save_checkpoint", "load_checkpoint"])
+def test_what_is_returned_is_public(function: str) -> None:
+    """What a function returns can be named in an annotation, without knowing a module."""
+    returned = inspect.signature(getattr(lightning_elastic_zero, function)).return_annotation
+    assert returned in PUBLIC
 
 
 def test_every_error_has_one_root() -> None:

@@ -18,8 +18,8 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy, manager
-from lightning_elastic_zero.checkpoint import async_save
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.checkpoint import async_save, manager
 from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer._fits import SMALL_BUCKETS, Data, RegressionNet
 

@@ -15,8 +15,9 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_elastic_zero import load_checkpoint, manager, save_checkpoint
-from lightning_elastic_zero.api import SaveOptions, save_with
+from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import engine_handle
+from lightning_elastic_zero.checkpoint import SaveOptions, manager, save_engine
 from lightning_elastic_zero.coordination import Timeouts, connect_ranks
 from tests.trainer._fits import SMALL_BUCKETS, FitSpec, error_of, fit
 
@@ -100,13 +101,13 @@ def save_to_own_path(root: str) -> str:
 
 def save_on_first_rank_only(root: str) -> str:
     """Do what `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
-    made, ranks = engine(), connect_ranks(times=SHORT)
+    handle, ranks = engine_handle(engine()), connect_ranks(times=SHORT)
     path = f"{root}/x.ckpt"
     try:
         if ranks.rank:
             comm.barrier()
             return "not called"
-        said = error_text(lambda: save_with(made, path, ranks, {}, SaveOptions()))
+        said = error_text(lambda: save_engine(handle, path, ranks, {}, SaveOptions()))
         comm.barrier()
         return said
     finally:

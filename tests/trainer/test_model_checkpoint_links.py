@@ -18,10 +18,10 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero.api import SaveOptions
-from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.api import engine_handle
+from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
+from lightning_elastic_zero.coordination import OneRank, Timeouts
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.manager import CheckpointManager
 from tests.core._syscall_hooks import before_each_syscall
 from tests.engine._worker_pool import Pools
 from tests.trainer._async_save import AsyncSaveSpec, elastic_strategy_of, is_published, kept
@@ -218,10 +218,10 @@ def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
     """After a save of which not even a snapshot was taken, links are made at once."""
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     target.mkdir()
-    manager = CheckpointManager(background=True)
-    manager.start(SimpleNamespace(optimizer=None), 0)
+    manager = CheckpointManager(Timeouts(), background=True)
+    manager.start(engine_handle(SimpleNamespace(optimizer=None)), 0)
     with pytest.raises(UnsupportedError):
-        manager.save_async("no engine", target, OneRank(), {}, SaveOptions())
+        manager.save_async(engine_handle("no engine"), target, OneRank(), {}, SaveOptions())
     manager.link(str(target), str(link), OneRank())
     assert str(link.readlink()) == "a.ckpt"
     assert manager.stop(interrupted=False) is None

@@ -94,7 +94,7 @@ def test_flags(name: str, value: object) -> None:
 def test_what_is_meant_is_taken(options: dict[str, Any]) -> None:
     """Whole numbers of NumPy are numbers; all defaults may be passed."""
     strategy = ElasticDeepSpeedStrategy(**options)
-    size = strategy._global_batch_size
+    size = strategy._batches._global_batch_size
     assert size is None or (type(size) is int and size == 6)
 
 
@@ -127,14 +127,17 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
     given._manager._retention.schedule_delete("/nowhere/old.ckpt")
     other: Any = copied(given)
     assert type(other).__name__ == "ElasticDeepSpeedStrategy"
-    assert other._global_batch_size == 6
+    assert other._batches._global_batch_size == 6
     assert other.config["zero_optimization"]["stage"] == 3
     assert (other._manager._background, other._manager._snapshot_bytes) == (True, 7)
     assert other._resumer._on_unresumable_data == "restart_epoch"
-    assert other._resumer._step_intervals._user_settings is other._user_settings
+    assert other._resumer._step_intervals._user_settings is other._resumer.settings
     assert not other._manager._retention._waiting
-    assert other._checkpoint_hooks._is_written.__self__ is other._manager
-    assert other._checkpoint_hooks._link.__self__ is other
+    assert other._saver._hooks._is_written.__self__ is other._manager
+    assert other._saver._hooks._link.__self__ is other._saver
+    assert other._saver._get_ranks.__self__ is other._loader._get_ranks.__self__ is other
+    assert other._saver._last_fit is other._loader._last_fit is other._last_fit
+    assert other._batches._resumer is other._saver._resumer is other._resumer
 
 
 class _Settings:

@@ -1,8 +1,8 @@
-"""Where checkpoints appear and vanish: saves, deletions and links, in an order that is safe.
+"""A run's checkpoints: saves, deletions and links, in an order that is safe.
 
-Saved while training waits, a checkpoint is there when ``save`` returns. Saved in the background, it
-is there later: what ``ModelCheckpoint`` deletes and links meanwhile waits for it, and stays as it
-was if it fails.
+A checkpoint that is saved while training waits is there when ``save`` returns. One that is saved in
+the background is there later: what ``ModelCheckpoint`` deletes and links meanwhile waits for it,
+and stays as it was if the save fails.
 """
 
 from __future__ import annotations
@@ -15,25 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.api import CheckpointStats, LoadResult, SaveOptions, save_with
-from lightning_elastic_zero.checkpoint import DRAIN_TIMEOUT_S, AsyncCheckpointer, LiveState
+from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle, save_engine
 from lightning_elastic_zero.checkpoint.links import CheckpointLinks
 from lightning_elastic_zero.checkpoint.retention import Retention
-from lightning_elastic_zero.coordination import (
-    ABSENT_TIMEOUT_S,
-    STALL_TIMEOUT_S,
-    Ranks,
-    Timeouts,
-    connect_ranks,
-)
-from lightning_elastic_zero.engine import (
-    add_step_pre_hook,
-    live_engine,
-    recovery_script,
-    updates_state_before_step,
-)
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, LiveState, SaveOptions
+from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.option_checks import check_count, check_flag
 from lightning_elastic_zero.storage import ConcurrentRunMonitor, check_local_path, inspect_target
 
 _WRITERS_ABSENT_S = 60.0
@@ -46,35 +34,23 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves the checkpoints of a run, and deletes those that it does not need any more."""
+    """Saves the checkpoints of a run, and deletes those that it needs no longer."""
 
     def __init__(
-        self,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        absent_timeout_s: float = ABSENT_TIMEOUT_S,
-        *,
-        background: bool,
-        max_snapshot_bytes: int | None = None,
+        self, times: Timeouts, *, background: bool, max_snapshot_bytes: int | None = None
     ) -> None:
         """Begin with no run.
 
         Args:
-            stall_timeout_s: for how long a rank may be at work without progress.
-            absent_timeout_s: for how long ranks wait for one that does not come.
+            times: how long ranks wait for each other.
             background: whether saves go to the background during a run.
             max_snapshot_bytes: the most host memory that a rank's copy of the state may take.
-
-        Raises:
-            ValueError: an option has a value that it cannot have.
         """
-        times = Timeouts().with_stall_timeout(stall_timeout_s)
-        self._times = times.with_absent_timeout(absent_timeout_s)
+        self._times = times
         self.last_save: CheckpointStats | None = None
-        """What the last save cost that was published."""
-        self._background = check_flag("async_save", background)
-        self._snapshot_bytes = check_count(
-            "max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes"
-        )
+        """What the last published save cost."""
+        self._background = background
+        self._snapshot_bytes = max_snapshot_bytes
         self._writer: AsyncCheckpointer | None = None
         self._is_rank_zero = False
         self.dirpaths: tuple[object, ...] = ()
@@ -85,16 +61,11 @@ class CheckpointManager:
         self._last_save_failed = False
         self._unhook: Callable[[], None] = _nothing
 
-    def start(
-        self,
-        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
-        rank: int,
-        dirpaths: Iterable[object] = (),
-    ) -> None:
+    def start(self, engine: EngineHandle, rank: int, dirpaths: Iterable[object] = ()) -> None:
         """Begin a run. Every rank does, where saves go to the background.
 
         Args:
-            engine: DeepSpeed's.
+            engine: whose steps wait for the copies of a save in the background.
             rank: this one.
             dirpaths: the folders into which callbacks will save; None for one that has none.
         """
@@ -108,7 +79,7 @@ class CheckpointManager:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
             self._writer = AsyncCheckpointer(ranks, self._on_save_ended, self._snapshot_bytes)
-            self._unhook = add_step_pre_hook(engine, self._writer.wait_for_copies)
+            self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 
     def protect(self, path: str) -> None:
         """Keep the checkpoint that the run was resumed from."""
@@ -118,7 +89,7 @@ class CheckpointManager:
 
     def save(
         self,
-        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+        engine: EngineHandle,
         path: str | os.PathLike[str],
         ranks: Ranks,
         client_state: Mapping[str, Any],
@@ -127,13 +98,13 @@ class CheckpointManager:
         """Save while training waits. Collective; no save is in flight (``wait_until_finished``)."""
         if not self._last_save_failed:
             self._retention.delete_pending()
-        self.last_save = save_with(engine, path, ranks, client_state, options)
+        self.last_save = save_engine(engine, path, ranks, client_state, options)
         self._last_save_failed = False
         self._run_monitor.look_soon()
 
     def save_async(
         self,
-        engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+        engine: EngineHandle,
         path: str | os.PathLike[str],
         ranks: Ranks,
         client_state: Mapping[str, Any],
@@ -142,37 +113,43 @@ class CheckpointManager:
         """Save in the background, when the save before has ended. Collective.
 
         Args:
-            engine: DeepSpeed's.
+            engine: what is saved.
             path: the checkpoint's directory.
-            ranks: training's own line.
+            ranks: those of training's threads.
             client_state: the trainer's part.
             options: what is written.
 
         Returns:
-            False: there is no run any more; nothing was done.
+            False: no run is going on; nothing was done.
         """
         if self._writer is None:
             return False
 
-        def look() -> LiveState:
+        def open_engine() -> LiveState:
             if self._is_rank_zero:
                 target = check_local_path(path)
                 self._links.defer_until_published(target)
                 self._retention.on_save_started(target)
-            return live_engine(engine)
+            return engine.open()
 
-        script = recovery_script()
-        self._writer.save(path, look, ranks, client_state, options=options, recovery_script=script)
-        if updates_state_before_step(engine):
+        self._writer.save(
+            path,
+            open_engine,
+            ranks,
+            client_state,
+            options=options,
+            recovery_script=engine.recovery_script(),
+        )
+        if engine.updates_state_before_step():
             self._writer.wait_for_copies()
         return True
 
     def training_ranks(self) -> Ranks:
-        """Return what training's threads agree by."""
+        """Return the ranks of training's threads."""
         return connect_ranks(self._times)
 
     def exit_ranks(self, call: object, *, interrupted: bool) -> closing[Ranks]:
-        """Give what ranks agree by when a run may end: one that failed alone does not wait long."""
+        """Return the ranks for a call when a run may end: one that failed alone waits briefly."""
         times = replace(self._times, absent_timeout_s=_IN_EXCEPTION_ABSENT_S)
         times = times if interrupted else self._times
         return closing(connect_ranks(times, "elastic-zero at the end", str(call)))
@@ -204,7 +181,7 @@ class CheckpointManager:
             self._retention.delete_pending()
 
     def is_being_written(self, path: str) -> bool:
-        """Tell whether a checkpoint is being written in the background; on the first rank."""
+        """Whether a checkpoint is being written in the background; on the first rank."""
         return self._save_in_flight and self._links.is_deferred(check_local_path(path))
 
     @staticmethod
@@ -216,7 +193,7 @@ class CheckpointManager:
             return f"cannot be looked at ({error.strerror or error})"
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
-        """Let a link name a checkpoint as soon as that is published. Collective.
+        """Make a link to a checkpoint as soon as that is published. Collective.
 
         Raises:
             SaveError: it could not be made, and is what it was.
@@ -224,9 +201,8 @@ class CheckpointManager:
 
         def make() -> None:
             if not self._save_in_flight:
-                self._links.defer_until_published(
-                    None
-                )  # what could not even begin is not waited for
+                # A save that could not even begin is not waited for.
+                self._links.defer_until_published(None)
             self._links.make(check_local_path(path), check_local_path(link), ranks.progress)
 
         ranks.broadcast("link a checkpoint", make)
@@ -274,50 +250,3 @@ class CheckpointManager:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
-    """Tell by Lightning's name for it whether SLURM ends the job right after this save."""
-    return Path(path).name.startswith("hpc_ckpt_")
-
-
-def format_loaded(loaded: LoadResult, world_size: int) -> str:
-    """Say in a line what was loaded, on so many devices, of where in the run, and what it took."""
-    manifest, stats = loaded.manifest, loaded.stats
-    saved, here = (
-        f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
-    )
-    found = loaded.found or f"saved on {saved} with ZeRO-{manifest.stage}"
-    cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}"
-
-
-def _place_in_run(loaded: LoadResult) -> str:
-    """Return at which step and epoch a run goes on; empty where that was not recorded."""
-    match loaded.manifest.progress.sampler:
-        case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
-            return f" at step {step}, epoch {epoch + is_over}"
-    return ""
-
-
-def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
-    """Say that training starts at step 0; and whether to be loud, since there is something.
-
-    Args:
-        dirpaths: the folders into which callbacks save; None for one that has none.
-    """
-    folders = sorted({str(place) for place in dirpaths if place})
-    found = [p for folder in folders for p in sorted(Path(folder).glob("*.ckpt"))]
-    if dangling := [p for p in found if p.is_symlink() and not p.exists()]:
-        text = (
-            f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is "
-            "gone. Pass the checkpoint that you want as ckpt_path."
-        )
-    elif found:
-        text = (
-            f"Training starts from step 0, although {found[0].parent} holds {len(found)} "
-            f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
-        )
-    else:
-        text = "No checkpoint was loaded: training starts from step 0."
-    return text, bool(found)

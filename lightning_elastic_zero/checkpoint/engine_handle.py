@@ -1,0 +1,61 @@
+"""What a save or a load needs of a live engine, without knowing DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.checkpoint.loading import load
+from lightning_elastic_zero.checkpoint.saving import save
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
+    LiveState,
+    LoadOptions,
+    LoadResult,
+    SaveOptions,
+)
+from lightning_elastic_zero.coordination import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHandle:
+    """An engine's state and its steps, as callables; ``api.engine_handle`` makes one."""
+
+    open: Callable[[], LiveState]
+    """Returns the engine's state; raises for an engine that is not supported."""
+    global_step: Callable[[], int]
+    """Returns the number of optimizer steps, by which ranks tell one call from another."""
+    add_step_pre_hook: Callable[[Callable[[], None]], Callable[[], None]]
+    """Registers what is called right before an optimizer step; returns what removes it."""
+    updates_state_before_step: Callable[[], bool]
+    """Whether optimizer states change before the optimizer steps, as with Muon."""
+    recovery_script: Callable[[], Path | None]
+    """Returns the script that is laid beside the files of a checkpoint."""
+
+    def at_step(self) -> str:
+        """Return where the run stands, for the name of a step that all ranks take."""
+        return f"at step {self.global_step()}"
+
+
+def save_engine(
+    engine: EngineHandle,
+    path: str | os.PathLike[str],
+    ranks: Ranks,
+    client_state: Mapping[str, Any],
+    options: SaveOptions,
+) -> CheckpointStats:
+    """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``."""
+    live = ranks.run_all(f"save: look at the engine {engine.at_step()}", engine.open)
+    script = engine.recovery_script()
+    return save(path, live, ranks, client_state, options=options, recovery_script=script)
+
+
+def load_engine(
+    engine: EngineHandle, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
+) -> LoadResult:
+    """Restore a checkpoint into an engine; collective. See ``lightning_elastic_zero.api``."""
+    live = ranks.run_all(f"load: look at the engine {engine.at_step()}", engine.open)
+    return load(path, live, ranks, options=options)

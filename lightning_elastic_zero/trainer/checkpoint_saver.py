@@ -1,0 +1,186 @@
+"""What a checkpoint of a trainer's run holds, and when it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_elastic_zero.api import engine_handle
+from lightning_elastic_zero.checkpoint import CheckpointManager, EngineHandle, SaveOptions
+from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.data_progress import with_loader_states
+from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.option_checks import check_flag
+from lightning_elastic_zero.trainer.last_fit import LastFit
+from lightning_elastic_zero.trainer.lightning_internals import is_fitting, is_interrupted
+from lightning_elastic_zero.trainer.model_checkpoint_hooks import ModelCheckpointHooks
+from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.run_record import STATE_KEY
+from lightning_elastic_zero.trainer.weight_averaging import StateDictTracker, add_averages
+
+
+class CheckpointSaver:
+    """Saves a trainer's run, now or in the background, through the manager of its checkpoints."""
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        get_ranks: Callable[[], Ranks],
+        resumer: RunResumer,
+        last_fit: LastFit,
+        *,
+        save_module_weights: bool,
+        allow_pickle: bool,
+    ) -> None:
+        """Begin without a run.
+
+        Args:
+            manager: writes, deletes and links.
+            get_ranks: returns the ranks of training's threads.
+            resumer: knows where the run stands.
+            last_fit: the engine that trained last.
+            save_module_weights: whether the low-precision weights are written too.
+            allow_pickle: whether a load will build any object; else a save warns of them.
+
+        Raises:
+            ValueError: an option has a value that it cannot have.
+        """
+        self._manager = manager
+        self._get_ranks = get_ranks
+        self._resumer = resumer
+        self._last_fit = last_fit
+        self._save_module_weights = check_flag("save_module_weights", save_module_weights)
+        self._warned_objects: set[str] | None = None if allow_pickle else set()
+        self._state_dict_tracker = StateDictTracker()
+        self._hooks = ModelCheckpointHooks(
+            self._link, manager.is_being_written, manager.refusal_reason
+        )
+
+    def start(self, trainer: pl.Trainer, engine: Any, rank: int) -> None:
+        """Begin a run; collective.
+
+        Raises:
+            SaveError: a ``ModelCheckpoint`` would replace what this library did not write.
+        """
+        callbacks = trainer.checkpoint_callbacks if is_fitting(trainer) else []
+        dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
+        self._get_ranks()
+        self._manager.start(engine_handle(engine), rank, dirpaths)
+        self._hooks.begin(trainer)
+
+    def stop(self, trainer: pl.Trainer | None) -> ElasticZeroError | None:
+        """End a run; no collective, since ranks may be gone.
+
+        Returns:
+            The failure of the last save, where it was not raised or logged so far.
+        """
+        self._hooks.end()
+        if trainer is not None and is_fitting(trainer):
+            self._last_fit.end(trainer)
+        return self._manager.stop(interrupted=is_interrupted(trainer))
+
+    def track(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights that hooks see, and remember them: the engine saves its own."""
+        return self._state_dict_tracker.track(weights)
+
+    def wait(self) -> None:
+        """Wait until the last save is published; collective.
+
+        Raises:
+            ElasticZeroError: it failed; the checkpoint published before is intact.
+        """
+        with self._hooks.saving():
+            self._manager.wait_until_finished(self._get_ranks())
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        live: Any,
+        trainer: pl.Trainer | None,
+        *,
+        exclude_frozen: bool,
+    ) -> None:
+        """Write a checkpoint directory; collective.
+
+        Args:
+            checkpoint: the dictionary that Lightning's trainer passes.
+            path: the directory.
+            live: DeepSpeed's engine; after an evaluation it is not the one that trained.
+            trainer: of the run.
+            exclude_frozen: leave out weights that the optimizer does not own.
+        """
+        engine = engine_handle(self._last_fit.engine(live, path, self._get_ranks))
+        weights_only = "optimizer_states" not in checkpoint or not self._last_fit.is_whole
+        if weights_only and trainer is not None:
+            add_averages(trainer, checkpoint)
+        client_state, left_out = self._state_dict_tracker.remove_tracked(checkpoint)
+        options = SaveOptions(
+            weights_only=weights_only,
+            exclude_frozen=exclude_frozen,
+            left_out=left_out,
+            told=self._warned_objects,
+            module_weights=self._save_module_weights,
+        )
+        with self._hooks.saving():
+            if trainer is not None and not weights_only:
+                options = self._with_progress(options, client_state, trainer)
+            self._write(engine, path, client_state, options, interrupted=is_interrupted(trainer))
+
+    def _write(
+        self,
+        engine: EngineHandle,
+        path: str | os.PathLike[str],
+        client_state: dict[str, Any],
+        options: SaveOptions,
+        *,
+        interrupted: bool,
+    ) -> None:
+        """Save at once or in the background, as this moment allows."""
+        manager = self._manager
+        if interrupted or is_slurm_requeue(path):
+            # A rank that failed alone saves alone: the others will not come. SLURM's signal may
+            # come in the midst of another save, and the job ends as soon as this returns.
+            manager.drain_local()
+            with manager.exit_ranks(path, interrupted=interrupted) as ranks:
+                manager.save(engine, path, ranks, client_state, options)
+            return
+        saved = (engine, path, self._get_ranks(), client_state, options)
+        if not manager.save_async(*saved):
+            manager.wait_until_finished(self._get_ranks())
+            manager.save(*saved)
+
+    def _with_progress(
+        self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer
+    ) -> SaveOptions:
+        """Add where the run stands, in samples, and what of this moment only the trainer has."""
+        if (loops := client_state.get("loops", {}).get("fit_loop")) is None:
+            return options
+        of = self._resumer.recorder
+        with self._resumer.settings.reapplied(trainer):
+            record = of.record(trainer, loops, trainer.world_size)
+            own = of.state_dict(trainer, record, trainer.strategy.root_device)
+            client_state[STATE_KEY] = own
+            if not is_fitting(trainer):
+                self._last_fit.put_back(own)
+            states, buffers = of.loader_states(trainer), of.buffers(trainer)
+        client_state["loops"] = with_loader_states(client_state["loops"], states)
+        return replace(options, sampler=record.to_plain(), module_buffers=buffers)
+
+    def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
+        """Make a link such as ``last.ckpt`` to a checkpoint when it is published; collective."""
+        interrupted = is_interrupted(trainer)
+        end = self._manager.exit_ranks(link, interrupted=True) if interrupted else None
+        with end or nullcontext(self._get_ranks()) as ranks:
+            self._manager.link(path, link, ranks)
+
+
+def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
+    """Whether SLURM ends the job right after this save, by Lightning's name for it."""
+    return Path(path).name.startswith("hpc_ckpt_")

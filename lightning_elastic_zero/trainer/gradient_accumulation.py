@@ -1,0 +1,78 @@
+"""A window of micro-batches: the scale of its losses, the step at its end, and what an epoch cuts.
+
+Lightning begins a window with each epoch. DeepSpeed counts micro-batches by itself and would drift:
+it is told where a window ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_elastic_zero.engine import drop_accumulation_window
+from lightning_elastic_zero.trainer.lightning_internals import should_accumulate
+from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
+
+
+class GradientAccumulation:
+    """Counts the micro-batches since the last step, and drops those of an epoch that has ended.
+
+    ``on_train_batch_start`` that returns -1 ends an epoch at once. DeepSpeed would keep the
+    gradients of the open window and add them to the next epoch's first step.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._pending, self._epoch = 0, 0
+        self._loss_scaling_check = LossScalingCheck()
+
+    def begin(self, engine: Any) -> None:
+        """Begin a fit with an engine."""
+        self._engine, self._pending = engine, 0
+
+    @contextmanager
+    def scaled(
+        self, loss: torch.Tensor, weight: float, trainer: pl.Trainer
+    ) -> Iterator[torch.Tensor]:
+        """Yield the loss for a backward pass inside the context, which is checked the first time.
+
+        Args:
+            loss: as Lightning passes it: what the module returned, divided by the accumulation.
+            weight: of the micro-batch, beside 1 / accumulation.
+            trainer: for the accumulation.
+
+        Raises:
+            UnsupportedError: the module's loss received another gradient than it should have.
+        """
+        scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))  # other than 1 in fp16
+        scaled = loss * weight if weight != 1.0 else loss
+        with self._loss_scaling_check.watch(loss, weight, trainer.accumulate_grad_batches, scale):
+            yield scaled
+
+    def set_boundary(self, trainer: pl.Trainer) -> bool:
+        """Set and return whether the next micro-batch ends Lightning's window."""
+        steps = not should_accumulate(trainer)
+        self._engine.set_gradient_accumulation_boundary(steps)
+        return steps
+
+    def after_micro_batch(self, epoch: int, *, steps: bool) -> None:
+        """Count a micro-batch of an epoch, with which the window ends or does not."""
+        self._pending = 0 if steps else self._pending + 1
+        self._epoch = epoch
+
+    def before_batch(self, epoch: int) -> None:
+        """Drop what an earlier epoch left, before a batch of this one is trained on."""
+        if not self._pending or epoch == self._epoch:
+            return
+        drop_accumulation_window(self._engine)
+        rank_zero_warn(
+            f"Epoch {self._epoch} ended within a window of micro-batches, by on_train_batch_start "
+            f"returning -1: no step was taken with its last {self._pending}, and their gradients "
+            "are dropped"
+        )
+        self._pending = 0

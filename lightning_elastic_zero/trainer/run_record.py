@@ -1,0 +1,193 @@
+"""What a save records of a run: where it stands, and what belongs to that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_elastic_zero.data_progress import (
+    DataProgress,
+    collect_rng_states,
+    read_position,
+    set_rng_states,
+)
+from lightning_elastic_zero.trainer import resume_warnings
+from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+from lightning_elastic_zero.trainer.dataloaders import elastic_sampler_of
+from lightning_elastic_zero.trainer.epoch_metrics import EpochMetrics
+from lightning_elastic_zero.trainer.lightning_internals import (
+    is_fitting,
+    known_callback_metrics,
+    training_loaders,
+)
+from lightning_elastic_zero.trainer.loop_restore import (
+    logger_step,
+    planned_steps,
+    validation_batches,
+)
+from lightning_elastic_zero.trainer.prefetch import prefetch_next_batch
+from lightning_elastic_zero.trainer.step_intervals import (
+    optimizer_steps_in,
+    pending_micro_batches,
+)
+from lightning_elastic_zero.trainer.step_state import LoaderStates, StepState
+
+STATE_KEY = "lightning_elastic_zero"
+"""Entry of the checkpoint dictionary with what the manifest has no place for."""
+
+
+class RunRecorder:
+    """Notes during training what a save at any moment has to record."""
+
+    def __init__(self) -> None:
+        self._batches: BatchSettings | None = None
+        self._step_state: StepState | None = None
+        self._random_before_validation: dict[str, Any] | None = None
+        self._states_of_loaders = LoaderStates()
+        self._validated_at = -1
+        self.epoch_metrics = EpochMetrics()
+        """What an epoch has summed up."""
+
+    def begin_fit(self, batches: BatchSettings) -> None:
+        """Begin a fit whose steps are made of these batches."""
+        self._batches = batches
+        self._step_state = self._random_before_validation = None
+        self._validated_at = -1
+        self._states_of_loaders = LoaderStates()
+
+    def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
+        """Note what is there before the first batch; loaders were given these states."""
+        self._states_of_loaders.begin(trainer, given)
+        self.after_optimizer_step(trainer, device)
+
+    def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Keep what belongs to this moment, right after an optimizer step."""
+        if trainer.accumulate_grad_batches > 1:
+            module = trainer.lightning_module
+            self._step_state = StepState.of(module, self._states_of_loaders.now(trainer), device)
+
+    def before_batch_transfer(self, trainer: pl.Trainer) -> None:
+        """Note what has been summed up, when a batch has come and its hooks are still to run."""
+        self.epoch_metrics.note(trainer)
+
+    def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Note what loaders keep, when a batch was fetched and is about to be trained on."""
+        self.epoch_metrics.note(trainer)  # of steps that take their batches themselves
+        self._states_of_loaders.before_batch(trainer, is_first=batch_idx == 0)
+        if prefetch_next_batch(trainer):
+            self._states_of_loaders.before_batch(trainer, is_first=False)
+
+    def on_validation_start(self, device: torch.device) -> None:
+        """Set the streams of random numbers aside: what a validation draws is not training's.
+
+        A run that is resumed inside or after a validation may do it again, or not.
+        """
+        self._random_before_validation = collect_rng_states(device)
+        self.epoch_metrics.validating()
+
+    def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Note that the validation that was due here is over."""
+        self.mark_validated(trainer)
+        self.epoch_metrics.validated()
+        if self._random_before_validation is not None:
+            set_rng_states(self._random_before_validation, device)
+            self._random_before_validation = None
+
+    def mark_validated(self, trainer: pl.Trainer) -> None:
+        """Note that the validation of these batches is over."""
+        self._validated_at = _batches_done(trainer)
+
+    def record(
+        self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
+    ) -> DataProgress:
+        """Return where the run stands."""
+        batches = self._batches
+        accumulate = trainer.accumulate_grad_batches
+        position = read_position(
+            loops,
+            accumulate,
+            batches=trainer.num_training_batches,
+            validating=is_fitting(trainer) and trainer.validating,
+        )
+        # Inside a window the place is that of the step before, after which validation may have run.
+        if self._validated_at == _batches_done(trainer) - pending_micro_batches(trainer):
+            position = replace(position, is_validated=True)
+        elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
+        size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
+        if size is None and batches is not None:
+            size = batches.global_batch_size
+        total = trainer.num_training_batches
+        return DataProgress(
+            position,
+            global_step=trainer.global_step,
+            global_batch_size=size,
+            accumulate=accumulate,
+            world_size=world_size,
+            steps_per_epoch=optimizer_steps_in(total, accumulate)
+            if total != float("inf")
+            else None,
+            planned_steps=planned_steps(trainer, accumulate),
+            loaders=tuple(s.describe() if s is not None else {} for s in elastic),
+            orders=tuple(s.latest_order() if s is not None else None for s in elastic),
+            settings={
+                name: getattr(trainer, name, None) for name in resume_warnings.BATCH_COUNT_SETTINGS
+            },
+        )
+
+    def state_dict(
+        self, trainer: pl.Trainer, record: DataProgress, device: torch.device
+    ) -> dict[str, Any]:
+        """Return what else of this moment belongs to the checkpoint, this rank's own."""
+        step_state = self._step_state_of(trainer)
+        # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
+        metrics = known_callback_metrics(trainer)
+        validated, inside = record.position.is_validated, _is_mid_accumulation(trainer)
+        ending = record.position.steps == 0 and _is_ending(trainer.fit_loop.epoch_progress)
+        kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)
+        return {
+            **kept,
+            "validation_began": trainer.validating and not validated,
+            "validation_batches": validation_batches(trainer),
+            "random": dict(step_state.random)
+            if step_state
+            else self._random_before_validation or collect_rng_states(device),
+            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
+            "plateau_epoch_pending": ending,
+            "axis": logger_step(trainer),
+            "plateau_step_pending": not step_state
+            and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
+        }
+
+    def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
+        """Return the buffers of the last optimizer step, if they are not the live ones."""
+        step_state = self._step_state_of(trainer)
+        return step_state.buffers if step_state else None
+
+    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the states of loaders that keep their own, as of the last optimizer step."""
+        step_state = self._step_state_of(trainer)
+        return step_state.loaders if step_state else self._states_of_loaders.now(trainer)
+
+    def _step_state_of(self, trainer: pl.Trainer) -> StepState | None:
+        """Return what was kept at the last step, inside a window of micro-batches."""
+        return self._step_state if _is_mid_accumulation(trainer) else None
+
+
+def _is_mid_accumulation(trainer: pl.Trainer) -> bool:
+    """Whether a window of micro-batches is under way."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    return bool(current["ready"] != current["processed"] or pending_micro_batches(trainer))
+
+
+def _batches_done(trainer: pl.Trainer) -> int:
+    done: int = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["total"]["processed"]
+    return done
+
+
+def _is_ending(progress: Any) -> bool:
+    """Whether a batch or epoch is done, and the hooks at its end are not."""
+    return bool(progress.current.completed < progress.current.processed)
