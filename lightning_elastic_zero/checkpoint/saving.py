@@ -127,11 +127,8 @@ def write(
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         contents().check_consistent_with(theirs)
         saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
-        during = _while_writing(callbacks, ranks)
-        return {
-            "files": _write_files(saved, staging, theirs, ranks.rank, during),
-            "drifted": drifted_hyperparameters(theirs, saved.manifest),
-        }
+        files = _write_files(saved, staging, theirs, ranks.rank, _while_writing(callbacks, ranks))
+        return {"files": files, "drifted": drifted_hyperparameters(theirs, saved.manifest)}
 
     def publish() -> list[float]:
         warn_of_drift(contents().manifest, [of_rank["drifted"] for of_rank in written or []])

@@ -196,7 +196,7 @@ class TestFailures:
 
         found = job.run(program)
         assert failure(found)[1].endswith("rank 3 of 4: OSError: disk")
-        assert all(outcome["seconds"] < 2 * SHORT.failure_grace_s for outcome in found)
+        assert all(outcome["seconds"] < 4 * SHORT.heartbeat_interval_s for outcome in found)
         assert_in_step(job)
 
     def test_who_fails_a_little_later_is_named_too(self, job: Cluster) -> None:
