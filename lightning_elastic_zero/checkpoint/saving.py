@@ -121,9 +121,7 @@ def write(
         return {**sent, DIGESTS: table_digests(tables())}
 
     def write_files() -> dict[str, Any]:
-        _check_path(first["path"], path)
-        staging = staging_path(target, first["save_id"])
-        await_shared(staging, f"{TOKEN_PREFIX}{first['save_id']}")
+        staging = _await_staging(first, path)
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         contents().check_consistent_with(theirs)
         saved = replace(contents(), manifest=replace(contents().manifest, save_id=first["save_id"]))
@@ -210,6 +208,18 @@ def _while_writing(callbacks: SaveCallbacks, ranks: Ranks) -> WriteCallbacks:
         report(count)
 
     return WriteCallbacks(on_bytes, callbacks.on_read)
+
+
+def _await_staging(first: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Return the directory that rank 0 has made, as soon as this rank sees it.
+
+    Raises:
+        SaveError: this rank was given another path, or does not see the directory.
+    """
+    _check_path(first["path"], path)
+    staging = staging_path(Path(first["path"]), first["save_id"])
+    await_shared(staging, f"{TOKEN_PREFIX}{first['save_id']}")
+    return staging
 
 
 def _check_path(first: str, path: str | os.PathLike[str]) -> None:
