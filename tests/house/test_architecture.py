@@ -1,13 +1,14 @@
-"""The walls of the house: who may import whom, and how large a room may be.
+"""Which module may import which, how long files and functions may be, and the tree as it is drawn.
 
-The tables below are the rule. To let a module import another one is to change a table, and so a
-decision that is seen; CONTRIBUTING.md tells the same in words.
+The tables below are the rule, and CONTRIBUTING.md holds the same ones: to let a module import
+another one is to change both, and so a decision that is seen.
 """
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import statistics
 import subprocess
 import sys
@@ -226,6 +227,37 @@ def test_every_module_has_its_row() -> None:
         f"{sorted(units)} of {PACKAGE} are not in the dependency table. Say what they may import in"
         f" MAY_IMPORT of {Path(__file__).name}, and what they are for in CONTRIBUTING.md."
     )
+
+
+def drawn_files() -> set[str]:
+    """Return the files of the tree that CONTRIBUTING.md draws, as paths below the package."""
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    drawn = text.split(f"```\n{PACKAGE}/\n")[1].split("```")[0]
+    folders: list[str] = []
+    found = set()
+    for line in drawn.splitlines():
+        indent, _, entry = line.partition("── ")
+        name = entry.split()[0]
+        folders[len(indent) // 4 :] = [name]
+        if name.endswith(".py"):
+            found.add("".join(folders))
+    return found
+
+
+def test_the_tree_is_drawn() -> None:
+    """CONTRIBUTING.md draws every file with its purpose, and none that is not there."""
+    files = {str(source.relative_to(ROOT)) for source in SOURCES}
+    without_purpose = {f for f in files if f.endswith("/__init__.py")}  # their folder's is enough
+    assert files - without_purpose <= drawn_files() <= files
+
+
+def test_the_table_is_the_one_of_the_page() -> None:
+    """CONTRIBUTING.md has the rows of MAY_IMPORT, in their words."""
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*)\|$", text, re.MULTILINE)
+    page = {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+    assert {m: names for m, names in page.items() if m != LAZY_INIT} == MAY_IMPORT
+    assert page[LAZY_INIT] == EAGER
 
 
 def test_imports_follow_the_table() -> None:
