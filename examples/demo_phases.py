@@ -127,11 +127,11 @@ class Phase:
         return [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
 
     def steps(self) -> dict[int, Event]:
-        """Give what was noted of each step, lost ones included."""
+        """Return what was noted of each step, lost ones included."""
         return {event.step: event for event in self.events() if event.event == "step"}
 
     def command(self) -> list[str]:
-        """Give the command that starts it; Lightning starts the other processes from there."""
+        """Return the command that starts it; Lightning starts the other processes from there."""
         options: dict[str, object] = {
             "--run_dir": OUTPUT / self.run,
             "--checkpoints": self.checkpoints,
@@ -232,7 +232,7 @@ def _running(phase: Phase) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _is_over(phase: Phase, process: subprocess.Popen[bytes]) -> bool:
-    """Say whether a phase has ended, or is far enough to be killed."""
+    """Return whether a phase has ended, or is far enough to be killed."""
     if process.poll() is not None:
         return True
     # A checkpoint gets its name when it is complete: who sees the name may pull the plug.
@@ -241,7 +241,7 @@ def _is_over(phase: Phase, process: subprocess.Popen[bytes]) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Give this process's environment for a worker on CPU, without traces of other launchers."""
+    """Return this process's environment for a worker on CPU, without traces of other launchers."""
     foreign = {"LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"}
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return kept | {
@@ -262,7 +262,7 @@ def _free_port() -> int:
 
 
 def _failure(phase: Phase, what: str) -> DemoError:
-    """Say what happened to a phase, with the end of its log."""
+    """Return what happened to a phase, with the end of its log."""
     log = phase.log.read_text(errors="replace").splitlines()[-40:]
     where = f"{phase.run} on {phase.processes} processes (steps {phase.start_step + 1} to"
     return DemoError("\n".join([f"{where} {phase.stop_step}): {what}; {phase.log} ends so:", *log]))

@@ -35,17 +35,17 @@ class Comparison:
         return cls({phases[-1].run: _joined(phases) for phases in runs})
 
     def losses(self, run: str) -> Curve:
-        """Give a run's loss at each step."""
+        """Return a run's loss at each step."""
         return {step: event.loss for step, event in self.runs[run].items()}
 
     def difference(self, run: str) -> Curve:
-        """Give how far a run is from the uninterrupted one at each step."""
+        """Return how far a run is from the uninterrupted one at each step."""
         losses = self.losses(run)
         reference = self.losses("uninterrupted")
         return {step: abs(losses[step] - reference[step]) for step in losses.keys() & reference}
 
     def same_samples(self, run: str) -> set[int]:
-        """Give the steps in which a run took the same samples as the uninterrupted one."""
+        """Return the steps in which a run took the same samples as the uninterrupted one."""
         reference = self.runs["uninterrupted"]
         return {
             step
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def _joined(phases: Sequence[Phase]) -> Run:
-    """Give a run's steps; one that was lost counts when it is done again."""
+    """Return a run's steps; one that was lost counts when it is done again."""
     run: Run = {}
     for phase in phases:
         run |= {step: event for step, event in phase.steps().items() if step <= phase.stop_step}
@@ -63,7 +63,7 @@ def _joined(phases: Sequence[Phase]) -> Run:
 
 
 def summarize(comparison: Comparison) -> str:
-    """Say how far the runs are from the uninterrupted one."""
+    """Return how far the runs are from the uninterrupted one."""
     losses = comparison.losses("uninterrupted")
     step, largest = _largest(comparison, "elastic")
     other_step, other = _largest(comparison, "weights-only")
@@ -80,7 +80,7 @@ def _largest(comparison: Comparison, run: str) -> tuple[int, float]:
 
 
 def table(phases: Sequence[Phase], comparison: Comparison) -> str:
-    """Say what each phase did, in a line each."""
+    """Return what each phase did, in a line each."""
     rows: list[tuple[str, ...]] = [TITLES + TITLES_OF_CHECKPOINTS]
     rows += [_training(phase, comparison) + _checkpoints(phase) for phase in phases]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -92,7 +92,7 @@ def table(phases: Sequence[Phase], comparison: Comparison) -> str:
 
 
 def _training(phase: Phase, comparison: Comparison) -> tuple[str, ...]:
-    """Give a phase's steps, losses and distance from the uninterrupted run."""
+    """Return a phase's steps, losses and distance from the uninterrupted run."""
     done = phase.steps()
     first, last = phase.start_step + 1, phase.stop_step
     steps = set(range(first, last + 1))
@@ -111,7 +111,7 @@ def _training(phase: Phase, comparison: Comparison) -> tuple[str, ...]:
 
 
 def _checkpoints(phase: Phase) -> tuple[str, ...]:
-    """Give a phase's last save, and its load if it had one."""
+    """Return a phase's last save, and its load if it had one."""
     events = {event.event: event for event in phase.events()}
     start, save = events["start"], events["save"]
     loaded = start.bytes > 0

@@ -101,7 +101,7 @@ class EventLogger(Callback):
 
 
 def fingerprints(batch: Batch) -> list[int]:
-    """Give a number for each sample, made of all its characters."""
+    """Return a number for each sample, made of all its characters."""
     tokens, _ = batch
     hashes = (hashlib.blake2b(sample.numpy().tobytes(), digest_size=8) for sample in tokens.cpu())
     return [int.from_bytes(value.digest(), "little", signed=True) for value in hashes]

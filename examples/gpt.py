@@ -156,7 +156,7 @@ class GPT(L.LightningModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Give the mean loss of a micro-batch."""
+        """Return the mean loss of a micro-batch."""
         loss = self.loss(batch)
         # What is logged is the mean over the step's micro-batches so far, and over the devices: at
         # the step, the loss of the global batch, however many devices share it.

@@ -65,5 +65,5 @@ _BY_NAME = {
 
 
 def error_class(name: str) -> type[ElasticZeroError]:
-    """Give the class of that name, ``RanksError`` for any other: what a rank raises for another."""
+    """Return the class of that name, ``RanksError`` for others, raised for another rank."""
     return _BY_NAME.get(name, RanksError)

@@ -174,16 +174,16 @@ class Manifest:
         return tuple(p for p in self.parameters if p.group is None and p.name not in left_out)
 
     def layout(self) -> Layout:
-        """Say which rank's files hold which elements of masters and optimizer state."""
+        """Return which rank's files hold which elements of masters and optimizer state."""
         return zero_layout(self.stage, self.buffers, self.world_size)
 
     def frozen_layout(self) -> PerParameterPartition:
-        """Say which rank's files hold which elements of the frozen parameters."""
+        """Return which rank's files hold which elements of the frozen parameters."""
         ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
         return frozen_partition(((p.name, p.numel) for p in self.frozen), ranks)
 
     def to_json(self) -> str:
-        """Give the text of ``manifest.json``: sorted, sealed, the same for the same content."""
+        """Return the text of ``manifest.json``: sorted, sealed, the same for the same content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         for group in content["groups"]:
             group["hyperparameters"] = _tag_tuples(group["hyperparameters"])

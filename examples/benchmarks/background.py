@@ -59,7 +59,7 @@ Figures = dict[str, list[float]]
 
 
 def time_slowest_rank(work: Callable[[], object]) -> float:
-    """Give the seconds until the slowest rank has done its work."""
+    """Return the seconds until the slowest rank has done its work."""
     distributed.barrier()
     began = time.perf_counter()
     work()
@@ -193,13 +193,13 @@ def one_round(subject: BenchmarkEngine) -> dict[str, float]:
 
 
 def writing(subject: BenchmarkEngine) -> bool:
-    """Tell whether a background save is in flight."""
+    """Return whether a background save is in flight."""
     writer = subject.manager._writer  # noqa: SLF001 - nobody else asks
     return writer is not None and writer.busy
 
 
 def mean_step(subject: BenchmarkEngine, over: Callable[[], bool]) -> float:
-    """Give the mean time of steps, until a rank says that it is over."""
+    """Return the mean time of steps, until a rank says that it is over."""
     distributed.barrier()
     began, steps = time.perf_counter(), 0
     while True:

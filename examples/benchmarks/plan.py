@@ -65,7 +65,7 @@ def wide_parameters(count: int = WIDE) -> tuple[Parameter, ...]:
 
 
 def parameters() -> tuple[Parameter, ...]:
-    """Give the model's table: matrices in a group with weight decay, norms in one without."""
+    """Return the model's table: matrices in a group with weight decay, norms in one without."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}"

@@ -44,7 +44,7 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give a loss."""
+        """Return a loss."""
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x.pow(2).mean()
@@ -92,7 +92,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Give the seconds that all ranks took together."""
+    """Return the seconds that all ranks took together."""
     torch.distributed.barrier()
     began = time.perf_counter()
     work()

@@ -176,7 +176,7 @@ def _metadata(saved: SavedResult, trainer: pl.Trainer) -> _Metadata:
 
 
 def _fill(result: _ResultMetric, saved: SavedResult, device: torch.device) -> None:
-    """Let a running result be the saved one."""
+    """Replace a running result by the saved one."""
     if result.is_tensor:
         result.value = saved["value"].to(device)
         if saved["weight"] is not None:

@@ -90,7 +90,7 @@ class MetricStates:
         return plain, lacking
 
     def load_saved(self, sources: Sequence[States], shared: RankShare | None) -> list[str]:
-        """Let metrics go on from their saved states; return the names of those that cannot.
+        """Restore metrics from their saved states; return the names of those that cannot.
 
         Args:
             sources: what the ranks had whose part this rank takes over.
@@ -150,7 +150,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
-    """Tell whether saved states are those of such a metric."""
+    """Return whether saved states are those of such a metric."""
     defaults = metric._defaults  # noqa: SLF001
     return defaults.keys() == held["states"].keys() and all(
         isinstance(default, list)
@@ -162,7 +162,7 @@ def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
 
 
 def _put(metric: Metric, held: Mapping[str, Any]) -> None:
-    """Let a metric be as it was."""
+    """Restore a metric to what it was."""
     device = torch.device("cpu") if metric.compute_on_cpu else metric.device
     for key, value in held["states"].items():
         at = device if isinstance(value, list) else metric.device

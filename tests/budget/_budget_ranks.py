@@ -24,14 +24,14 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give a loss."""
+        """Return a loss."""
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x.pow(2).mean()
 
 
 def anonymous_bytes() -> int:
-    """Give this process's anonymous memory, by the operating system's count."""
+    """Return this process's anonymous memory, by the operating system's count."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -39,7 +39,7 @@ def anonymous_bytes() -> int:
 
 
 def bytes_read() -> int:
-    """Give what this process has read through the system, from the cache or the disk."""
+    """Return what this process has read through the system, from the cache or the disk."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("rchar:"):
             return int(line.split()[1])

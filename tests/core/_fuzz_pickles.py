@@ -42,7 +42,7 @@ def called(name: str, *arguments: bytes) -> list[bytes]:
 
 
 def _memoized(value: object, protocol: int) -> list[bytes]:
-    """Give the parts of a pickle, with memory by place, so that parts of several fit together."""
+    """Return the parts of a pickle, with memory by place, so that parts of several fit together."""
     return parts_of(pickle.dumps(value, protocol))
 
 

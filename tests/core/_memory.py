@@ -22,18 +22,18 @@ MB = 1_000_000
 
 
 def field_bytes(file: str, name: str) -> int:
-    """Give a figure of a process."""
+    """Return a figure of a process."""
     (line,) = (ln for ln in Path(file).read_text().splitlines() if ln.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def share_bytes(pid: int | str) -> int:
-    """Give what a process holds; of what it shares with others, its share."""
+    """Return what a process holds; of what it shares with others, its share."""
     return field_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
 
 
 def zeros(size_bytes: int) -> torch.Tensor:
-    """Give a state of some size that takes no memory itself."""
+    """Return a state of some size that takes no memory itself."""
     return torch.zeros(1).expand(size_bytes // 4)
 
 

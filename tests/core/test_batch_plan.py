@@ -16,7 +16,7 @@ WORLDS = st.integers(1, 12)
 
 
 def plan_or_none(size: int, most: int, world: int, *, uneven: bool) -> BatchPlan | None:
-    """Give the plan, or None where it is refused."""
+    """Return the plan, or None where it is refused."""
     try:
         return plan_batches(size, most, world, allow_uneven=uneven)
     except UnsupportedError:

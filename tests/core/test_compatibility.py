@@ -61,7 +61,7 @@ def model(*groups: list[str], frozen: tuple[str, ...] = (), **fields: Any) -> Ma
 
 
 def differences(saved: Manifest, live: Manifest, wanted: RestoreScope = EVERYTHING) -> list[str]:
-    """Give the differences that a load would be told of."""
+    """Return the differences that a load would be told of."""
     try:
         check_compatible(saved, live, wanted, "a.ckpt")
     except CheckpointMismatchError as error:
@@ -72,7 +72,7 @@ def differences(saved: Manifest, live: Manifest, wanted: RestoreScope = EVERYTHI
 
 
 def reshaped(manifest: Manifest, *names: str) -> Manifest:
-    """Give some parameters another shape."""
+    """Return some parameters another shape."""
     changed = (replace(p, shape=(2, 2)) if p.name in names else p for p in manifest.parameters)
     return replace(manifest, parameters=tuple(changed))
 
@@ -95,7 +95,7 @@ UNUSED = f"; left out by {LENIENT}"
 
 
 def resized(layer: str) -> str:
-    """Give what is advised where a layer has another size."""
+    """Return what is advised where a layer has another size."""
     return (
         "; configure the model that was saved. To start layers of a new size as they are here, "
         f"rename the saved ones away, as by {away(layer)}, with {LENIENT}"
@@ -103,7 +103,7 @@ def resized(layer: str) -> str:
 
 
 def away(layer: str) -> str:
-    """Give the option by which a layer's saved name is none of the model's."""
+    """Return the option by which a layer's saved name is none of the model's."""
     return f"rename={ ({layer: f'saved.{layer}'})!r}"
 
 
@@ -116,7 +116,7 @@ LEFT_OUT = (
 
 
 def perhaps(renamed: dict[str, str]) -> str:
-    """Give the line that suggests a renaming."""
+    """Return the line that suggests a renaming."""
     return f"perhaps renamed since the save; if so, load with rename={renamed!r}"
 
 

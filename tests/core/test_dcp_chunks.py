@@ -14,7 +14,7 @@ Box = tuple[list[int], list[int], list[int], tuple[int, int]]
 
 @st.composite
 def boxes(draw: st.DrawFn) -> Box:
-    """Give a shape, a box in it (offsets, sizes), and a run of its elements."""
+    """Return a shape, a box in it (offsets, sizes), and a run of its elements."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4))
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(0, n - at)) for n, at in zip(shape, starts, strict=True)]

@@ -34,11 +34,11 @@ class Dumped:
     paddings: tuple[tuple[int, ...], ...] = ()
 
     def order(self) -> Order:
-        """Give the names of each group."""
+        """Return the names of each group."""
         return tuple(tuple(itertools.chain(*group)) for group in self.buffers)
 
     def flats(self) -> list[list[list[int]]]:
-        """Give each rank's flat buffers; padding is -1."""
+        """Return each rank's flat buffers; padding is -1."""
         made = [
             self._cut(index, names) for index, names in enumerate(itertools.chain(*self.buffers))
         ]
@@ -62,7 +62,7 @@ class Dumped:
         return [flat[rank * size : (rank + 1) * size] for rank in range(self.world)]
 
     def flat_groups(self) -> list[FlatGroup]:
-        """Say what the dumps say of themselves."""
+        """Return what the dumps say of themselves."""
         found, first = [], 0
         for index, group in enumerate(self.buffers):
             sizes = tuple(len(self.flats()[0][first + i]) for i in range(len(group)))
@@ -75,7 +75,7 @@ class Dumped:
         return found
 
     def search(self) -> OrderSearch:
-        """Give what is to be found out."""
+        """Return what is to be found out."""
         numels = {name: len(values) for name, values in self.values.items()}
         return OrderSearch(
             self.flat_groups(), numels, _of(self, self), self.values.__getitem__, "here"
@@ -119,7 +119,7 @@ def _sub_groups(draw: st.DrawFn, names: list[str]) -> tuple[tuple[str, ...], ...
 
 
 def rebuilt(case: Dumped, order: Order) -> list[list[list[int]]]:
-    """Give what ranks would hold if an order were the truth."""
+    """Return what ranks would hold if an order were the truth."""
     flat_groups = case.flat_groups()
     split = [
         s.split((n, len(case.values[n])) for n in names)

@@ -30,7 +30,7 @@ TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, Progress,
 
 
 def examples() -> list[str]:
-    """Give the page's examples of JSON."""
+    """Return the page's examples of JSON."""
     return re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 

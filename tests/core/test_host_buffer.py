@@ -55,7 +55,7 @@ def test_memory_is_used_again() -> None:
 
 
 def measured(program: str) -> int:
-    """Give the bytes that a program of ``_memory`` counts, in a process of its own."""
+    """Return the bytes that a program of ``_memory`` counts, in a process of its own."""
     command = [sys.executable, "-m", "tests.core._memory", program]
     done = subprocess.run(
         command,

@@ -17,7 +17,7 @@ Buffers = dict[tuple[int, int], list[tuple[str, int]]]
 
 
 def sizes(cut: Cut) -> dict[int, int]:
-    """Give the elements of each of a rank's flat buffers, padding included."""
+    """Return the elements of each of a rank's flat buffers, padding included."""
     if cut.stage != 3:
         return {i: buffer.partition_numel for i, buffer in enumerate(cut.buffers)}
     return {

@@ -26,7 +26,7 @@ checkpoint = fill
 
 
 def said_by(path: Path) -> str:
-    """Tell which checkpoint is found at a path, whole; "" if none is."""
+    """Return which checkpoint is found at a path, whole; "" if none is."""
     found = contents(path)
     return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
 
@@ -275,7 +275,7 @@ class TestMakeLink:
 class TestLinks:
     @pytest.fixture
     def link(self, tmp_path: Path) -> Path:
-        """Give a link to an older checkpoint."""
+        """Return a link to an older checkpoint."""
         a_link(tmp_path / "last.ckpt")
         return tmp_path / "last.ckpt"
 

@@ -19,7 +19,7 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 
 
 def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
-    """Give one counter."""
+    """Return one counter."""
     return {"ready": ready, "started": started, "processed": processed, "completed": completed}
 
 
@@ -31,7 +31,7 @@ def loops(
     before: int = 0,
     validated: int = 0,
 ) -> dict[str, Any]:
-    """Give a fit loop's state; ``before``: micro-batches of the epochs before."""
+    """Return a fit loop's state; ``before``: micro-batches of the epochs before."""
     current = counts(*batch)
     val = counts(*[validated] * 4)
     steps = {"total": {"ready": 1, "completed": 1}, "current": {"ready": 1, "completed": 1}}

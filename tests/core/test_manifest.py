@@ -172,14 +172,14 @@ FIELDS = sorted(json.loads(GOLDEN).keys() - {"digest"})
 
 
 def refusal(text: str) -> str:
-    """Give the message with which a text is refused."""
+    """Return the message with which a text is refused."""
     with pytest.raises(CheckpointFormatError) as caught:
         manifest_from_json(text, WHERE)
     return str(caught.value)
 
 
 def edited(edit: Callable[[Any], object]) -> str:
-    """Give the golden text with a change."""
+    """Return the golden text with a change."""
     content = json.loads(GOLDEN)
     edit(content)
     return dump_with_digest(content)

@@ -29,7 +29,7 @@ numels = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 
 def elements(name: str, numel: int) -> list[Element]:
-    """Give a parameter whose elements say what they are."""
+    """Return a parameter whose elements say what they are."""
     return [(name, i) for i in range(numel)]
 
 

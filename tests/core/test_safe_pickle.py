@@ -43,12 +43,12 @@ def load(data: bytes, *, allow_pickle: bool = False) -> object:
 
 
 def pushed(value: object) -> bytes:
-    """Give the opcodes that put a value on a pickle's stack."""
+    """Return the opcodes that put a value on a pickle's stack."""
     return pickle.dumps(value, protocol=3)[2:-1]
 
 
 def named(module: str, name: str) -> bytes:
-    """Give the opcodes that put a global on the stack, under a name that may hold dots."""
+    """Return the opcodes that put a global on the stack, under a name that may hold dots."""
     return pushed(module) + pushed(name) + pickle.STACK_GLOBAL
 
 
@@ -255,25 +255,25 @@ KEPT, FIRST = pickle.BINPUT + b"\xc8", pickle.BINGET + b"\xc8"
 
 
 def an_array(*, kept: bool = True) -> bytes:
-    """Give the opcodes of an empty array before its state is set, and keep it."""
+    """Return the opcodes of an empty array before its state is set, and keep it."""
     begin = named("numpy._core.multiarray", "_reconstruct")
     arguments = pickle.MARK + named("numpy", "ndarray") + pushed((0,)) + pushed(b"b") + pickle.TUPLE
     return begin + arguments + pickle.REDUCE + (KEPT if kept else b"")
 
 
 def a_dtype(text: str) -> bytes:
-    """Give the opcodes of a dtype."""
+    """Return the opcodes of a dtype."""
     return named("numpy", "dtype") + pushed((text, False, True)) + pickle.REDUCE
 
 
 def array_state(shape: tuple[int, ...], dtype: str, data: bytes) -> bytes:
-    """Give the opcodes that set an array's state; the data are opcodes too."""
+    """Return the opcodes that set an array's state; the data are opcodes too."""
     fields = pushed(1) + pushed(shape) + a_dtype(dtype) + pickle.NEWFALSE + data
     return pickle.MARK + fields + pickle.TUPLE + pickle.BUILD
 
 
 def array_over(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Give the opcodes of an array over bytes; the data are opcodes."""
+    """Return the opcodes of an array over bytes; the data are opcodes."""
     over = named("numpy._core.numeric", "_frombuffer")
     fields = data + a_dtype(dtype) + pushed(shape) + pushed("C")
     return over + pickle.MARK + fields + pickle.TUPLE + pickle.REDUCE

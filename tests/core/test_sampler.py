@@ -35,12 +35,12 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
-    """Give a sampler over ``range(length)``."""
+    """Return a sampler over ``range(length)``."""
     return ElasticSampler(range(length), plan, rank, **options)
 
 
 def steps_of(samplers: list[ElasticSampler], epoch: int, first: int = 0) -> list[list[int]]:
-    """Give the samples of each step, of all ranks together, from a step on."""
+    """Return the samples of each step, of all ranks together, from a step on."""
     of_ranks = []
     for sampler in samplers:
         sampler.set_epoch(epoch)

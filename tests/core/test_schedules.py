@@ -30,7 +30,7 @@ STEPS, MORE = 9, 10
 
 
 def halves(step: int) -> float:
-    """Give a factor that halves with each step."""
+    """Return a factor that halves with each step."""
     return 0.5**step
 
 
@@ -41,7 +41,7 @@ class Warmup:
         self.steps = steps
 
     def __call__(self, step: int) -> float:
-        """Give the factor."""
+        """Return the factor."""
         return min(1.0, (step + 1) / self.steps)
 
 
@@ -160,7 +160,7 @@ def advance(scheduler: Any) -> None:  # noqa: ANN401 (a scheduler)
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Give all that parameter groups hold but the parameters, as it is now."""
+    """Return all that parameter groups hold but the parameters, as it is now."""
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -168,7 +168,7 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def saved_groups(optimizer: Optimizer) -> tuple[Group, ...]:
-    """Give the groups as a manifest has them."""
+    """Return the groups as a manifest has them."""
     return tuple(
         Group(names=(), hyperparameters={k: plain(v, k) for k, v in group.items()}, state=())
         for group in groups_of(optimizer)
@@ -203,7 +203,7 @@ def test_it_goes_on_as_if_it_had_always_been_so(
 
 
 def comparable(scheduler: Any) -> dict[str, Any]:  # noqa: ANN401 (a scheduler)
-    """Give a scheduler's state without the addresses of functions."""
+    """Return a scheduler's state without the addresses of functions."""
     state = scheduler.state_dict()
     return {key: value for key, value in state.items() if "anneal_func" not in key}
 
@@ -241,7 +241,7 @@ class Own(lrs.LRScheduler):
     warmup_done = False
 
     def get_lr(self) -> list[Any]:
-        """Give the next rates."""
+        """Return the next rates."""
         if self._is_initial:
             return [group["lr"] for group in self.optimizer.param_groups]
         return [group["lr"] * 0.5 for group in self.optimizer.param_groups]

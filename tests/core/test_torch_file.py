@@ -43,7 +43,7 @@ def any_bits(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Give a tensor's bytes: NaN equals itself only so."""
+    """Return a tensor's bytes: NaN equals itself only so."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -41,7 +41,7 @@ def live(groups: Sequence[Sequence[str]], order: Sequence[str] = tuple(SHAPES)) 
 def saved(
     groups: Sequence[Sequence[int | str]], names: dict[Any, str], *, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Give a state dict.
+    """Return a state dict.
 
     Args:
         groups: the ids.

@@ -31,7 +31,7 @@ SHORT = Timeouts(
 
 
 def attempt(call: Callable[[], object]) -> dict[str, Any]:
-    """Give what became of a call as plain data."""
+    """Return what became of a call as plain data."""
     start = time.monotonic()
     try:
         found: dict[str, Any] = {"value": call()}
@@ -42,7 +42,7 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def raising(errors: dict[int, BaseException], rank: int) -> Callable[[], None]:
-    """Give work that raises on some ranks."""
+    """Return work that raises on some ranks."""
 
     def work() -> None:
         if rank in errors:
@@ -52,7 +52,7 @@ def raising(errors: dict[int, BaseException], rank: int) -> Callable[[], None]:
 
 
 def open_ranks(job: Job) -> StoreRanks:
-    """Give the ranks of the default group, with short times."""
+    """Return the ranks of the default group, with short times."""
     return StoreRanks(_get_default_store(), job.rank, job.world_size, times=SHORT)
 
 

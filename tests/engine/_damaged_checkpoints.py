@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def copied(path: str, folder: Path) -> Path:
-    """Give a copy to be damaged."""
+    """Return a copy to be damaged."""
     return Path(shutil.copytree(path, folder / "damaged.ckpt"))
 
 
 def last_shard(checkpoint: Path) -> Path:
-    """Give the optimizer file of the last rank."""
+    """Return the optimizer file of the last rank."""
     return max(checkpoint.glob("checkpoint/*_optim_states.pt"))
 
 

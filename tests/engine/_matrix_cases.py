@@ -40,7 +40,7 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def small_matrix() -> list[tuple[Setup, Setup]]:
-    """Give the runs that save and those that load, so that all pairs of values meet."""
+    """Return the runs that save and those that load, so that all pairs of values meet."""
     factors: dict[str, Sequence[str | int]] = {
         "from": ZEROS,
         "onto": ZEROS,
@@ -60,7 +60,7 @@ def small_matrix() -> list[tuple[Setup, Setup]]:
 
 
 def full_sources() -> list[Setup]:
-    """Give every run that saves in the full matrix."""
+    """Return every run that saves in the full matrix."""
     knobs = list(KNOBS)
     return [
         setup_of(zero, n, precision, _fitting(zero, knobs[(i + n) % len(knobs)]))
@@ -72,7 +72,7 @@ def full_sources() -> list[Setup]:
 
 
 def full_targets(source: Setup) -> Iterator[Setup]:
-    """Give every run that loads what one has saved, in its precision, and a few in the other."""
+    """Yield every run that loads what one has saved, in its precision, and a few in the other."""
     knobs = list(KNOBS)
     for i, zero in enumerate(ZEROS):
         for m in WORLDS:
@@ -91,13 +91,13 @@ def setup_of(zero: str, world: int, precision: str, knob: str) -> Setup:
 
 
 def precisions(case: Case) -> tuple[str, str]:
-    """Give the precisions of the run that saves and of the one that loads."""
+    """Return the precisions of the run that saves and of the one that loads."""
     first, _, second = str(case["precision"]).partition(" to ")
     return first, second or first
 
 
 def _allowed(case: Case) -> bool:
-    """Tell whether DeepSpeed has such runs: BF16_Optimizer is bf16, and has few knobs."""
+    """Return whether DeepSpeed has such runs: BF16_Optimizer is bf16, and has few knobs."""
     first, second = precisions(case)
     return (
         (case["from"] != "B" or first == "bf16")

@@ -33,7 +33,7 @@ class MatrixReport:
         row.differing_bits += sum(max(bits, 1) for bits in verdict.differing.values())
 
     def table(self) -> Iterator[str]:
-        """Give the lines of the table."""
+        """Yield the lines of the table."""
         columns = ("cases", "tensors compared", "differing", "differing bits")
         yield f"{'':<16}" + "".join(f"{c:>18}" for c in columns)
         for kind, row in self.rows.items():

@@ -95,7 +95,7 @@ class Net(nn.Module):
             nn.init.normal_(tensor)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give one row of scores per token."""
+        """Return one row of scores per token."""
         h = self.bn(torch.relu(self.a(self.embedding(x))))
         if self.training and not self.buffers_are:
             with torch.no_grad():
@@ -107,7 +107,7 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a rank's part of a step's global batch, which is the same for any world."""
+    """Return a rank's part of a step's global batch, which is the same for any world."""
     generator = torch.Generator().manual_seed(1000 + step)
     x = torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)
     y = torch.randn(GLOBAL_BATCH, VOCABULARY, generator=generator)
@@ -116,12 +116,12 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give the parameters that an optimizer is given, by name, in the module's order."""
+    """Return the parameters that an optimizer is given, by name, in the module's order."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
-    """Give the members of each parameter group; those of "every" have the frozen ones too."""
+    """Return the members of each parameter group; those of "every" have the frozen ones too."""
     parameters = list(trained(model).values())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]

@@ -45,14 +45,14 @@ def require(holds: object, what: str) -> None:
 
 
 def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
-    """Give this rank's flat master buffers, raw, in the optimizer's order."""
+    """Return this rank's flat master buffers, raw, in the optimizer's order."""
     if setup.zero == "3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     return [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
 
 
 def positions(setup: Setup) -> list[torch.Tensor]:
-    """Give the number of the element at each place of this rank's flat buffers. Collective."""
+    """Return the number of the element at each place of this rank's flat buffers. Collective."""
     twin = setup.twin()
     if twin not in _maps:
         model = twin.model(0)
@@ -87,7 +87,7 @@ def _check_tiling(flats: list[torch.Tensor], numel: int) -> None:
 
 
 def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
-    """Give all that this rank holds, as it lies there, with the map of what it is."""
+    """Return all that this rank holds, as it lies there, with the map of what it is."""
     inner = engine.optimizer.optimizer
     flats = flat_buffers(engine, setup)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -110,7 +110,7 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
 
 
 def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
-    """Give whole module weights: as forward would find them, and, in ZeRO-3, gathered anew."""
+    """Return whole module weights: as forward would find them, and, in ZeRO-3, gathered anew."""
     parameters = dict(engine.module.named_parameters())
     if setup.zero != "3":
         return {name: p.detach().clone() for name, p in parameters.items()}
@@ -129,7 +129,7 @@ def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
 
 
 def dump(engine: Engine, setup: Setup) -> Dump | None:
-    """Give everything that must survive, whole, on rank 0. Collective.
+    """Return everything that must survive, whole, on rank 0. Collective.
 
     Raises:
         OracleError: ranks contradict one another, or weights are not their masters, rounded.
@@ -177,7 +177,7 @@ def _elementwise(
 
 
 def _scalars(pieces: list[dict[str, Any]], names: list[str], starts: list[int]) -> Dump:
-    """Give each parameter's scalar states.
+    """Return each parameter's scalar states.
 
     All ranks must agree on them, also those that hold nothing but padding of its flat buffer.
     """
@@ -201,7 +201,7 @@ def _is_vector(value: object) -> bool:
 
 
 def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
-    """Give what each rank has whole: weights, buffers, groups, counters."""
+    """Return what each rank has whole: weights, buffers, groups, counters."""
     found: Dump = {}
     for kind in ("groups", "counters", "scaler"):
         require(all(p[kind] == pieces[0][kind] for p in pieces), f"{kind} differ between ranks")
@@ -222,7 +222,7 @@ def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same bit for bit; NaN is like itself, -0 is not 0."""
+    """Return whether two tensors are the same bit for bit; NaN is like itself, -0 is not 0."""
     return one.dtype == other.dtype and one.shape == other.shape and differing_bits(one, other) == 0
 
 
@@ -234,7 +234,7 @@ def differing_bits(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def unrounded(found: Dump) -> list[str]:
-    """Give the weights that are not their masters, rounded."""
+    """Return the weights that are not their masters, rounded."""
     weights = {k.removeprefix("weight/"): v for k, v in found.items() if k.startswith("weight/")}
     return [
         name
@@ -244,7 +244,7 @@ def unrounded(found: Dump) -> list[str]:
 
 
 def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
-    """Say what a run of another world, or in another precision, must hold of a saved one."""
+    """Return what a run of another world, or in another precision, must hold of a saved one."""
     wanted: Dump = {}
     for key, value in saved.items():
         kind, _, name = key.partition("/")
@@ -262,7 +262,7 @@ def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
 
 
 def differences(wanted: Dump, found: Dump) -> dict[str, int]:
-    """Give what differs, with the number of its bits that do; -1 where bits cannot be counted."""
+    """Return what differs, with the number of its bits that do; -1 where bits cannot be counted."""
     differing = dict.fromkeys(wanted.keys() ^ found.keys(), -1)
     for key in wanted.keys() & found.keys():
         one, other = wanted[key], found[key]

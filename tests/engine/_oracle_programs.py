@@ -31,7 +31,7 @@ def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str
 
 
 def _some_element(engine: Engine, setup: Setup) -> tuple[torch.Tensor, int]:
-    """Give an element that this rank holds."""
+    """Return an element that this rank holds."""
     for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
         held = (places != PADDING).nonzero()
         if len(held):
@@ -49,7 +49,7 @@ Values: TypeAlias = "dict[str, list[float]]"
 
 
 def public_values(setup: Setup) -> tuple[Values, Values]:
-    """Give what the oracle finds in a trained run, and what DeepSpeed's public functions give."""
+    """Return what the oracle finds in a trained run, and what DeepSpeed's public functions give."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     # After a first step ZeRO-1/2 does not find the states of groups that were stepped last.

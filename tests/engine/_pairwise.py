@@ -17,7 +17,7 @@ CANDIDATES = 40
 def pairwise(
     factors: Mapping[str, Sequence[str | int]], allowed: Callable[[Case], bool]
 ) -> list[Case]:
-    """Give cases that cover every pair of values which some allowed case has; always the same."""
+    """Return cases that cover every pair of values which some allowed case has; always the same."""
     draw = random.Random(0)
     missing = dict.fromkeys(_all_pairs(factors))
     cases: list[Case] = []

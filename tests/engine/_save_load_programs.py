@@ -39,7 +39,7 @@ class Saved:
         return f"{self.path}.dump"
 
     def dump(self) -> Dump:
-        """Give the oracle's dump."""
+        """Return the oracle's dump."""
         found: Dump = torch.load(self.dump_path, weights_only=True)
         return found
 
@@ -134,7 +134,7 @@ def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
 def found_after_load(
     setup: Setup, saved: Saved, options: Mapping[str, Any], *, steps_after: int = 0
 ) -> tuple[Dump, Dump] | None:
-    """Give what a run held before, and after it loaded (and trained on)."""
+    """Return what a run held before, and after it loaded (and trained on)."""
     from lightning_elastic_zero import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -259,7 +259,7 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
 
 
 def cpu_adam_builds() -> str:
-    """Say why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
+    """Return why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     try:

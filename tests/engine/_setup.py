@@ -78,11 +78,11 @@ class Setup:
         )
 
     def twin(self) -> Setup:
-        """Give the setup that lays its flat buffers out in the same way."""
+        """Return the setup that lays its flat buffers out in the same way."""
         return replace(self, optimizer="SGD", steady=False, elastic=False, accumulation=1)
 
     def config(self) -> dict[str, Any]:
-        """Give the DeepSpeed config."""
+        """Return the DeepSpeed config."""
         zero: dict[str, Any] = {
             "stage": self.stage,
             "reduce_bucket_size": self.bucket,

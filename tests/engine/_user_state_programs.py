@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def cosine(epoch: int) -> Any:  # noqa: ANN401
-    """Give a factor as NumPy has it."""
+    """Return a factor as NumPy has it."""
     return np.cos(epoch / 10)
 
 
@@ -42,7 +42,7 @@ def _schedule(engine: Engine, factor: Any) -> None:  # noqa: ANN401
 
 
 def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
-    """Give what depends on the scheduler and on the scalar states."""
+    """Return what depends on the scheduler and on the scalar states."""
     inner = engine.optimizer.optimizer
     states = [{k: s[k] for k in ("scale", "count", "flag")} for s in inner.state.values()]
     return {

@@ -64,7 +64,7 @@ class World:
         return found
 
     def said(self) -> str:
-        """Give the end of what each rank printed, with its stack if it hangs."""
+        """Return the end of what each rank printed, with its stack if it hangs."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -179,7 +179,7 @@ class Pools:
 
 
 def environment() -> dict[str, str]:
-    """Give the ranks what the Makefile exports, where a test is run without it."""
+    """Return the ranks what the Makefile exports, where a test is run without it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")
     defaults = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}

@@ -27,13 +27,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def matrix_report() -> MatrixReport:
-    """Give the figures that are shown at the end."""
+    """Return the figures that are shown at the end."""
     return MATRIX_REPORT
 
 
 @pytest.fixture(scope="session")
 def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
-    """Give the checkpoint that a run of some setup has saved, made once per session."""
+    """Return the checkpoint that a run of some setup has saved, made once per session."""
     folder: Path = tmp_path_factory.mktemp("saved")
     made: dict[str, Saved] = {}
 

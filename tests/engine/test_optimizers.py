@@ -35,7 +35,7 @@ STATES = {
 
 
 def state_kinds(saved: Saved) -> set[str]:
-    """Give the kinds of tensors that the oracle found beside masters, weights and buffers."""
+    """Return the kinds of tensors that the oracle found beside masters, weights and buffers."""
     kinds = {key.split("/")[0] for key in saved.dump()}
     return kinds - {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
 

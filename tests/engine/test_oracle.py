@@ -28,7 +28,7 @@ RUNS = (
 
 
 def must_differ(saved: Dump) -> set[str]:
-    """Give what cannot be the same by chance in a run from another seed with other rates."""
+    """Return what cannot be the same by chance in a run from another seed with other rates."""
     kinds = ("master", "weight", "frozen", "buffer", "exp_avg", "exp_avg_sq", "scalar")
     differing = {k for k in saved if k.split("/")[0] in kinds}
     differing |= {k for k in saved if k.endswith(("/lr", "/weight_decay", "/betas"))}

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 
 
 def observed(setup: Setup) -> list[list[list[int]]]:
-    """Give the numbers of the elements in each flat buffer, by rank."""
+    """Return the numbers of the elements in each flat buffer, by rank."""
     of_ranks: list[list[list[int]]] = [[] for _ in range(setup.world)]
     mine = [places.tolist() for places in positions(setup)]
     distributed.all_gather_object(of_ranks, mine)
@@ -35,7 +35,7 @@ def observed(setup: Setup) -> list[list[list[int]]]:
 
 
 def predicted(setup: Setup) -> list[list[list[int]]]:
-    """Say the same by the rules, from nothing but names, sizes and the configuration."""
+    """Compute the same by the rules, from nothing but names, sizes and the configuration."""
     model = setup.model(0)
     parameters = trained(model)
     names = {p: name for name, p in parameters.items()}

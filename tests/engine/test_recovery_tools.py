@@ -34,7 +34,7 @@ RUNS = (
 
 
 def expected(saved: Saved) -> dict[str, torch.Tensor]:
-    """Give what the oracle had found in the run that saved, in a state dict's words."""
+    """Return what the oracle had found in the run that saved, in a state dict's words."""
     held = saved.dump()
     masters = {k.removeprefix("master/"): v for k, v in held.items() if k.startswith("master/")}
     frozen = {k.removeprefix("frozen/"): v for k, v in held.items() if k.startswith("frozen/")}

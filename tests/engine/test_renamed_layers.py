@@ -31,7 +31,7 @@ NEW = ("c.weight", "c.bias")
 
 
 def found_after(pools: Pools, target: Setup, saved: Saved, **options: object) -> tuple[Dump, Dump]:
-    """Give what rank 0 of a run held before and after a load."""
+    """Return what rank 0 of a run held before and after a load."""
     found = pools.run(target.world, partial(found_after_load, target, saved, options))[0]
     assert found is not None
     return found

@@ -81,5 +81,5 @@ def test_another_world_goes_on_up_to_the_order_of_a_sum(
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Give the largest difference of two masters."""
+    """Return the largest difference of two masters."""
     return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -33,14 +33,14 @@ STATES = ("exp_avg", "exp_avg_sq", "scalar")
 
 
 def of_kinds(found: Dump, *kinds: str) -> Dump:
-    """Give a part of a dump."""
+    """Return a part of a dump."""
     return {key: value for key, value in found.items() if key.split("/")[0] in kinds}
 
 
 def before_and_after(
     pools: Pools, setup: Setup, saved: Saved, *, steps_after: int = 0, **options: Any
 ) -> tuple[Dump, Dump]:
-    """Give what a run held before and after a load."""
+    """Return what a run held before and after a load."""
     program = partial(found_after_load, setup, saved, options, steps_after=steps_after)
     found = pools.run(setup.world, program)[0]
     assert found is not None
@@ -128,7 +128,7 @@ def test_weights_only(
 
 
 def _tensors(state: object) -> list[torch.Tensor]:
-    """Give all tensors inside plain data."""
+    """Return all tensors inside plain data."""
     if isinstance(state, torch.Tensor):
         return [state]
     if isinstance(state, dict):

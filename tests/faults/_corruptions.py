@@ -31,13 +31,13 @@ Corruption: TypeAlias = "Callable[[Path, Path, random.Random], Damage]"
 
 
 def files_of(checkpoint: Path) -> list[str]:
-    """Give all files below a checkpoint."""
+    """Return all files below a checkpoint."""
     found = (p for p in checkpoint.rglob("*") if p.is_file())
     return sorted(str(p.relative_to(checkpoint)) for p in found)
 
 
 def _any(checkpoint: Path, draw: random.Random) -> str:
-    """Give a file; data files and the manifest more often than what no reader uses."""
+    """Return a file; data files and the manifest more often than what no reader uses."""
     names = files_of(checkpoint)
     used = [n for n in names if n == MANIFEST or n.startswith("checkpoint/")]
     return draw.choice(used if draw.random() < 0.9 else names)

@@ -42,7 +42,7 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(numel))
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give what has this gradient."""
+        """Return what has this gradient."""
         return (self.weight * gradient).sum()
 
 
@@ -59,7 +59,7 @@ class DeterministicModel(pl.LightningModule):
         self.register_buffer("seen", torch.zeros(3))
 
     def training_step(self, _: object, __: int) -> torch.Tensor:
-        """Give a loss whose gradients are drawn from the step."""
+        """Return a loss whose gradients are drawn from the step."""
         generator = torch.Generator().manual_seed(self.global_step)
         self.seen += 1.5
         drawn = [torch.randint(1, 99, (n,), generator=generator) * 12.0 for n in SIZES]
@@ -67,7 +67,7 @@ class DeterministicModel(pl.LightningModule):
         return torch.stack(losses).sum()
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
-        """Give AdamW on two groups, and a rate that changes with each step."""
+        """Return AdamW on two groups, and a rate that changes with each step."""
         first, *others = self.parameters()
         groups: list[dict[str, Any]] = [
             {"params": [first]},
@@ -81,7 +81,7 @@ class DeterministicModel(pl.LightningModule):
         }
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Give batches of nothing."""
+        """Return batches of nothing."""
         samples = TensorDataset(torch.zeros(GLOBAL_BATCH * STEPS_PER_EPOCH))
         return DataLoader(samples, batch_size=GLOBAL_BATCH // self.trainer.world_size)
 
@@ -182,7 +182,7 @@ class LinkedModelCheckpoint(ModelCheckpoint):
 
 
 def published(folder: Path) -> dict[int, Path]:
-    """Give the checkpoints that a folder shows, by their step."""
+    """Return the checkpoints that a folder shows, by their step."""
     found = {}
     for manifest in folder.glob("*/manifest.json"):
         path = manifest.parent

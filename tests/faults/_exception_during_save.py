@@ -39,7 +39,7 @@ class ExceptionRun:
     """How long the save in flight may go on; None: as long as for users."""
 
     def tell(self) -> dict[str, str]:
-        """Give the environment."""
+        """Return the environment."""
         return {TOLD: json.dumps(asdict(self))}
 
 

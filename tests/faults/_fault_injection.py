@@ -182,7 +182,7 @@ ON_TMPFS = {"full disk", "read-only"}
 
 @contextmanager
 def tmpfs(folder: Path) -> Iterator[None]:
-    """Give a small file system.
+    """Yield a small file system.
 
     Raises:
         PermissionError: this user may not make one.

@@ -138,7 +138,7 @@ class KillSequence:
                 end = min(end, time.monotonic() + PATIENCE_S)
 
     def _resume_from(self) -> str | None:
-        """Give what a user would go on from: the newest of one of the folders, or its last."""
+        """Return what a user would go on from: the newest of one of the folders, or its last."""
         over, top = self.root / "over", self.root / "top"
         repair(over)
         last = top / "last.ckpt"

@@ -19,17 +19,17 @@ from tests.core.spelling import spelled
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """Give a tensor's bits."""
+    """Return a tensor's bits."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def digest(data: bytes) -> str:
-    """Give a short digest."""
+    """Return a short digest."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def read_digests(path: Path) -> dict[str, str]:
-    """Give a digest of every value that a load could be given, by what it is.
+    """Return a digest of every value that a load could be given, by what it is.
 
     Raises:
         ElasticZeroError: the checkpoint is refused.
@@ -74,7 +74,7 @@ def _keys_of(manifest: Manifest, name: str) -> Mapping[str, torch.dtype]:
 
 
 def _once(source: CheckpointReader) -> Iterator[tuple[str, str]]:
-    """Give what is held once, as each rank of the save would be given it."""
+    """Yield what is held once, as each rank of the save would be given it."""
     manifest = source.manifest
     for rank in range(manifest.world_size):
         once: Any = source.module_state(rank, manifest.world_size)

@@ -24,7 +24,7 @@ class Table:
         return sum(cells[column] for cells in self.rows.values())
 
     def lines(self) -> Iterator[str]:
-        """Give the table as Markdown has it."""
+        """Yield the table as Markdown has it."""
         if not self.rows:
             return
         yield f"| | {' | '.join(self.columns)} |"

@@ -24,7 +24,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """Give the checkpoint of a run with a ZeRO stage after some steps, made once per session."""
+    """Return the checkpoint of a run with a ZeRO stage after some steps, made once per session."""
     folder = tmp_path_factory.mktemp("saved")
     made: dict[tuple[str, int], Path] = {}
 

@@ -21,7 +21,7 @@ STAGES = ("1", "2", "3")
 
 
 def drawn(count: int) -> Iterator[tuple[str, Corruption]]:
-    """Give kinds of corruption, each as often as its share says."""
+    """Return kinds of corruption, each as often as its share says."""
     shares = [(kind, act) for kind, (act, share) in KINDS.items() for _ in range(share)]
     return itertools.islice(itertools.cycle(shares), count)
 

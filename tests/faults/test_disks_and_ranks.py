@@ -54,20 +54,20 @@ SAYS = {
 
 @pytest.fixture(scope="module")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Say what is held after each step, by a run that nothing disturbs and that saves nothing."""
+    """Return what is held after each step, by a run undisturbed and without a save."""
     root = str(tmp_path_factory.mktemp("undisturbed"))
     training = Training(root, stage=1, steps=STEPS, saves=False, recorded=True)
     return pools.run(1, partial(train, training))[0]
 
 
 def same(wanted: Mapping[str, str], found: Mapping[str, str]) -> bool:
-    """Tell whether a checkpoint gives what was trained, bit for bit."""
+    """Return whether a checkpoint gives what was trained, bit for bit."""
     return bool(found) and all(found.get(k) == v for k, v in wanted.items() if k != "lr")
 
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
-    """Give the name of each way to save."""
+    """Return the name of each way to save."""
     return str(request.param)
 
 

@@ -28,7 +28,7 @@ SETUP = Setup(2, "2")
 
 @pytest.fixture(scope="module")
 def kept(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a folder with three checkpoints of one run, after 1, 2 and 3 steps."""
+    """Return a folder with three checkpoints of one run, after 1, 2 and 3 steps."""
     folder = tmp_path_factory.mktemp("kept")
     for steps, name in enumerate("abc", 1):
         saved = Saved(SETUP, str(folder / f"{name}.ckpt"))
@@ -38,7 +38,7 @@ def kept(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(kept: Path, tmp_path: Path) -> Path:
-    """Give a copy of it, with a link to the last."""
+    """Return a copy of it, with a link to the last."""
     copy = Path(shutil.copytree(kept, tmp_path / "run"))
     (copy / "last.ckpt").symlink_to("c.ckpt")
     return copy
@@ -139,7 +139,7 @@ def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
 def proposed_for(
     checkpoint: Path, fits_model: Callable[[Manifest], bool] = lambda _: True
 ) -> str | None:
-    """Give the name of the checkpoint that is proposed in place of another."""
+    """Return the name of the checkpoint that is proposed in place of another."""
     older = find_fallback(checkpoint, OneRank(), fits_model)
     return None if older is None else Path(older.path).name
 

@@ -29,7 +29,7 @@ MakeChain = Callable[[str, str], KillSequence]
 
 @pytest.fixture(scope="module")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Say what is held after each step, by a run that nothing disturbs and that saves nothing."""
+    """Return what is held after each step, by a run undisturbed and without a save."""
     root = str(tmp_path_factory.mktemp("undisturbed"))
     training = Training(root, stage=1, steps=120, saves=False, recorded=True)
     return pools.run(1, partial(train, training))[0]
@@ -37,7 +37,7 @@ def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
 
 @pytest.fixture
 def chain(pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
-    """Give runs one after another, in a folder of their own."""
+    """Return runs one after another, in a folder of their own."""
 
     def make(mode: str, row: str) -> KillSequence:
         return KillSequence(pools, tmp_path, table, f"{row} ({mode})", MODES[mode])
@@ -46,7 +46,7 @@ def chain(pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
 
 
 def drawn(step: str, turn: int) -> KillPoint:
-    """Give who is killed in turn, at any of the times that the step is reached."""
+    """Return who is killed in turn, at any of the times that the step is reached."""
     draw = random.Random(f"{step}-{turn}")
     return KillPoint(
         step, (ALL, FIRST, OTHER)[turn % 3], nth=1 + draw.randrange(OFTEN.get(step, 3))

@@ -107,7 +107,7 @@ def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[Seen]]]:
-    """Give what runs on ranks whose disk is the slow one."""
+    """Yield what runs on ranks whose disk is the slow one."""
     disk = SlowDisk(tmp_path_factory.mktemp("slow"), FAST)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in disk.environment.items():

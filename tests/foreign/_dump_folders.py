@@ -39,7 +39,7 @@ def change(path: Path, **entries: Any) -> None:
 
 
 def dumps_in(folder: Path) -> list[Path]:
-    """Give the dumps, by rank."""
+    """Return the dumps, by rank."""
     return sorted(folder.glob("optimizer.*.pt"))
 
 
@@ -60,7 +60,7 @@ def from_stock(fixture: Fixture, folder: Path) -> Path:
 
 
 def model_file(held: Dump) -> dict[str, torch.Tensor]:
-    """Give the state dict of a run that held this."""
+    """Return the state dict of a run that held this."""
     kinds = ("weight/", "frozen/", "buffer/0/")
     found = {
         k.removeprefix(kind): v for k, v in held.items() for kind in kinds if k.startswith(kind)

@@ -43,7 +43,7 @@ def small(
     grouping: str = "one",
     **options: Any,
 ) -> Setup:
-    """Give a setup whose checkpoints are small, and whose loss is the same for any world."""
+    """Return a setup whose checkpoints are small, and whose loss is the same for any world."""
     base = Setup(world, zero, precision, grouping=grouping, hidden=5, steady=True)
     return replace(base, **options)
 

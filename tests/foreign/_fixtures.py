@@ -36,7 +36,7 @@ class Fixture:
         return self.folder / str(self.about.get("path", "checkpoint"))
 
     def truth(self) -> Dump:
-        """Give what the engine held at the save."""
+        """Return what the engine held at the save."""
         found: Dump = torch.load(self.folder / "truth.pt", weights_only=True)
         return found
 
@@ -47,7 +47,7 @@ class Fixture:
 
 
 def names() -> list[str]:
-    """Give the names of what there is."""
+    """Return the names of what there is."""
     return sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
 
 

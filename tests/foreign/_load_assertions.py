@@ -24,7 +24,7 @@ TARGETS = (
 
 
 def as_fixture(run: Run) -> Fixture:
-    """Give what a writer held as a fixture; its buffers are those of one rank."""
+    """Return what a writer held as a fixture; its buffers are those of one rank."""
     folder = Path(f"{run.path}.d")
     folder.mkdir(exist_ok=True)
     truth = folder / "truth.pt"
@@ -51,7 +51,7 @@ def assert_restored(
 
 
 def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:
-    """Give how the loads of several checkpoints are refused by one run, which stays what it was."""
+    """Return how loads of several checkpoints are refused by one run, which does not change."""
     of_ranks = pools.run(target.world, partial(refusals, target, paths, **options))
     assert all(found == of_ranks[0] for found in of_ranks), of_ranks
     return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
@@ -76,7 +76,7 @@ def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str,
 
 
 def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
-    """Give how a load is refused: alike on all ranks, in bounded time, with nothing changed."""
+    """Return how a load is refused: alike on all ranks, in bounded time, with nothing changed."""
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     first = found[0]
     assert all((r.error, r.message) == (first.error, first.message) for r in found), found

@@ -16,7 +16,7 @@ from lightning_elastic_zero.storage import ignore_bytes
 def read_whole(
     path: Path, *, allow_pickle: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Give masters, frozen weights, states and buffers; every check of a load is made.
+    """Return masters, frozen weights, states and buffers; every check of a load is made.
 
     Returns:
         1-D tensors by ``kind/name``; buffers with their shapes.

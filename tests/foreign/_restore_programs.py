@@ -93,7 +93,7 @@ def _restore(case: Case) -> Outcome | None:
 
 
 def _wanted(case: Case, before: Dump) -> Dump:
-    """Say what the run must hold after the load."""
+    """Return what the run must hold after the load."""
     wanted = wanted_of(case.fixture, case.target, before)
     kept = [kind for kind, held in (("group", case.groups), ("counter", case.counters)) if not held]
     for kind in kept:
@@ -103,7 +103,7 @@ def _wanted(case: Case, before: Dump) -> Dump:
 
 
 def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
-    """Say what a run must hold of a checkpoint of DeepSpeed's.
+    """Return what a run must hold of a checkpoint of DeepSpeed's.
 
     Args:
         fixture: the checkpoint; ZeRO-3's alone hold each rank's buffers, unless made by hand.
@@ -123,7 +123,7 @@ def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
 
 
 def another(setup: Setup, turn: int) -> Setup:
-    """Give another run of the same model: other world and stage, in turn."""
+    """Return another run of the same model: other world and stage, in turn."""
     worlds = [n for n in (1, 2, 3, 4) if n != setup.world]
     stages = [z for z in ("3", "1", "2", "B") if z != setup.zero]
     if setup.precision != "bf16":

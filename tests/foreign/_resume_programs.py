@@ -196,7 +196,7 @@ class ValidatingModel(ResumingModel):
             self.weights = {name: p.detach().clone() for name, p in parameters.items()}
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Give one batch."""
+        """Return one batch."""
         return DataLoader(Steps(self.setup_, 1), batch_size=None)
 
 

@@ -47,7 +47,7 @@ class Run:
 
 
 def loss_of(model: nn.Module, run: Run, step: int, rank: int) -> torch.Tensor:
-    """Give a step's loss on a rank's part of the batch."""
+    """Return a step's loss on a rank's part of the batch."""
     x, y = batch(step, rank, run.world)
     loss: torch.Tensor = (model(x).float() - y).pow(2).mean()
     never = model.get_parameter("never")
@@ -55,13 +55,13 @@ def loss_of(model: nn.Module, run: Run, step: int, rank: int) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a tensor whole, as a copy; FSDP2's are gathered. Collective."""
+    """Return a tensor whole, as a copy; FSDP2's are gathered. Collective."""
     gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return torch.as_tensor(gathered.detach().clone())
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
-    """Say what a run holds, as ZeRO engines are to hold it: low precision is widened. Collective.
+    """Return what a run holds, as ZeRO engines hold it: low precision is widened. Collective.
 
     Args:
         model: with tied and frozen weights, and buffers.
@@ -120,19 +120,19 @@ def fit_lightning(run: Run, *, weights_only: bool = False) -> None:
         """The model, as Lightning wants it."""
 
         def training_step(self, step: int, _: int) -> torch.Tensor:
-            """Give the loss."""
+            """Return the loss."""
             return loss_of(self, run, step, distributed.get_rank())
 
         def train_dataloader(self) -> Any:  # noqa: ANN401
-            """Give the numbers of the steps."""
+            """Return the numbers of the steps."""
             return DataLoader(range(run.steps), batch_size=None)  # type: ignore[arg-type]
 
         def configure_optimizers(self) -> Engine:
-            """Give the optimizer."""
+            """Return the optimizer."""
             return make_optimizer(run.optimizer, group_members(self, run.grouping), 1.0)
 
         def on_train_end(self) -> None:
-            """Say what is held."""
+            """Describe what is held."""
             optimizer = self.optimizers()
             assert isinstance(optimizer, pl.core.optimizer.LightningOptimizer)
             keep(held(self, optimizer.optimizer, run), run)
@@ -178,7 +178,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, rank: in
 
 
 def lightning_rest(run: Run) -> dict[str, Any]:
-    """Give what Lightning keeps beside weights and optimizer."""
+    """Return what Lightning keeps beside weights and optimizer."""
     return {
         "epoch": 1,
         "global_step": run.steps,
@@ -235,7 +235,7 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 def state_dicts(
     model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give torch's own state dicts of a sharded run. Collective."""
+    """Return torch's own state dicts of a sharded run. Collective."""
     from torch.distributed.checkpoint import state_dict as library
 
     chosen = library.StateDictOptions(cpu_offload=True, **options)

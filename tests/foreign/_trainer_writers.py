@@ -52,7 +52,7 @@ class LitNet(Net, pl.LightningModule):
         self.setup_, self.losses = setup, list[float]()
 
     def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
-        """Give the loss."""
+        """Return the loss."""
         self.bn.eval()
         x, y = pair
         loss: torch.Tensor = (self(x).float() - y).pow(2).mean()
@@ -61,14 +61,14 @@ class LitNet(Net, pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
-        """Give what the setup says, and a schedule."""
+        """Return what the setup says, and a schedule."""
         members = group_members(self, self.setup_.grouping)
         optimizer = make_optimizer(self.setup_.optimizer, members, 1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=DECAY)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Give steps that are batches already; the epoch is longer than the run."""
+        """Return steps that are batches already; the epoch is longer than the run."""
         return DataLoader(Steps(self.setup_, 8), batch_size=None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class LossNet(Net):
         return self
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """Give the loss."""
+        """Return the loss."""
         loss = (super().forward(x).float() - y).pow(2).mean()
         return {"loss": loss}
 

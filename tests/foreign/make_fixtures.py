@@ -33,7 +33,7 @@ COPIED = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of what writes."""
+    """Return the versions of what writes."""
     packages = ("deepspeed", "torch", "lightning", "accelerate", "transformers")
     return {name: metadata.version(name) for name in packages if util.find_spec(name)}
 
@@ -62,7 +62,7 @@ def make(row: FixtureRow, pools: Pools, folder: Path) -> None:
 
 
 def program(row: FixtureRow) -> Callable[[FixtureRow, str], None]:
-    """Give what the ranks do."""
+    """Return what the ranks do."""
     if row.kind == "transformers":
         from tests.foreign._transformers_writer import train
 
@@ -107,7 +107,7 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def wanted(names: list[str]) -> list[FixtureRow]:
-    """Give the rows to make with this release."""
+    """Return the rows to make with this release."""
     installed = ".".join(metadata.version("deepspeed").split(".")[:2])
     missing = [row for row in ROWS if not (DATA / f"{row.name}.tar.xz").exists()]
     rows = [row for row in ROWS if row.name in names] if names else missing

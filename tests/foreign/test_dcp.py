@@ -39,7 +39,7 @@ Tree = dict[str, Any]
 
 @pytest.fixture(scope="session")
 def sharded(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Give what a world has saved in a layout, made once per session."""
+    """Return what a world has saved in a layout, made once per session."""
     folder = tmp_path_factory.mktemp("sharded")
     made: dict[tuple[str, int], Run] = {}
 
@@ -58,7 +58,7 @@ def sharded(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def rest_of(layout: str, run: Run) -> dict[str, Any]:
-    """Give what is to come back as client state."""
+    """Return what is to come back as client state."""
     lightning = layout in ("fsdp", "model parallel")
     return writers.lightning_rest(run) if lightning else {"epoch": 1}
 
@@ -96,34 +96,34 @@ def alone(
     make_tree: Callable[[Net, torch.optim.Optimizer], Tree],
     **options: Any,
 ) -> Run:
-    """Give what one rank saved."""
+    """Return what one rank saved."""
     run = Run(str(folder / "alone"), 1, **options)
     pools.run(1, partial(writers.save_tree, run, make_tree))
     return run
 
 
 def by_position(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Give the state dicts of a run that is not sharded: states by position."""
+    """Return the state dicts of a run that is not sharded: states by position."""
     return {"weights": model.state_dict(), "adam": optimizer.state_dict(), "note": {"of": [1, "2"]}}
 
 
 def averaged(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Give a model, and an average of it."""
+    """Return a model, and an average of it."""
     return {"model": model.state_dict(), "ema": model.state_dict(), "o": optimizer.state_dict()}
 
 
 def averaged_in_part(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Give a model, and an average of a part of it."""
+    """Return a model, and an average of a part of it."""
     return {**by_position(model, optimizer), "ema": {"a.weight": model.a.weight}}
 
 
 def weights_at_the_top(model: Net, _: torch.optim.Optimizer) -> Tree:
-    """Give a state dict alone."""
+    """Return a state dict alone."""
     return dict(model.state_dict())
 
 
 def two_optimizers(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Give two optimizers."""
+    """Return two optimizers."""
     return {**by_position(model, optimizer), "other": optimizer.state_dict()}
 
 
@@ -140,7 +140,7 @@ def test_saved_from_one_rank(
 
 
 def _layers(count: int = 5) -> dict[str, torch.Tensor]:
-    """Give the parameters of equal layers."""
+    """Return the parameters of equal layers."""
     named: dict[str, torch.Tensor] = {}
     for index in range(count):
         named[f"layers.{index}.weight"] = torch.full((8, 8), float(index))

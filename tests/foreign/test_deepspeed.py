@@ -31,7 +31,7 @@ STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpack:
-    """Give a fixture, unpacked once per session."""
+    """Return a fixture, unpacked once per session."""
     known: dict[str, Fixture] = {}
 
     def give(name: str) -> Fixture:
@@ -43,7 +43,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpack:
 
 
 def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
-    """Say what a stock checkpoint holds."""
+    """Return what a stock checkpoint holds."""
     values: dict[str, Any] = {
         "fixture": fixture,
         "target": fixture.setup,

@@ -43,7 +43,7 @@ Copy: TypeAlias = "Callable[[str], Fixture]"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
-    """Give a fixture of this test's own."""
+    """Return a fixture of this test's own."""
 
     def give(name: str) -> Fixture:
         folder = tmp_path / name
@@ -59,7 +59,7 @@ def describe(fixture: Fixture, **options: Any) -> Manifest:
 
 
 def case_of(fixture: Fixture, **changes: Any) -> Case:
-    """Say what dumps hold."""
+    """Return what dumps hold."""
     target = replace(fixture.setup, **changes)
     return Case(fixture, target, str(fixture.checkpoint), counters=False, client_state={})
 

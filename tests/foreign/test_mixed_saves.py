@@ -34,14 +34,14 @@ SHARDS, MODELS = "*_optim_states.pt", "*_model_states.pt"
 
 @pytest.fixture(scope="module")
 def two_tags(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give what stock DeepSpeed saved of one run at steps 3 and 5."""
+    """Return what stock DeepSpeed saved of one run at steps 3 and 5."""
     folder = tmp_path_factory.mktemp("two")
     pools.run(2, partial(write, FixtureRow("", SOURCE, "", kind="two tags"), str(folder)))
     return folder / "checkpoint"
 
 
 def mixed(two_tags: Path, folder: Path, models: str, shards: str) -> str:
-    """Give a tag with the model files of one and the shards of another."""
+    """Return a tag with the model files of one and the shards of another."""
     folder.mkdir()
     for tag, kind in ((models, MODELS), (shards, SHARDS)):
         for path in (two_tags / tag).glob(kind):
@@ -50,7 +50,7 @@ def mixed(two_tags: Path, folder: Path, models: str, shards: str) -> str:
 
 
 def edited(two_tags: Path, folder: Path, change: Callable[[dict[Any, Any]], object]) -> str:
-    """Give a tag whose optimizer states were changed."""
+    """Return a tag whose optimizer states were changed."""
     shutil.copytree(two_tags / "step3", folder)
     for path in folder.glob(SHARDS):
         tree = torch.load(path, weights_only=False)

@@ -43,12 +43,12 @@ class Custom:
 
 
 def tag_of(path: Path) -> Path:
-    """Give the folder that ``latest`` names."""
+    """Return the folder that ``latest`` names."""
     return path / (path / "latest").read_text().strip()
 
 
 def shard(rank: int) -> str:
-    """Give the name of a rank's optimizer shard."""
+    """Return the name of a rank's optimizer shard."""
     return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 

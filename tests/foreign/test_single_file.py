@@ -54,7 +54,7 @@ WRITERS: dict[str, tuple[int, Callable[[Run], None], dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def run_of(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Give what a writer has saved, made once per session."""
+    """Return what a writer has saved, made once per session."""
     folder = tmp_path_factory.mktemp("single")
     made: dict[str, Run] = {}
 
@@ -69,7 +69,7 @@ def run_of(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def rest_of(path: str) -> dict[str, Any]:
-    """Give what is to come back as client state, found without the library."""
+    """Return what is to come back as client state, found without the library."""
     tree = torch.load(path, weights_only=True)
     return {k: v for k, v in tree.items() if k not in ("state_dict", "optimizer_states")}
 
@@ -354,7 +354,7 @@ def test_names_and_tensors_alone(
 
 
 def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
-    """Give the names of each group as the engine tells them, and as they were given."""
+    """Return the names of each group as the engine tells them, and as they were given."""
     from lightning_elastic_zero.engine import live_engine
 
     model = setup.model(0)

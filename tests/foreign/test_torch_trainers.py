@@ -27,7 +27,7 @@ TARGET = Setup(3, "3", bucket=5000, hidden=5)
 
 @pytest.fixture(scope="session")
 def fitted(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Fixture:
-    """Give what DDP on two devices has saved after three steps of an epoch."""
+    """Return what DDP on two devices has saved after three steps of an epoch."""
     run = Run(str(tmp_path_factory.mktemp("ddp") / "file"), 2)
     pools.run(2, partial(fit_ddp, run))
     fixture = as_fixture(run)
@@ -86,7 +86,7 @@ def test_a_directory_of_torchs_starts_a_run(pools: Pools, tmp_path: Path) -> Non
 
 
 def state_dicts(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Give what a plain run saves."""
+    """Return what a plain run saves."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 

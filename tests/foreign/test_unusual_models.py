@@ -57,7 +57,7 @@ def make(setup: Setup, seed: int) -> Engine:
 
 
 def held(engine: Engine) -> Held:
-    """Give masters, moments, frozen weights and buffers, as DeepSpeed gathers them. Collective."""
+    """Return masters, moments, frozen weights and buffers, gathered by DeepSpeed. Collective."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

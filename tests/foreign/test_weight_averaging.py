@@ -40,7 +40,7 @@ Writer = Callable[[str], tuple[dict[int, Weights], dict[int, Weights]]]
 
 
 def state_of(average: EMAWeightAveraging) -> Weights:
-    """Give what a callback keeps."""
+    """Return what a callback keeps."""
     assert average._average_model is not None
     return {k: v.detach().clone() for k, v in average._average_model.state_dict().items()}
 
@@ -155,7 +155,7 @@ def assert_same(wanted: Weights, found: Weights) -> None:
 def alone(
     pools: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[int, Weights], dict[int, Weights]]:
-    """Give a single file of a run that averages, and what the run held at each step."""
+    """Return a single file of a run that averages, and what the run held at each step."""
     path = str(tmp_path_factory.mktemp("alone") / "averaged.ckpt")
     ((weights, averages),) = pools.run(1, partial(write_alone, path))
     return path, weights, averages

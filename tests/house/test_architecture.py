@@ -155,7 +155,7 @@ def nodes_of(source: Path) -> tuple[ast.AST, ...]:
 
 
 def names_imported(node: ast.AST) -> Iterator[str]:
-    """Give the full dotted name of all that one node imports, by whichever way."""
+    """Yield the full dotted name of all that one node imports, by whichever way."""
     match node:
         case ast.Import(names=names):
             yield from (alias.name for alias in names)
@@ -180,7 +180,7 @@ def imports_of(source: Path) -> list[tuple[int, str]]:
 
 
 def is_or_is_in(name: str, module: str) -> bool:
-    """Tell whether a dotted name is that module, or something in it."""
+    """Return whether a dotted name is that module, or something in it."""
     return name == module or name.startswith(f"{module}.")
 
 
@@ -201,7 +201,7 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """Give the nodes that run when a module is imported: no function's, none for type checkers."""
+    """Yield the nodes that run when a module is imported: no function's, none for type checkers."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()

@@ -40,7 +40,7 @@ DOTTED = re.compile(r"_?[A-Za-z]\w*(\._?[A-Za-z]\w*)*")
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a name is private; what Python gives a meaning is not."""
+    """Return whether a name is private; what Python gives a meaning is not."""
     return PRIVATE.fullmatch(name) is not None
 
 
@@ -66,7 +66,7 @@ INHERITED = {name for name in dir(DeepSpeedStrategy()) if is_private(name)}
 
 
 def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Give the strings of a file that are no documentation, with their lines."""
+    """Yield the strings of a file that are no documentation, with their lines."""
     said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
@@ -74,7 +74,7 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def used_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Give the private names of others that a file uses, by whichever way, with their lines."""
+    """Yield the private names of others that a file uses, by whichever way, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             of = ast.unparse(node.value)

@@ -27,7 +27,7 @@ HELD_S = PROMPT_TIMEOUT_S
 
 
 def in_background() -> bool:
-    """Tell whether this runs in a writer's thread."""
+    """Return whether this runs in a writer's thread."""
     return threading.current_thread() is not threading.main_thread()
 
 
@@ -93,7 +93,7 @@ class StepActor(Callback):
 
 
 def causes_of(error: BaseException) -> list[str]:
-    """Give the classes of an error's causes."""
+    """Return the classes of an error's causes."""
     found = []
     cause = error.__cause__
     while cause is not None:
@@ -161,7 +161,7 @@ class AsyncSaveSpec:
 
 
 def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
-    """Give the strategy by its type."""
+    """Return the strategy by its type."""
     assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
     return trainer.strategy
 
@@ -173,12 +173,12 @@ def open_later(gate: Path, seconds: float) -> None:
 
 
 def is_published(path: Path) -> bool:
-    """Tell whether a checkpoint is published."""
+    """Return whether a checkpoint is published."""
     return (path / "manifest.json").is_file()
 
 
 def kept(run: AsyncSaveSpec) -> dict[str, str]:
-    """Give the entries of ModelCheckpoint's folder, and what each leads to; "" is no checkpoint."""
+    """Return the entries of ModelCheckpoint's folder, with their targets; "" is no checkpoint."""
     found = sorted((Path(run.root) / "kept").iterdir())
     return {p.name: p.resolve().name if is_published(p) else "" for p in found if p.name[0] != "."}
 
@@ -236,5 +236,5 @@ def wait_for_writers() -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Give the step at which a checkpoint was saved."""
+    """Return the step at which a checkpoint was saved."""
     return int(json.loads((checkpoint / "manifest.json").read_text())["progress"]["global_steps"])

@@ -33,11 +33,11 @@ class Odd:
     """Neither plain data nor known to be harmless."""
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether it is one too."""
+        """Return whether it is one too."""
         return isinstance(other, Odd)
 
     def __hash__(self) -> int:
-        """Give the same number for all."""
+        """Return the same number for all."""
         return 1
 
 
@@ -58,7 +58,7 @@ def engine(options: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - Deep
 
 
 def error_text(work: Callable[[], object]) -> str:
-    """Give the class and the message of what is raised."""
+    """Return the class and the message of what is raised."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - it is what the test looks at

@@ -64,7 +64,7 @@ class RegressionNet(pl.LightningModule):
         return nn.functional.mse_loss(self(x).float(), y)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Give the loss."""
+        """Return the loss."""
         return self._loss(batch)
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
@@ -76,11 +76,11 @@ class RegressionNet(pl.LightningModule):
         self.log("test_loss", self._loss(batch), sync_dist=True)
 
     def predict_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Give predictions."""
+        """Return predictions."""
         return torch.as_tensor(self(batch[0]).float())
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
-        """Give AdamW on two groups, and a schedule."""
+        """Return AdamW on two groups, and a schedule."""
         trained = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": trained[:2], "lr": self.lr},
@@ -183,7 +183,7 @@ class FitSpec:
     strict: bool = True
 
     def _small_buckets(self) -> dict[str, Any]:
-        """Give the strategy's options, with buckets that do not take a gigabyte in each engine."""
+        """Return the strategy's options, with buckets smaller than the default gigabyte."""
         if "config" not in self.strategy:
             return {**SMALL_BUCKETS, **self.strategy}
         config = self.strategy["config"]
@@ -249,7 +249,7 @@ def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
 
 
 def error_of(plan: FitSpec, verb: str = "fit") -> str:
-    """Give the class and the message of what a Trainer raises."""
+    """Return the class and the message of what a Trainer raises."""
     try:
         fit(plan) if verb == "fit" else evaluate(plan, verb)
     except Exception as error:  # noqa: BLE001 - it is what the test looks at
@@ -258,5 +258,5 @@ def error_of(plan: FitSpec, verb: str = "fit") -> str:
 
 
 def listing(root: str) -> dict[str, bool]:
-    """Give the entries of a folder, hidden ones too, and whether each is a whole checkpoint."""
+    """Return the entries of a folder, hidden ones too, and whether each is a whole checkpoint."""
     return {p.name: (p / "manifest.json").is_file() for p in sorted(Path(root).iterdir())}

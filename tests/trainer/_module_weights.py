@@ -112,7 +112,7 @@ def save_without_fit(
 
 
 def recovered(path: str) -> dict[str, Any]:
-    """Give what DeepSpeed's own script makes of a checkpoint."""
+    """Return what DeepSpeed's own script makes of a checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = get_fp32_state_dict_from_zero_checkpoint(path)

@@ -270,7 +270,7 @@ class RecordingNet(pl.LightningModule):
         self.last = nn.Linear(7, 1)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the loss of each sample, shape ``(batch,)``."""
+        """Return the loss of each sample, shape ``(batch,)``."""
         hidden = torch.tanh(self.first(x))
         hidden = nn.functional.dropout(hidden, self.of.dropout, training=self.training)
         target = x.sum(1)
@@ -314,7 +314,7 @@ class RecordingNet(pl.LightningModule):
 
 
 def schedule_of(net: RecordingNet, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911, PLR0912
-    """Give the scheduler that a run asks for."""
+    """Return the scheduler that a run asks for."""
     rates = torch.optim.lr_scheduler
     made: Any
     match net.of.schedule:
@@ -418,7 +418,7 @@ class EventRecorder(Callback):
 
 
 def counts_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Give the whole state of loops, but for what loaders keep, which is no counter."""
+    """Return the whole state of loops, but for what loaders keep, which is no counter."""
     flat: dict[str, Any] = {}
     for key, value in copy.deepcopy(state).items():
         if isinstance(value, dict):
@@ -435,7 +435,7 @@ def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
 
 
 def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912, PLR0915 - a table
-    """Give the training loaders."""
+    """Return the training loaders."""
     data = IndexedSamples(run.length, run.noise)
     made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
     match run.kind:
@@ -528,7 +528,7 @@ def _heard() -> Iterator[list[str]]:
 
 
 def error_of(run: RunSpec) -> str:
-    """Give what a run raises."""
+    """Return what a run raises."""
     try:
         fit(run)
     except Exception as error:  # noqa: BLE001 - it is what the test looks at
@@ -555,7 +555,7 @@ def _fit(run: RunSpec) -> RunRecord:
 
 
 def trainer_of(run: RunSpec, callbacks: list[Callback]) -> pl.Trainer:
-    """Give a trainer."""
+    """Return a trainer."""
     options = dict(SMALL_BUCKETS, **run.strategy)
     if run.global_batch is not None:
         options["global_batch_size"] = run.global_batch

@@ -256,7 +256,7 @@ def test_deletions_wait_for_their_successor(pools: Pools, tmp_path: Path) -> Non
 
 
 def linked(name: str) -> dict[str, str]:
-    """Give a checkpoint and the link to it."""
+    """Return a checkpoint and the link to it."""
     return {"last.ckpt": name, name: name}
 
 

@@ -103,7 +103,7 @@ def test_a_save_given_up_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
 
 
 def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) -> dict[str, Any]:
-    """Give up a save just before it is published, and save to its path in another fit."""
+    """Return up a save just before it is published, and save to its path in another fit."""
     target, manifest = Path(first.root) / "last.ckpt", HeldManifest()
     seen: dict[str, Any] = {}
 

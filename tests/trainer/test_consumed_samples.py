@@ -115,7 +115,7 @@ class Reference:
     """Of an epoch."""
 
     def points(self) -> dict[str, int]:
-        """Give the saves that were made, and where a run goes on from each."""
+        """Return the saves that were made, and where a run goes on from each."""
         root = Path(self.run.root)
         at = {**POINTS, **VALIDATIONS}
         made = {name for name in at if (root / f"{name.replace(' ', '-')}.ckpt").exists()}
@@ -143,7 +143,7 @@ class Reference:
         }
 
     def resumed(self, point: str) -> RunSpec:
-        """Give the run that goes on from a save."""
+        """Return the run that goes on from a save."""
         path = Path(self.run.root) / f"{point.replace(' ', '-')}.ckpt"
         return replace(self.run, save=(), ckpt_path=str(path))
 
@@ -165,7 +165,7 @@ class References(dict[str, Reference]):
 
 @pytest.fixture(scope="module")
 def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Give the scenarios."""
+    """Return the scenarios."""
     return References(worlds, tmp_path_factory)
 
 
@@ -225,7 +225,7 @@ def test_another_world_takes_the_same_steps(
 
 
 def _from(of_steps: dict[int, Any], begin: int) -> dict[int, Any]:
-    """Give what belongs to a step and those after it."""
+    """Return what belongs to a step and those after it."""
     return {step: value for step, value in of_steps.items() if step >= begin}
 
 

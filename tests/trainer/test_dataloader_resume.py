@@ -28,7 +28,7 @@ def saved(run: RunSpec, worlds: Pools, root: Path) -> tuple[RunRecord, RunSpec]:
 
 
 def later(seen: RunRecord, begin: int = 3) -> dict[int, list[int]]:
-    """Give the samples of later steps."""
+    """Return the samples of later steps."""
     return {step: ids for step, ids in seen.steps.items() if step >= begin}
 
 

@@ -35,7 +35,7 @@ LOCAL = {"mine", "late", "loss"}
 
 
 def saving(root: Path, **options: object) -> RunSpec:
-    """Give a run that saves at all moments; validation is in the midst of an epoch too."""
+    """Return a run that saves at all moments; validation is in the midst of an epoch too."""
     run = RunSpec(
         save=MOMENTS,
         root=str(root),
@@ -47,7 +47,7 @@ def saving(root: Path, **options: object) -> RunSpec:
 
 
 def resumed(run: RunSpec) -> dict[str, RunSpec]:
-    """Give the runs that go on from what was saved, by moment."""
+    """Return the runs that go on from what was saved, by moment."""
     paths = {moment: Path(run.root) / f"{moment.replace(' ', '-')}.ckpt" for moment in run.save}
     return {
         moment: replace(run, save=(), ckpt_path=str(path))
@@ -83,7 +83,7 @@ def test_values_and_decisions_are_those_of_the_whole_run(
 
 
 def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> dict[str, object]:
-    """Give what a run saw or decided otherwise, beside the whole run's."""
+    """Return what a run saw or decided otherwise, beside the whole run's."""
     first = min(seen.rates)
     rates = {step: rate for step, rate in whole.rates.items() if step >= first}
     pairs = {

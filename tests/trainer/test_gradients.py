@@ -24,7 +24,7 @@ WIDTH, RATE = 4, 0.1
 
 
 def data(length: int) -> TensorDataset:
-    """Give the same samples every time."""
+    """Return the same samples every time."""
     generator = torch.Generator().manual_seed(2)
     return TensorDataset(torch.randn(length, WIDTH, generator=generator))
 

@@ -31,7 +31,7 @@ class Muon(RegressionNet):
     """Muon wants whole gradients."""
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
-        """Give Muon on matrices, and the Adam that comes with it on the rest."""
+        """Return Muon on matrices, and the Adam that comes with it on the rest."""
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
         matrices, rest = [self.first.weight, self.last.weight], [self.first.bias, self.last.bias]
@@ -62,7 +62,7 @@ def test_muon_tears_no_snapshot(
 
 
 def momenta(engine: Engine) -> list[tuple[list[float], bool]]:
-    """Give the momentum that DeepSpeed goes on with, and whether the optimizer's state is it."""
+    """Return the momentum that DeepSpeed goes on with, and whether the optimizer's state is it."""
     optimizer = engine.optimizer
     states = [optimizer.optimizer.state.get(f, {}) for f in optimizer.fp32_partitioned_groups_flat]
     held = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})

@@ -58,7 +58,7 @@ class Quit(Callback):
 
 
 def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
-    """Give a trainer that saves every step."""
+    """Return a trainer that saves every step."""
     saving = ModelCheckpoint(
         dirpath=root, every_n_train_steps=1, save_top_k=-1, filename="{step}", monitor=None
     )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 
 def later(seen: RunRecord, begin: int) -> dict[int, list[int]]:
-    """Give the samples of later steps."""
+    """Return the samples of later steps."""
     return {step: ids for step, ids in seen.steps.items() if step >= begin}
 
 
