@@ -160,10 +160,14 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         return load_engine(handle, path, ranks, options)
 
 
-def engine_handle(engine: Any) -> EngineHandle:  # noqa: ANN401 (DeepSpeed is untyped)
-    """Return what ``checkpoint`` needs of an engine of DeepSpeed's."""
+def engine_handle(
+    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    *,
+    places_checked: bool = False,
+) -> EngineHandle:
+    """Return what ``checkpoint`` needs of an engine of DeepSpeed's; see ``live_engine``."""
     return EngineHandle(
-        open=partial(live_engine, engine),
+        open=partial(live_engine, engine, places_checked=places_checked),
         global_step=lambda: getattr(engine, "global_steps", 0),
         add_step_pre_hook=partial(add_step_pre_hook, engine),
         updates_state_before_step=partial(updates_state_before_step, engine),

@@ -32,6 +32,7 @@ __all__ = [
     "TrainingEngine",
     "add_step_pre_hook",
     "check_config",
+    "check_places",
     "check_supported",
     "copy_full_weights",
     "drop_accumulation_window",
@@ -62,12 +63,22 @@ def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401
 
 
 def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Refuse an engine, fresh from DeepSpeed, that the library cannot save and resume.
+    """Refuse an engine that the library cannot save and resume: alike on all ranks.
 
     Raises:
         UnsupportedError: with every reason that was found.
     """
     check_options(engine)
+
+
+def check_places(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Refuse an engine, fresh from DeepSpeed, whose weights lie elsewhere than computed.
+
+    Ranks may differ in that: it belongs into a step of all of them.
+
+    Raises:
+        UnsupportedError: this rank's do.
+    """
     if optimizer_wrapper(engine):
         TrainingEngine(engine).verify_places(fresh=True)
 
@@ -77,8 +88,17 @@ def weights_match_masters(engine: Any) -> bool:  # noqa: ANN401 (untyped library
     return not optimizer_wrapper(engine) or TrainingEngine(engine).weights_match_masters()
 
 
-def live_engine(engine: Any) -> TrainingEngine | InferenceEngine:  # noqa: ANN401 (untyped library)
+def live_engine(
+    engine: Any,  # noqa: ANN401 (untyped library)
+    *,
+    places_checked: bool = False,
+) -> TrainingEngine | InferenceEngine:
     """Return the engine's state, with or without an optimizer.
+
+    Args:
+        engine: DeepSpeed's.
+        places_checked: whether ``check_places`` has passed for it. What differs since then are
+            weights that a user has put elsewhere, which says nothing of the masters.
 
     Raises:
         UnsupportedError: the engine, or an option of it, is not supported.
@@ -87,5 +107,6 @@ def live_engine(engine: Any) -> TrainingEngine | InferenceEngine:  # noqa: ANN40
     if not optimizer_wrapper(engine):
         return InferenceEngine(engine)
     live = TrainingEngine(engine)
-    live.verify_places(fresh=False)
+    if not places_checked:
+        live.verify_places(fresh=False)
     return live

@@ -364,6 +364,7 @@ class TrainingEngine:
     @torch.no_grad()
     def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
         """Commit what was received: collective, after all ranks have agreed that all is well."""
+        vars(self).pop("_states", None)  # the old states go with each buffer, not all at the end
         keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
         commit_masters(self._targets, filled, keep_fp32=keep_fp32)
         for index, target in enumerate(self._targets):

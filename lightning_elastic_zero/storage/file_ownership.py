@@ -111,7 +111,10 @@ def can_replace(other: Path, path: Path) -> bool:
     if there.problem or (there.weights_only and not mine.weights_only):
         return False
     sizes = ((other / name, size) for name, size in there.sizes.items() if size is not None)
-    return all(file.is_file() and file.stat().st_size == size for file, size in sizes)
+    try:
+        return all(file.is_file() and file.stat().st_size == size for file, size in sizes)
+    except OSError:  # another run deletes it
+        return False
 
 
 def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: bool = False) -> None:

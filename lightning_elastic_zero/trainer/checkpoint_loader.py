@@ -89,7 +89,8 @@ class CheckpointLoader:
         )
         live = trainer.optimizers if trainer is not None and fitting else []
         configured = configured_rates(live) if options.hyperparameters else None
-        loaded = load_engine(engine_handle(engine), path, self._get_ranks(), options)
+        handle = engine_handle(engine, places_checked=True)
+        loaded = load_engine(handle, path, self._get_ranks(), options)
         self._is_resumed = True
         if not fitting:
             self._last_fit.forget()

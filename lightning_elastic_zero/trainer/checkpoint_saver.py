@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import CheckpointManager, EngineHandle, SaveOptions
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.data_progress import with_loader_states
+from lightning_elastic_zero.engine import check_places
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.option_checks import check_flag
 from lightning_elastic_zero.trainer.last_fit import LastFit
@@ -58,6 +60,8 @@ class CheckpointSaver:
         self._save_module_weights = check_flag("save_module_weights", save_module_weights)
         self._warned_objects: set[str] | None = None if allow_pickle else set()
         self._state_dict_tracker = StateDictTracker()
+        self._world_size = 1
+        self._device = torch.device("cpu")
         self._hooks = ModelCheckpointHooks(
             self._link, manager.is_being_written, manager.refusal_reason
         )
@@ -66,12 +70,16 @@ class CheckpointSaver:
         """Begin a run; collective.
 
         Raises:
+            UnsupportedError: weights of a rank lie elsewhere in DeepSpeed's buffers than computed.
             SaveError: a ``ModelCheckpoint`` would replace what this library did not write.
         """
+        # The module may belong to another Trainer by the time of a save.
+        self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if is_fitting(trainer) else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
-        self._get_ranks()
-        self._manager.start(engine_handle(engine), rank, dirpaths)
+        # Only one rank's may differ, of a layout that this library does not know.
+        self._get_ranks().run_all("compare where weights lie", lambda: check_places(engine))
+        self._manager.start(engine_handle(engine, places_checked=True), rank, dirpaths)
         self._hooks.begin(trainer)
 
     def stop(self, trainer: pl.Trainer | None) -> ElasticZeroError | None:
@@ -116,7 +124,8 @@ class CheckpointSaver:
             trainer: of the run.
             exclude_frozen: leave out weights that the optimizer does not own.
         """
-        engine = engine_handle(self._last_fit.engine(live, path, self._get_ranks))
+        trained = self._last_fit.engine(live, path, self._get_ranks)
+        engine = engine_handle(trained, places_checked=True)
         weights_only = "optimizer_states" not in checkpoint or not self._last_fit.is_whole
         if weights_only and trainer is not None:
             add_averages(trainer, checkpoint)
@@ -164,8 +173,8 @@ class CheckpointSaver:
             return options
         of = self._resumer.recorder
         with self._resumer.settings.reapplied(trainer):
-            record = of.record(trainer, loops, trainer.world_size)
-            own = of.state_dict(trainer, record, trainer.strategy.root_device)
+            record = of.record(trainer, loops, self._world_size)
+            own = of.state_dict(trainer, record, self._device)
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
                 self._last_fit.put_back(own)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.manifest import Group
@@ -61,5 +63,10 @@ _MOST = 4
 def _rates(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates of a live group, or of a saved one, which has a dictionary for a tensor."""
     values = {key: group[key] for key in (_INITIAL, _LIVE) if key in group}
-    plain = {k: v["tensor"] if isinstance(v, Mapping) else v for k, v in values.items()}
-    return {key: float(value) for key, value in plain.items()}
+    plain = {k: v.get("tensor") if isinstance(v, Mapping) else v for k, v in values.items()}
+    # An optimizer that computes its own rate has None there.
+    return {
+        key: float(value)
+        for key, value in plain.items()
+        if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }

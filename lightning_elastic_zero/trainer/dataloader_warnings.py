@@ -50,6 +50,8 @@ def _order_of(sampler: object) -> OrderAsMade:
         return OrderAsMade.IN_ORDER
     if not isinstance(sampler, RandomSampler):
         return OrderAsMade.KEPT
+    if type(sampler) is not RandomSampler:  # a user's own need not have the parent's attributes
+        return OrderAsMade.SHUFFLED
     if sampler.replacement or sampler.num_samples != len(sampler.data_source):
         return OrderAsMade.OTHER_SAMPLES
     return OrderAsMade.SHUFFLED if sampler.generator is None else OrderAsMade.OWN_GENERATOR

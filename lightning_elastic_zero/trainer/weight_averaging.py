@@ -107,8 +107,9 @@ def _taken_out(given: Mapping[str, Any], back: object) -> frozenset[str]:
     same = {id(value) for value in added.values()}
     missing = {name: value for name, value in missing.items() if id(value) not in same}
     # A copy under another name is known by its shape at most.
-    shapes = {getattr(value, "shape", None): name for name, value in added.items()}
-    alike = {n: shapes[v.shape] for n, v in missing.items() if getattr(v, "shape", ()) in shapes}
+    shapes = {v.shape: name for name, v in added.items() if isinstance(v, torch.Tensor)}
+    tensors = {name: v for name, v in missing.items() if isinstance(v, torch.Tensor)}
+    alike = {name: shapes[v.shape] for name, v in tensors.items() if v.shape in shapes}
     if alike:
         name, other = next(iter(alike.items()))
         rank_zero_warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ CASES: dict[str, tuple[Callable[[Weights], Weights], set[str], set[str]]] = {
         {"teacher", "bias"},
         set(),
     ),
+    "no tensor taken out, a scalar put in": (
+        lambda w: without(w, "extra") | {"own": torch.tensor(1.0)},
+        {"extra"},
+        set(),
+    ),
     "renamed": (lambda w: without(w, "teacher") | {"new": w["teacher"]}, set(), set()),
     "one renamed, one taken out": (
         lambda w: without(w, "teacher", "bias") | {"new": w["teacher"]},
@@ -43,7 +49,7 @@ CASES: dict[str, tuple[Callable[[Weights], Weights], set[str], set[str]]] = {
         {"bias"},
         {"teacher"},
     ),
-    "all renamed": (lambda w: {f"x.{k}": v.clone() for k, v in w.items()}, set(), set()),
+    "all renamed": (lambda w: {f"x.{k}": copy(v) for k, v in w.items()}, set(), set()),
     "all taken out": (lambda _: {}, set(), set()),
 }
 
@@ -52,7 +58,8 @@ CASES: dict[str, tuple[Callable[[Weights], Weights], set[str], set[str]]] = {
 def test_what_is_left_out_is_what_was_taken_out(case: str) -> None:
     """Not what has another name now; where that cannot be told, it is saved, with a warning."""
     change, gone, unclear = CASES[case]
-    given = {"student": torch.ones(4), "teacher": torch.ones(2, 2), "bias": torch.ones(5)}
+    given: Weights = {"student": torch.ones(4), "teacher": torch.ones(2, 2), "bias": torch.ones(5)}
+    given["extra"] = {"calls": 3}  # as of a module's ``get_extra_state``
     tracker = StateDictTracker()
     handed = tracker.track(given)
     with warnings.catch_warnings(record=True) as warned:

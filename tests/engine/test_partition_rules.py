@@ -106,14 +106,14 @@ def test_rules_say_what_engines_hold(setup: Setup, world: int, pools: Pools) -> 
 
 def refusals(setup: Setup) -> dict[str, str]:
     """Change what the library reads of an engine's flat buffers; return what it says of it."""
-    from lightning_elastic_zero.engine import check_supported, live_engine
+    from lightning_elastic_zero.engine import check_places, live_engine
 
     said = {}
     with engine_of(setup, 0) as engine:
-        check_supported(engine)
+        check_places(engine)
         for what, (holder, key, value) in _changes(engine.optimizer, setup).items():
             before, holder[key] = holder[key], value
-            for when, look in (("setup", check_supported), ("save", live_engine)):
+            for when, look in (("setup", check_places), ("save", live_engine)):
                 try:
                     look(engine)
                     said[f"{what} at {when}"] = "nothing"
@@ -122,6 +122,32 @@ def refusals(setup: Setup) -> dict[str, str]:
             holder[key] = before
         live_engine(engine)
     return said
+
+
+def put_elsewhere(setup: Setup) -> tuple[str, str]:
+    """Put a weight where another one lies; return what a save says, after a setup and without."""
+    from lightning_elastic_zero.engine import check_places, live_engine
+
+    def look(*, places_checked: bool) -> str:
+        try:
+            live_engine(engine, places_checked=places_checked)
+        except UnsupportedError as error:
+            return str(error)
+        return ""
+
+    with engine_of(setup, 0) as engine:
+        check_places(engine)
+        weight = engine.optimizer.round_robin_bit16_groups[0][-1]
+        weight.data = engine.optimizer.bit16_groups_flat[0][: weight.numel()].view_as(weight)
+        return look(places_checked=True), look(places_checked=False)
+
+
+@pytest.mark.parametrize("setup", [Setup(1, "1"), Setup(1, "2", "bf16")], ids=str)
+def test_a_weight_that_a_user_puts_elsewhere_is_no_other_layout(setup: Setup, pools: Pools) -> None:
+    """Masters lie where they lay at setup. Where nobody looked then, the save is refused."""
+    ((after_setup, without),) = pools.run(1, partial(put_elsewhere, setup))
+    assert after_setup == ""
+    assert ".data" in without
 
 
 def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]:

@@ -1,0 +1,62 @@
+"""What only warns of a user's settings takes whatever a user may have there."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from lightning_elastic_zero.manifest import Group
+from lightning_elastic_zero.trainer.configured_rates import configured_rates, warn_replaced_rates
+from lightning_elastic_zero.trainer.dataloader_warnings import OrderAsMade, orders_as_made
+
+NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
+"""What optimizers that compute their own rate may have under ``lr``, or a checkpoint of them."""
+
+
+class Optimizer:
+    """An optimizer's groups."""
+
+    def __init__(self, rate: object) -> None:
+        self.param_groups = [{"lr": rate}]
+
+
+def warned(configured: object, saved: object) -> list[str]:
+    """Return the warnings of a run with one rate that is given another."""
+    hyperparameters: dict[str, Any] = {"lr": saved}
+    group = Group(names=("weight",), hyperparameters=hyperparameters, state=())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_replaced_rates(configured_rates([Optimizer(configured)]), [group], scheduled=False)
+    return [str(of.message) for of in caught]
+
+
+@pytest.mark.parametrize("value", NO_RATES, ids=str)
+def test_what_is_no_rate_is_not_compared(value: object) -> None:
+    """On either side; the checkpoint's counts, as always."""
+    assert warned(value, 0.1) == warned(0.1, value) == warned(value, value) == []
+
+
+@pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3), torch.tensor([0.3])], ids=repr)
+def test_rates_are_compared_as_numbers_and_tensors(rate: float | torch.Tensor) -> None:
+    """A saved tensor is a dictionary that holds it."""
+    saved = {"tensor": 0.1} if isinstance(rate, torch.Tensor) else 0.1
+    assert len(warned(rate, saved)) == 1
+    assert warned(rate, {"tensor": float(rate)}) == []
+
+
+class Own(RandomSampler):
+    """A sampler that has nothing of its parent's."""
+
+    def __init__(self) -> None:
+        """Leave out the parent's."""
+
+
+def test_a_sampler_of_a_users_class_is_not_looked_into() -> None:
+    """It need not have what torch's has."""
+    data = TensorDataset(torch.zeros(4, 1))
+    assert orders_as_made(DataLoader(data, sampler=Own())) == [OrderAsMade.SHUFFLED]
+    assert orders_as_made(DataLoader(data, shuffle=True)) == [OrderAsMade.SHUFFLED]
