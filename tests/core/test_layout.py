@@ -180,6 +180,27 @@ class TestPlan:
         with pytest.raises(CheckpointFormatError, match=r"w\[0:4\] exactly once"):
             TransferPlan([Fragment("w", 0, 4, 0, 0, 0)], Exact(*runs))
 
+    @pytest.mark.parametrize(
+        ("ranks", "last", "what"),
+        [((1, 0, 2), 2, "on ranks in order"), ((0, 1, 2), 1, "on too many ranks")],
+    )
+    def test_a_layout_that_contradicts_itself_is_refused(
+        self, ranks: tuple[int, ...], last: int, what: str
+    ) -> None:
+        """A plan looks at the first and the last rank; what lies between has to agree with them."""
+
+        class OnRanks(Scripted):
+            def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+                if start == 0:
+                    for i, rank in enumerate(ranks):
+                        yield Fragment(name, 2 * i, 2 * i + 2, rank, 0, 0)
+                else:
+                    yield Fragment(name, start, stop, last, 0, 0)
+
+        plan = TransferPlan([Fragment("w", 0, 6, 0, 0, 0)], OnRanks())
+        with pytest.raises(CheckpointFormatError, match=what):
+            list(plan.by_rank())
+
     def test_a_parameter_that_nobody_holds_is_refused(self) -> None:
         """An unknown name is an error of the format, with the name."""
         with pytest.raises(CheckpointFormatError, match=r"holds no parameter named v\.weight"):
