@@ -72,7 +72,7 @@ def check(comparison: Comparison) -> None:
     with its weights alone must be a thousand times as far away as the elastic one.
 
     Raises:
-        DemoError: Something does not hold.
+        DemoError: something does not hold.
     """
     for phase in PHASES:
         begun = phase.events()[0].step

@@ -190,7 +190,7 @@ def run_phase(phase: Phase) -> None:
     """Run a phase until it is killed or ends, and see that it left what the next one needs.
 
     Raises:
-        DemoError: It failed, or takes too long. The message shows the end of its log.
+        DemoError: it failed, or takes too long. The message shows the end of its log.
     """
     progress = Progress(phase)
     with _running(phase) as process:

@@ -35,11 +35,9 @@ class EventLogger(Callback):
     """Writes down what happens when it happens, for those who watch from outside.
 
     Args:
-        path: A file of JSON lines, one per event, each with ``event``, ``step`` and ``time_s``.
-
-        strategy: What saves and loads; it knows the figures.
-
-        first_step: What to add to the steps of this fit.
+        path: a file of JSON lines, one per event, each with ``event``, ``step`` and ``time_s``.
+        strategy: what saves and loads; it knows the figures.
+        first_step: what to add to the steps of this fit.
     """
 
     def __init__(self, path: Path, strategy: ElasticDeepSpeedStrategy, first_step: int) -> None:

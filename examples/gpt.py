@@ -103,23 +103,15 @@ class GPT(L.LightningModule):
     """Learns to predict the next character.
 
     Args:
-        vocab_size: How many different characters there are.
-
-        block_size: The longest text that the model sees at once, in characters.
-
-        n_layer: Transformer layers.
-
-        n_head: Attention heads per layer; they divide ``n_embd``.
-
-        n_embd: Width of the model.
-
-        dropout: Share of what each layer adds that is left out in training.
-
-        lr: The highest learning rate, reached after ``warmup_steps``.
-
-        weight_decay: For matrices; biases and normalisation have none.
-
-        warmup_steps: Optimizer steps in which the learning rate rises. Then it falls, to a tenth of
+        vocab_size: how many different characters there are.
+        block_size: the longest text that the model sees at once, in characters.
+        n_layer: transformer layers.
+        n_head: attention heads per layer; they divide ``n_embd``.
+        n_embd: width of the model.
+        dropout: share of what each layer adds that is left out in training.
+        lr: the highest learning rate, reached after ``warmup_steps``.
+        weight_decay: for matrices; biases and normalisation have none.
+        warmup_steps: optimizer steps in which the learning rate rises. Then it falls, to a tenth of
             ``lr`` at the end of the run.
     """
 
@@ -226,15 +218,12 @@ class StdlibText(L.LightningDataModule):
     """The source text of Python's standard library, character by character; nothing is downloaded.
 
     Args:
-        batch_size: The most samples that one device takes at once. How many make an optimizer step
+        batch_size: the most samples that one device takes at once. How many make an optimizer step
             is the strategy's ``global_batch_size``.
-
-        block_size: Characters per sample.
-
-        samples_per_epoch: Samples of the training text. 1140 make 23 steps of 48 samples, and a
+        block_size: characters per sample.
+        samples_per_epoch: samples of the training text. 1140 make 23 steps of 48 samples, and a
             24th of 36, which is filled up.
-
-        val_samples: Samples of the last tenth of the text, which is not trained on.
+        val_samples: samples of the last tenth of the text, which is not trained on.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ def parts_of(tests: Iterable[str], parts: int) -> list[int]:
     """Deal cases out to parts like cards, so that each part has its share of every test.
 
     Args:
-        tests: Of each case the name of its test.
-        parts: How many there are.
+        tests: of each case the name of its test.
+        parts: how many there are.
 
     Returns:
         The part of each case.

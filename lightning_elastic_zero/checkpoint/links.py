@@ -65,8 +65,7 @@ class CheckpointLinks:
         Where nothing is, because its save has failed, the link stays what it was.
 
         Raises:
-            SaveError: It could not be made, and is what it was.
-
+            SaveError: it could not be made, and is what it was.
         """
         with self._lock:
             if target == self._target:
@@ -80,8 +79,7 @@ class CheckpointLinks:
         """Make the links that waited for this checkpoint; or forget them, if it failed.
 
         Raises:
-            SaveError: One could not be made, and is what it was.
-
+            SaveError: one could not be made, and is what it was.
         """
         with self._lock:
             if target != self._target:
@@ -100,13 +98,12 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
     name is free for some microseconds. What this library did not write is left as it is.
 
     Args:
-        target: The checkpoint, which is there.
-        link: Beside it or elsewhere; the link's text is relative.
-        on_progress: Called while a directory is deleted, or copied, where there are no links.
+        target: the checkpoint, which is there.
+        link: beside it or elsewhere; the link's text is relative.
+        on_progress: called while a directory is deleted, or copied, where there are no links.
 
     Raises:
-        SaveError: It could not be made, and is what it was.
-
+        SaveError: it could not be made, and is what it was.
     """
     if target == link:
         return

@@ -64,8 +64,8 @@ def pack(data: object) -> str:
     """Return plain data as text for the store.
 
     Raises:
-        TypeError: It is not plain data.
-        ValueError: It is too long for the store.
+        TypeError: it is not plain data.
+        ValueError: it is too long for the store.
     """
     text = json.dumps(data)
     if len(text) > _LONG_BYTES:

@@ -47,7 +47,7 @@ class Timeouts:
         """Return these times with another ``stall_timeout_s``, which a user has chosen.
 
         Raises:
-            ValueError: It is no positive number.
+            ValueError: it is no positive number.
         """
         what = "how many seconds a rank may work without progress"
         return self._with(stall_timeout_s=_positive("stall_timeout_s", stall_timeout_s, what))
@@ -56,7 +56,7 @@ class Timeouts:
         """Return these times with another ``absent_timeout_s``, which a user has chosen.
 
         Raises:
-            ValueError: It is no positive number.
+            ValueError: it is no positive number.
         """
         what = "how many seconds ranks wait for one that does not come"
         return self._with(absent_timeout_s=_positive("absent_timeout_s", absent_timeout_s, what))

@@ -24,10 +24,8 @@ class OpenFiles(Generic[F]):
     """Files by their names; the one that was used longest ago is closed.
 
     Attributes:
-        folder: What names are relative to.
-
-        on_progress: Called after every read: a first look at thousands of files takes minutes.
-
+        folder: what names are relative to.
+        on_progress: called after every read: a first look at thousands of files takes minutes.
     """
 
     def __init__(

@@ -19,8 +19,7 @@ def exchange_names(one: Path, other: Path) -> bool:
         Whether it was done: the C library, the kernel or the filesystem may not be able to.
 
     Raises:
-        OSError: The system can, but did not.
-
+        OSError: the system can, but did not.
     """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2

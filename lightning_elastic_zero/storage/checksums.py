@@ -59,8 +59,7 @@ class FileRecord:
         """Refuse what no writer of ours has recorded, above all a way out of the directory.
 
         Raises:
-            CheckpointFormatError: The name leaves the directory, or a number makes no sense.
-
+            CheckpointFormatError: the name leaves the directory, or a number makes no sense.
         """
         path = PurePosixPath(self.name)
         inside = self.name == str(path) and not path.is_absolute() and ".." not in path.parts
@@ -104,16 +103,13 @@ class ChecksummedWriter:
         """Create the file; a folder that its name has is created too.
 
         Args:
-            directory: The checkpoint's directory, as it is being written.
-
-            name: The file's path below it, with forward slashes.
-
-            on_bytes: Told the number of bytes that were written since it was last told; 0 where
+            directory: the checkpoint's directory, as it is being written.
+            name: the file's path below it, with forward slashes.
+            on_bytes: told the number of bytes that were written since it was last told; 0 where
                 bytes that were written before have come to the disk.
 
         Raises:
-            SaveError: The file exists, or cannot be created.
-
+            SaveError: the file exists, or cannot be created.
         """
         self.name = name
         self.path = directory / name
@@ -135,8 +131,7 @@ class ChecksummedWriter:
         """Append all of the bytes, and give their number.
 
         Raises:
-            SaveError: The system did not take them: the disk is full, for one.
-
+            SaveError: the system did not take them: the disk is full, for one.
         """
         whole = memoryview(data)
         if not whole.nbytes:
@@ -185,11 +180,10 @@ class ChecksummedWriter:
         """Bring the file to the disk, write its sidecar, and give its record.
 
         Args:
-            save_id: The save that the file belongs to.
+            save_id: the save that the file belongs to.
 
         Raises:
-            SaveError: The system did not take the bytes.
-
+            SaveError: the system did not take the bytes.
         """
         if self._open_bytes:
             self._close_chunk()
@@ -231,8 +225,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """Create a small file that is on the disk when this returns.
 
     Raises:
-        SaveError: The file exists, or cannot be written.
-
+        SaveError: the file exists, or cannot be written.
     """
     try:
         with path.open("xb") as file:

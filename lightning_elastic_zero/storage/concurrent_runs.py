@@ -42,8 +42,7 @@ class ConcurrentRunMonitor:
         """Watch folders, except those on a remote storage, where nothing can be saved.
 
         Args:
-            folders: Paths; None for a callback that has none.
-
+            folders: paths; None for a callback that has none.
         """
         self._markers: dict[Path, Path | None] = {}
         for folder in folders:

@@ -18,15 +18,12 @@ def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) ->
     """Copy a checkpoint of this library's, and nothing that somebody else put into it.
 
     Args:
-        source: What is copied.
-
-        target: Where nothing is yet.
-
-        on_block: Called now and then, at least every MiB: a large copy takes minutes.
+        source: what is copied.
+        target: where nothing is yet.
+        on_block: called now and then, at least every MiB: a large copy takes minutes.
 
     Raises:
-        OSError: The copy is not whole.
-
+        OSError: the copy is not whole.
     """
     contents = classify_files(source)
     if contents.problem:

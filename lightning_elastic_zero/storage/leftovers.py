@@ -88,13 +88,11 @@ def repair_target(target: Path, settle_s: float = SETTLE_S) -> bool:
     It is called before a checkpoint is looked for, on any rank, and on several at once.
 
     Args:
-        target: The path at which a checkpoint is expected.
-
-        settle_s: How long to wait for a save that may still be running on another machine.
+        target: the path at which a checkpoint is expected.
+        settle_s: how long to wait for a save that may still be running on another machine.
 
     Returns:
         Whether this call put it back.
-
     """
     if os.path.lexists(target):
         return False

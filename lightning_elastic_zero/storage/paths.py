@@ -18,8 +18,7 @@ def check_local_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path, its links not resolved.
 
     Raises:
-        UnsupportedError: It is the address of a remote storage.
-
+        UnsupportedError: it is the address of a remote storage.
     """
     text = os.fspath(path)
     url = _URL.match(text)
@@ -40,8 +39,7 @@ def sync_directory(path: Path) -> None:
     Filesystems that do not offer this for directories are left to their own ways.
 
     Raises:
-        OSError: The system failed in doing so.
-
+        OSError: the system failed in doing so.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -31,8 +31,7 @@ def open_file(path: Path) -> tuple[int, os.stat_result]:
     when somebody writes into it, which is never.
 
     Raises:
-        OSError: It cannot be opened, or is no file.
-
+        OSError: it cannot be opened, or is no file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
@@ -46,8 +45,7 @@ def read_file(path: Path) -> bytes:
     """Read a small file.
 
     Raises:
-        OSError: It cannot be read, or is no file.
-
+        OSError: it cannot be read, or is no file.
     """
     with os.fdopen(open_file(path)[0], "rb") as file:
         return file.read()
@@ -86,25 +84,20 @@ class RangeFile:
     Pages are never mapped, so a damaged disk or a file that shrinks is an exception, not a signal.
 
     Attributes:
-        path: Where the file is.
-
-        size_bytes: Its size.
-
-        bytes_read: How many bytes were read so far.
-
+        path: where the file is.
+        size_bytes: its size.
+        bytes_read: how many bytes were read so far.
     """
 
     def __init__(self, path: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
         """Open a file.
 
         Args:
-            path: Where it is.
-
-            on_progress: Called after every read.
+            path: where it is.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: It is missing, cannot be read, or is no file.
-
+            CheckpointCorruptedError: it is missing, cannot be read, or is no file.
         """
         self.path = path
         self.bytes_read = 0
@@ -132,16 +125,15 @@ class RangeFile:
         Whole chunks are read, none twice, and none without a wanted byte.
 
         Args:
-            runs: Half-open, sorted by their start, without overlap; empty ones give nothing.
+            runs: half-open, sorted by their start, without overlap; empty ones give nothing.
 
         Yields:
             The offset in the file, and the bytes from there on: writable, and valid until the next
             piece is asked for. A piece never reaches across a run's border.
 
         Raises:
-            CheckpointCorruptedError: The file is cut short, or not what was written.
-            ValueError: The runs are not sorted, overlap, or leave the file.
-
+            CheckpointCorruptedError: the file is cut short, or not what was written.
+            ValueError: the runs are not sorted, overlap, or leave the file.
         """
         wanted = self._check_runs(runs)
         # Two readers at once, each in the midst of a piece, must not share a buffer.
@@ -193,9 +185,8 @@ class RangeFile:
         """Read the bytes ``[start, stop)`` into memory of their own.
 
         Raises:
-            CheckpointCorruptedError: They are not what was written, or are cut short.
-            ValueError: They lie outside of the file.
-
+            CheckpointCorruptedError: they are not what was written, or are cut short.
+            ValueError: they lie outside of the file.
         """
         data = bytearray(max(stop - start, 0))
         for offset, view in self.read_runs([(start, stop)]):

@@ -26,8 +26,7 @@ def write_shared(directory: Path, name: str, data: bytes = b"") -> None:
     """Leave a new file in the directory: what rank 0 does.
 
     Raises:
-        SaveError: The directory cannot be written.
-
+        SaveError: the directory cannot be written.
     """
     write_durably(directory / name, data)
 
@@ -41,18 +40,14 @@ def await_shared(
     """Read what rank 0 left in the directory.
 
     Args:
-        directory: The directory, as this rank names it.
-
-        name: The name of the file that rank 0 left.
-
-        is_whole: Whether data are what rank 0 wrote.
-
-        wait_s: How long to look: network filesystems show the work of others with a delay.
+        directory: the directory, as this rank names it.
+        name: the name of the file that rank 0 left.
+        is_whole: whether data are what rank 0 wrote.
+        wait_s: how long to look: network filesystems show the work of others with a delay.
 
     Raises:
-        SaveError: The file is not there, or is something else. The directory may be another one,
+        SaveError: the file is not there, or is something else. The directory may be another one,
             or be missing.
-
     """
     stop_s = time.monotonic() + wait_s
     while True:
@@ -74,8 +69,7 @@ def remove_shared(directory: Path, *names: str) -> None:
     """Remove what rank 0 left under these names, where it is there.
 
     Raises:
-        SaveError: The directory cannot be written.
-
+        SaveError: the directory cannot be written.
     """
     try:
         for name in names:

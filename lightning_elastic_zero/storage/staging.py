@@ -49,8 +49,7 @@ def staging_path(target: Path, save_id: str) -> Path:
     """Return the directory in which the files of a save are written, before it is published.
 
     Raises:
-        ValueError: The save id cannot be part of a name.
-
+        ValueError: the save id cannot be part of a name.
     """
     if not SAVE_ID.fullmatch(save_id):
         msg = f"{save_id!r} is no save id: at most 64 letters, digits and hyphens are."
@@ -66,10 +65,8 @@ class StagedDirectory:
     nothing: ``existing_target`` says what lies there.
 
     Attributes:
-        path: Where the files are written.
-
-        target: Where they are to be found once they are published.
-
+        path: where the files are written.
+        target: where they are to be found once they are published.
     """
 
     def __init__(self, target: Path, save_id: str) -> None:
@@ -86,19 +83,15 @@ class StagedDirectory:
         """Make the hidden directory, and those above it that are missing.
 
         Args:
-            target: The checkpoint's path.
-
-            save_id: The save that it belongs to.
-
-            below: The name of a folder that an error suggests, where the target is a folder of
+            target: the checkpoint's path.
+            save_id: the save that it belongs to.
+            below: the name of a folder that an error suggests, where the target is a folder of
                 other things.
-
-            target_checked: Whether the save has begun before this, and the target was looked at
+            target_checked: whether the save has begun before this, and the target was looked at
                 then (``check_replaceable``): what came since is treated as ``publish`` does.
 
         Raises:
-            SaveError: It cannot be made, or the target is something that must not be replaced.
-
+            SaveError: it cannot be made, or the target is something that must not be replaced.
         """
         staged = cls(target, save_id)
         if not target_checked:
@@ -139,22 +132,18 @@ class StagedDirectory:
         another name, with a warning.
 
         Args:
-            exchange: Whether to exchange the two names in one step, where the system can.
-
-            commit: Called when all is on the disk and nothing in its place; what it raises
+            exchange: whether to exchange the two names in one step, where the system can.
+            commit: called when all is on the disk and nothing in its place; what it raises
                 prevents that it gets there.
-
-            on_step: Told the name of each step when it is done: "synced", then "placed", or "set
+            on_step: told the name of each step when it is done: "synced", then "placed", or "set
                 aside" and "placed" where names cannot be exchanged, then "kept" (it outlives a
                 power cut) and "cleaned".
-
-            on_progress: Called between the folders that are synced and the files that are removed.
+            on_progress: called between the folders that are synced and the files that are removed.
 
         Raises:
-            SaveError: The system refused, or the target is now something that must not be replaced.
+            SaveError: the system refused, or the target is now something that must not be replaced.
                 The target is what it was, or, if the message says so, the new checkpoint, which a
                 power cut may still undo.
-
         """
         state = f"The files of the checkpoint are in {self.path}."
         try:

@@ -29,12 +29,9 @@ class VerifiedFile(RangeFile):
     that shrinks is an exception, not a signal.
 
     Attributes:
-        path: Where the file is.
-
-        size_bytes: Its size.
-
-        bytes_read: How many bytes were read so far, the sidecar's among them.
-
+        path: where the file is.
+        size_bytes: its size.
+        bytes_read: how many bytes were read so far, the sidecar's among them.
     """
 
     def __init__(
@@ -47,17 +44,13 @@ class VerifiedFile(RangeFile):
         """Open the file and check it against its record and its sidecar.
 
         Args:
-            directory: The checkpoint's directory.
-
-            record: What the manifest says of the file.
-
-            save_id: The save that the file must belong to; None for any.
-
-            on_progress: Called after every read.
+            directory: the checkpoint's directory.
+            record: what the manifest says of the file.
+            save_id: the save that the file must belong to; None for any.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: The file or its sidecar is missing, or is another one.
-
+            CheckpointCorruptedError: the file or its sidecar is missing, or is another one.
         """
         super().__init__(directory / record.name, on_progress)
         try:

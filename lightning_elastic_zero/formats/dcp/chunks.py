@@ -120,8 +120,7 @@ class Chunks:
     """The data of a directory.
 
     Attributes:
-        tensors: Each tensor by its name in the metadata: shape and type, without values.
-
+        tensors: each tensor by its name in the metadata: shape and type, without values.
     """
 
     def __init__(

@@ -62,15 +62,13 @@ class TorchIndex:
         """Read the index of a file.
 
         Args:
-            file: The open file.
-
-            policy: What its pickle may ask for.
+            file: the open file.
+            policy: what its pickle may ask for.
 
         Raises:
-            CheckpointCorruptedError: Bytes of it are not what was written.
-            CheckpointFormatError: The file is not of ``torch.save``, or is damaged.
-            UnsupportedError: It holds objects of a class that the policy does not allow.
-
+            CheckpointCorruptedError: bytes of it are not what was written.
+            CheckpointFormatError: the file is not of ``torch.save``, or is damaged.
+            UnsupportedError: it holds objects of a class that the policy does not allow.
         """
         self._path = file.path
         self._policy = policy
@@ -87,11 +85,10 @@ class TorchIndex:
         """Return the bytes from a tensor's first element to its last; gaps between them count.
 
         Args:
-            tensor: One of the tree's, or a view of one.
+            tensor: one of the tree's, or a view of one.
 
         Raises:
-            CheckpointFormatError: It is not of this file, or reaches beyond its storage.
-
+            CheckpointFormatError: it is not of this file, or reaches beyond its storage.
         """
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             self._refuse(f"holds a tensor that is not plain ({tensor.layout})")

@@ -28,8 +28,7 @@ def is_legacy(path: Path) -> bool:
     """Whether a file is no zip, so that it cannot be read by ranges.
 
     Raises:
-        CheckpointCorruptedError: It is missing, or cannot be read.
-
+        CheckpointCorruptedError: it is missing, or cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -43,8 +42,7 @@ def _check_beginning(path: Path) -> None:
     """Refuse what does not begin as such a file does.
 
     Raises:
-        CheckpointFormatError: It is empty, or something else.
-
+        CheckpointFormatError: it is empty, or something else.
     """
     with path.open("rb") as file:
         first = file.read(len(MARK))
@@ -61,14 +59,10 @@ class LegacyFile:
     """A file that is held in memory whole (``TorchFile``'s interface).
 
     Attributes:
-        path: Where the file is.
-
-        tree: What was saved, with its tensors' values.
-
-        bytes_read: The file's size.
-
-        saved_as: Nothing: these files do not say what they were called.
-
+        path: where the file is.
+        tree: what was saved, with its tensors' values.
+        bytes_read: the file's size.
+        saved_as: nothing: these files do not say what they were called.
     """
 
     saved_as = ""
@@ -79,16 +73,13 @@ class LegacyFile:
         """Load a file.
 
         Args:
-            path: Where it is.
-
-            policy: What its pickle may ask for.
-
-            on_progress: Called after every read.
+            path: where it is.
+            policy: what its pickle may ask for.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointFormatError: It is not of ``torch.save``, or damaged.
-            UnsupportedError: It needs a class that the policy does not allow.
-
+            CheckpointFormatError: it is not of ``torch.save``, or damaged.
+            UnsupportedError: it needs a class that the policy does not allow.
         """
         self.path = path
         self.bytes_read = path.stat().st_size

@@ -45,9 +45,8 @@ class StoredRun:
         """Refuse a target that the run does not fill.
 
         Raises:
-            CheckpointMismatchError: Elements would be cast from or to integers.
-            ValueError: The run reaches beyond its tensor, or has more or fewer elements.
-
+            CheckpointMismatchError: elements would be cast from or to integers.
+            ValueError: the run reaches beyond its tensor, or has more or fewer elements.
         """
         numel = self.stop - self.start
         if not 0 <= self.start <= self.stop <= self.tensor.numel():
@@ -66,13 +65,10 @@ class TorchFile:
     record at most, which ``verify`` compares.
 
     Attributes:
-        path: Where the file is.
-
-        tree: What was saved. Its tensors have shape and dtype, but no values (they are on the meta
+        path: where the file is.
+        tree: what was saved. Its tensors have shape and dtype, but no values (they are on the meta
             device): those are fetched by ``read_into``, ``load`` and ``load_tree``.
-
-        saved_as: What ``torch.save`` called it, without suffix: ``archive`` where it was not told.
-
+        saved_as: what ``torch.save`` called it, without suffix: ``archive`` where it was not told.
     """
 
     def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
@@ -94,18 +90,14 @@ class TorchFile:
         """Open a file that a manifest names.
 
         Args:
-            directory: The checkpoint's directory.
-
-            record: What the manifest says of the file.
-
-            save_id: The save that the file must belong to; None for any.
-
-            on_progress: Called after every read.
+            directory: the checkpoint's directory.
+            record: what the manifest says of the file.
+            save_id: the save that the file must belong to; None for any.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: The file is missing, or its bytes are not what was written.
-            CheckpointFormatError: It is not of ``torch.save``, or holds more than plain data.
-
+            CheckpointCorruptedError: the file is missing, or its bytes are not what was written.
+            CheckpointFormatError: it is not of ``torch.save``, or holds more than plain data.
         """
         file = VerifiedFile(directory, record, save_id, on_progress)
         try:
@@ -121,17 +113,14 @@ class TorchFile:
         """Open a file that nobody has recorded anything of.
 
         Args:
-            path: Where it is.
-
-            policy: What its pickle may ask for.
-
-            on_progress: Called after every read.
+            path: where it is.
+            policy: what its pickle may ask for.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: The file is missing, or cut short.
-            CheckpointFormatError: It is not of ``torch.save``, or is damaged.
-            UnsupportedError: It holds objects of a class that the policy does not allow.
-
+            CheckpointCorruptedError: the file is missing, or cut short.
+            CheckpointFormatError: it is not of ``torch.save``, or is damaged.
+            UnsupportedError: it holds objects of a class that the policy does not allow.
         """
         file = RangeFile(path, on_progress)
         try:
@@ -144,8 +133,7 @@ class TorchFile:
         """Read the whole file, and compare the CRC-32 of each record where one was written.
 
         Raises:
-            CheckpointCorruptedError: Bytes of a record are not what was written.
-
+            CheckpointCorruptedError: bytes of a record are not what was written.
         """
         for name, start, stop, wanted in self._index.records():
             found = 0
@@ -169,9 +157,8 @@ class TorchFile:
         """Return the bytes in which the elements of a contiguous tensor lie.
 
         Raises:
-            CheckpointFormatError: It is not of this file, or reaches beyond its storage.
-            ValueError: It is not contiguous.
-
+            CheckpointFormatError: it is not of this file, or reaches beyond its storage.
+            ValueError: it is not contiguous.
         """
         if not tensor.is_contiguous():
             msg = f"A tensor of strides {tensor.stride()} has no one place in {self.path}."
@@ -186,19 +173,17 @@ class TorchFile:
         """Fill tensors with runs of stored ones, in one pass over the file.
 
         Args:
-            wanted: A 1-D tensor on any device, and the run that fills it, in any order. Elements
+            wanted: a 1-D tensor on any device, and the run that fills it, in any order. Elements
                 of another type are cast; all others are copied bit for bit.
-
-            on_bytes: Called with the number of bytes that were used since its last call.
+            on_bytes: called with the number of bytes that were used since its last call.
 
         Returns:
             The bytes that were read from disk.
 
         Raises:
-            CheckpointCorruptedError: Bytes of the file are not what was written.
-            CheckpointMismatchError: Elements would be cast from or to integers.
-            ValueError: A run reaches beyond its tensor, or does not fill its target.
-
+            CheckpointCorruptedError: bytes of the file are not what was written.
+            CheckpointMismatchError: elements would be cast from or to integers.
+            ValueError: a run reaches beyond its tensor, or does not fill its target.
         """
         before = self.bytes_read
         self._fill([self._job(target, run) for target, run in wanted], on_bytes)
@@ -214,8 +199,7 @@ class TorchFile:
         """Return an ordinary copy, on the host, of a tensor of the tree.
 
         Raises:
-            CheckpointCorruptedError: Bytes of the file are not what was written.
-
+            CheckpointCorruptedError: bytes of the file are not what was written.
         """
         return self._load_all([tensor])[0]
 
@@ -225,8 +209,7 @@ class TorchFile:
         Dicts, lists and tuples are new, and of the types that they were; all else is shared.
 
         Raises:
-            CheckpointCorruptedError: Bytes of the file are not what was written.
-
+            CheckpointCorruptedError: bytes of the file are not what was written.
         """
         tensors = {id(tensor): tensor for tensor in _tensors_of(subtree)}
         copies = self._load_all(tensors.values())

@@ -50,10 +50,8 @@ class PiecewiseSource:
     """Pieces one after the other: tensors on any device, and stretches of zeros.
 
     Attributes:
-        dtype: The type of each element; pieces of another type are cast.
-
-        numel: The number of elements.
-
+        dtype: the type of each element; pieces of another type are cast.
+        numel: the number of elements.
     """
 
     def __init__(
@@ -66,17 +64,13 @@ class PiecewiseSource:
         """Keep the pieces; nothing is copied yet.
 
         Args:
-            pieces: Contiguous tensors, taken as 1-D; an int stands for so many zeros.
-
-            dtype: The type to be written.
-
-            chunk_elements: The most that ``chunks`` gives at once; by default ``COPY_BYTES``.
-
-            on_end: Called when no piece is needed any more.
+            pieces: contiguous tensors, taken as 1-D; an int stands for so many zeros.
+            dtype: the type to be written.
+            chunk_elements: the most that ``chunks`` gives at once; by default ``COPY_BYTES``.
+            on_end: called when no piece is needed any more.
 
         Raises:
-            ValueError: A tensor is not contiguous, or a number of zeros is negative.
-
+            ValueError: a tensor is not contiguous, or a number of zeros is negative.
         """
         for piece in pieces:
             if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
@@ -143,20 +137,15 @@ class TorchFileWriter:
         the whole of their storage, and told from which device.
 
         Args:
-            tree: What ``torch.load`` will give.
-
-            directory: The checkpoint's directory, as it is being written.
-
-            name: The file's path below it, with forward slashes.
-
-            save_id: The save that the file belongs to.
-
-            on_bytes: Told the number of bytes that were written since it was last told.
+            tree: what ``torch.load`` will give.
+            directory: the checkpoint's directory, as it is being written.
+            name: the file's path below it, with forward slashes.
+            save_id: the save that the file belongs to.
+            on_bytes: told the number of bytes that were written since it was last told.
 
         Raises:
-            SaveError: The system did not take the bytes.
-            ValueError: A source did not give what it promised, or its stand-in is not in the tree.
-
+            SaveError: the system did not take the bytes.
+            ValueError: a source did not give what it promised, or its stand-in is not in the tree.
         """
         with ChecksummedWriter(directory, name, on_bytes) as file:
             no_crc32 = ExitStack()
