@@ -106,8 +106,8 @@ def _is_view(parameter: Any, flat: torch.Tensor) -> bool:  # noqa: ANN401 (ZeRO-
 def _refuse(what: str) -> NoReturn:
     msg = (
         "this release of DeepSpeed, or this configuration of it, lays parameters out in a way that "
-        f"this library does not know: {what}. If the module's own code has put other tensors into "
-        "the .data of its weights, let it do so after the save; otherwise report it with your "
+        f"this library does not know: {what}. If code of yours has put other tensors into "
+        "the .data of weights, put those back that DeepSpeed made; otherwise report it with your "
         "DeepSpeed config"
     )
     raise UnsupportedError(msg)

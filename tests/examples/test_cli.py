@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.examples._process import output_of
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -44,22 +42,7 @@ def python(folder: Path, *arguments: str) -> str:
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=HANG_TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-3000:]
-    return said
+    return output_of([sys.executable, *arguments], folder, environment)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import venv
 import zipfile
@@ -16,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.examples._process import output_of
 
 ROOT = Path(__file__).parents[2]
 NAME = "lightning-elastic-zero"
@@ -31,22 +29,7 @@ def run(*command: str | Path, folder: Path) -> str:
     inherited = {key: value for key, value in os.environ.items() if key not in source}
     tools = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=folder,
-        env={**inherited, **cpu, "PATH": tools},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = process.communicate(timeout=HANG_TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, printed[-4000:]
-    return printed
+    return output_of(command, folder, {**inherited, **cpu, "PATH": tools})
 
 
 @pytest.fixture(scope="module")
