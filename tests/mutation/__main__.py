@@ -2,14 +2,13 @@
 
 ``make mutants`` runs it. Each change is made in a copy of the checkout, and the tests of that file
 run there until the first failure. What no test notices survives: a survivor that is not in
-``survivors.json`` with its reason fails the run, and so does one there that is noticed now.
+``_survivors`` with its reason fails the run, and so does one there that is noticed now.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -24,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation._operators import Mutant, mutants_of
+from tests.mutation._survivors import SURVIVORS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_elastic_zero"
-SURVIVORS = Path(__file__).with_name("survivors.json")
 
 TESTS: dict[str, tuple[str, ...]] = {
     "layout.py": ("tests/core/test_layout.py", "tests/core/test_partition.py"),
@@ -161,14 +160,14 @@ def main() -> int:
     print(f"{len(cases)} mutants of {len(options.files)} files, seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         alive = survivors_of(cases, options.jobs, Path(folder))
-    known = json.loads(SURVIVORS.read_text(encoding="utf-8"))
-    new = [case.key for case in alive if case.key not in known]
-    gone = [case.key for case in cases if case.key in known and case not in alive]
+    new = [case.key for case in alive if case.key not in SURVIVORS]
+    # Lines of the same text share a key: one that survives is enough.
+    gone = {case.key for case in cases} & SURVIVORS.keys() - {case.key for case in alive}
     print(f"{len(cases) - len(alive)} of {len(cases)} noticed, {len(alive)} survive")
     for key in new:
-        print(f"not explained in {SURVIVORS.name}: {key}")
-    for key in gone:
-        print(f"noticed now, remove it from {SURVIVORS.name}: {key}")
+        print(f"not explained in _survivors.py: {key}")
+    for key in sorted(gone):
+        print(f"noticed now, remove it from _survivors.py: {key}")
     return 1 if new or gone else 0
 
 
