@@ -3,14 +3,19 @@
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   PIP_ARGS=...          goes to every pip install, to say where a CPU-only build of torch is found
 #   ARGS=...              goes to pytest or the demo: make test ARGS="tests/core -x"
+#   JOBS=3                how many processes run tests side by side; 0 for none beside pytest's own
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
+JOBS     ?= 3
 
 VENV    := .venv
 PY      := $(VENV)/bin/python
 PYTEST  := $(PY) -m pytest
+# Many tests wait for what sleeps or hangs on purpose: three processes keep two cores busy. One runs
+# all tests of a file, which share what is dear to make.
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard lightning_elastic_zero tests examples)
 BENCHMARKS ?= $(wildcard examples/benchmarks/*.py)
 
@@ -40,10 +45,10 @@ demo: ops ## Train on 4 processes, resume on 2, then on 3, beside a run that nev
 	$(PY) examples/demo.py $(ARGS)
 
 test: ops ## Run the tests that take seconds each
-	$(PYTEST) -m "not long and not gpu" $(ARGS)
+	$(PYTEST) -m "not long and not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 test-long: ops ## Run the tests that take minutes: full matrices, faults
-	$(PYTEST) -m "(long or drawn) and not gpu" $(ARGS)
+	$(PYTEST) -m "(long or drawn) and not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)

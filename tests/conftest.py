@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.engine._worker_pool import ForkServer, Pools
 from tests.rotation import Rotation, parts_of, turn_of_commit
+from tests.tables import TABLES
 
 ROTATION = pytest.StashKey[Rotation]()
 
@@ -19,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rotation")
     group.addoption("--rotation", type=int, help="the turn of the cases that rotate")
     group.addoption(
-        "--engine-cases", type=int, default=2, help="in a turn, of a test marked engine (2)"
+        "--engine-cases", type=int, default=1, help="in a turn, of a test marked engine (1)"
     )
     group.addoption("--fuzz-cases", type=int, default=5_000, help="of each reader, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")
@@ -53,6 +55,9 @@ def pytest_collection_modifyitems(
         drawn = rotation.chosen(names, count)
         for case, name in zip(cases, names, strict=True):
             case.add_marker(pytest.mark.drawn if name in drawn else pytest.mark.long)
+    # Where processes run tests side by side, each takes one file after another: those that take
+    # long come first, so that no process begins with one of them at the end.
+    items.sort(key=_place_of_folder)
     yield
     if wanted := config.getoption("--part"):
         part, parts = rotation.part_of(wanted)
@@ -60,6 +65,30 @@ def pytest_collection_modifyitems(
         others = [item for item, place in zip(items, dealt, strict=True) if place != part]
         items[:] = [item for item, place in zip(items, dealt, strict=True) if place == part]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the counts of this process to the one that shows them, where there are several."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["tables"] = [table.rows for table in TABLES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:  # noqa: ANN401 - pytest-xdist has no types
+    """Add what a process has counted that ran a part of the tests."""
+    for table, rows in zip(
+        TABLES, getattr(node, "workeroutput", {}).get("tables", ()), strict=False
+    ):
+        table.add(rows)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what was tried, and what came of it."""
+    for table in filter(lambda table: table.rows, TABLES):
+        terminalreporter.section(table.title)
+        for line in table.lines():
+            terminalreporter.write_line(line)
 
 
 def _rotating(
@@ -80,6 +109,15 @@ def _rotating(
     yield from (
         (counts[group], cases) for group, cases in groups.items() if len(cases) > counts[group]
     )
+
+
+LONG_FIRST = ("faults", "trainer", "examples", "dist", "budget", "engine", "foreign", "releases")
+
+
+def _place_of_folder(item: pytest.Item) -> int:
+    """Return where the folder of a test stands in the order of tests."""
+    folder = item.path.parent.name
+    return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
 
 
 def _test_of(item: pytest.Item) -> str:

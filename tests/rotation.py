@@ -2,7 +2,7 @@
 
 A test marked ``rotating(3)`` runs three of its cases in ``make test`` and all of them in ``make
 test-long``; with ``per="scenario"``, three for each value of that parameter. One marked ``engine``
-that says nothing runs two. Cases marked ``essential`` run always. The turn is the number of
+that says nothing runs one. Cases marked ``essential`` run always. The turn is the number of
 commits that lead to HEAD, so that consecutive commits sweep over all cases, and ``--rotation``
 repeats a turn.
 """

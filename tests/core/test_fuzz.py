@@ -18,7 +18,7 @@ PROGRAMS = ["_fuzz_pickles", "_fuzz_files", "_fuzz_metadata"]
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_reader_reads_or_refuses(program: str, tmp_path: Path) -> None:
     """Whatever a file holds, a reader gives the value or an error of its own."""
-    fuzz(program, 500, tmp_path)
+    fuzz(program, 250, tmp_path)
 
 
 @pytest.mark.long

@@ -48,6 +48,7 @@ def test_the_table_is_that_of_a_70_billion_parameter_model() -> None:
     assert len(manifest.buffers) > 2
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
 def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination import StoreRanks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import RanksError
+from tests.dist._launch import free_port
 
 WORLD = 2
 SPIN_S = 0.2
@@ -126,7 +126,7 @@ def main(wanted: dict[str, int]) -> None:
     found: dict[str, list[int]] = {}
     for name, worlds in wanted.items():
         for _ in range(worlds):
-            port = _free_port()
+            port = free_port()
             pids = []
             for rank in range(WORLD):
                 pid = os.fork()
@@ -154,11 +154,6 @@ def _be_rank(program: Callable[[], None], rank: int, port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=WORLD)
     program()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -27,19 +27,20 @@ from tests.dist._rank_programs import (
     ranks_are_lost,
     steps_of_living_ranks,
 )
+from tests.engine._worker_pool import ForkServer
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 
 @pytest.fixture(scope="module")
-def living() -> list[RankResult]:
+def living(fork_server: ForkServer) -> list[RankResult]:
     """Return the results of ``steps_of_living_ranks``."""
-    return run_ranks(steps_of_living_ranks, WORLD)
+    return run_ranks(steps_of_living_ranks, WORLD, fork_server)
 
 
 @pytest.fixture(scope="module")
-def lost() -> list[RankResult]:
+def lost(fork_server: ForkServer) -> list[RankResult]:
     """Return the results of ``ranks_are_lost``."""
-    return run_ranks(ranks_are_lost, WORLD)
+    return run_ranks(ranks_are_lost, WORLD, fork_server)
 
 
 def notes(results: list[RankResult], case: str) -> list[Any]:

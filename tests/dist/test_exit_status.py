@@ -13,8 +13,7 @@ import sys
 
 import pytest
 
-from tests.dist._launch import ROOT
-from tests.engine._worker_pool import environment
+from tests.engine._worker_pool import ROOT, environment
 
 WORLD = 2
 LONG_WORLDS = 250
@@ -22,7 +21,11 @@ STATUS = {"left_open": 0, "closed": 0, "destroyed": 0, "exits": 0, "raises": 1}
 
 
 def statuses(wanted: dict[str, int], timeout_s: float) -> dict[str, list[int]]:
-    """Return the exit statuses of ranks by the program of ``_exits`` that their worlds run."""
+    """Return the exit statuses of ranks by the program of ``_exit_programs`` that they run.
+
+    Not in processes of the fork server: with all that it has imported, the hooks at exit take so
+    long that gloo's workers are done before the interpreter's end.
+    """
     call = [sys.executable, "-m", "tests.dist._exit_programs", json.dumps(wanted)]
     done = subprocess.run(
         call, cwd=ROOT, env=environment(), capture_output=True, timeout=timeout_s, check=False

@@ -6,15 +6,16 @@ import pytest
 
 from tests.dist._launch import RankResult, run_ranks
 from tests.dist._save_programs import FEW, MANY, WORLD, saves
+from tests.engine._worker_pool import ForkServer
 
 NUMBERS_BYTES = 200
 """By how much what is sent may differ: sizes and seconds have more or fewer digits."""
 
 
 @pytest.fixture(scope="module")
-def saved() -> list[RankResult]:
+def saved(fork_server: ForkServer) -> list[RankResult]:
     """Return what the ranks noted of their saves."""
-    results = run_ranks(saves, WORLD)
+    results = run_ranks(saves, WORLD, fork_server)
     for result in results:
         assert f"parameters {MANY}" in result.notes, result.stderr[-3000:]
     return results

@@ -14,13 +14,14 @@ from tests.dist._launch import RankResult, run_ranks
 from tests.dist._rank_programs import WORLD
 from tests.dist._suspended_ranks import first_rank_is_lost, store_host_is_suspended
 from tests.dist.test_coordination import notes
+from tests.engine._worker_pool import ForkServer
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 
 @pytest.fixture(scope="module")
-def first_lost() -> list[RankResult]:
+def first_lost(fork_server: ForkServer) -> list[RankResult]:
     """Return the results of ``first_rank_is_lost``."""
-    return run_ranks(first_rank_is_lost, WORLD)
+    return run_ranks(first_rank_is_lost, WORLD, fork_server)
 
 
 @pytest.mark.parametrize("case", ["at work", "at once"])
@@ -51,9 +52,9 @@ def test_a_killed_first_rank_is_noticed(first_lost: list[RankResult]) -> None:
         assert note["seconds"] < PROMPT_TIMEOUT_S
 
 
-def test_when_the_stores_host_goes_on_the_ranks_are_in_step() -> None:
+def test_when_the_stores_host_goes_on_the_ranks_are_in_step(fork_server: ForkServer) -> None:
     """The host need not be a rank: rank 0 loses the store like the others, and finds it again."""
-    results = run_ranks(store_host_is_suspended, 3)
+    results = run_ranks(store_host_is_suspended, 3, fork_server)
     for note in notes(results, "stopped"):
         assert note["error"] == "RanksError"
         assert note["seconds"] < PROMPT_TIMEOUT_S

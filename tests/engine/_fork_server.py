@@ -1,4 +1,7 @@
-"""The process that imports torch and DeepSpeed once and forks the ranks of every world from it."""
+"""The process that imports torch and DeepSpeed once and forks the ranks of every world from it.
+
+It forks programs too: processes that end as any does, whose exit status can be asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,8 +39,35 @@ IMPORTED = (
 """What ranks find imported, beside torch and DeepSpeed. No thread may be started by it."""
 
 
+@dataclass(frozen=True)
+class WorldRequest:
+    """A world of ranks, which the answer names by their process ids."""
+
+    name: str
+    world: int
+    port: int
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """A process that makes a call and then ends; the answer is its id."""
+
+    pickled_call: bytes
+    """Unpickled by that process alone, so that nobody else imports what it needs."""
+    folder: str
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class StatusRequest:
+    """The exit status of a program, negative where a signal ended it; None while it runs."""
+
+    pid: int
+
+
 def main(folder: str) -> None:
-    """Import what is dear, then fork a world of ranks for each request."""
+    """Import what is dear, then fork a world of ranks or a program for each request."""
     import torch
 
     torch.set_num_threads(1)
@@ -52,15 +83,55 @@ def main(folder: str) -> None:
     assert threads == 1, f"{threads} threads, of which a fork would keep one, and the others' locks"
     print("torch", torch.__version__, "deepspeed", deepspeed.__version__, flush=True)
     gc.freeze()  # Engines are collected often; what is imported need not be walked each time.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, _reap)
     session = connect(f"{folder}/nursery")
     session.send(os.getpid())
     while True:
         try:
-            name, world, port = session.recv()
+            request = session.recv()
         except EOFError:
             return
-        session.send([_fork(f"{folder}/{name}", rank, world, port) for rank in range(world)])
+        if isinstance(request, ProgramRequest):
+            pid = _fork_program(request)
+            if not pid:
+                session.close()
+                pickle.loads(request.pickled_call)()  # noqa: S301 - from the test session
+                return  # to where the code of any program comes to its end
+            session.send(pid)
+        elif isinstance(request, StatusRequest):
+            session.send(_STATUSES.get(request.pid))
+        else:
+            path = f"{folder}/{request.name}"
+            ranks = range(request.world)
+            session.send([_fork(path, rank, request.world, request.port) for rank in ranks])
+
+
+_STATUSES: dict[int, int] = {}
+
+
+def _reap(*_: object) -> None:
+    """Keep the exit status of each child that has ended."""
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            _STATUSES[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _fork_program(request: ProgramRequest) -> int:
+    """Fork; the child's output goes to its files."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.chdir(request.folder)
+        for descriptor, path in ((1, request.stdout), (2, request.stderr)):
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+    return pid
 
 
 def _fork(path: str, rank: int, world: int, port: int) -> int:
@@ -119,4 +190,5 @@ def _join_world() -> None:
 if __name__ == "__main__":
     # What is pickled by reference is found from the repository's root, not from this folder.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    main(*sys.argv[1:])
+    # Requests are of the classes in the module of that name, which this one, by its own, is not.
+    importlib.import_module("tests.engine._fork_server").main(*sys.argv[1:])

@@ -73,6 +73,34 @@ class World:
         return "\n".join(f"-- rank {r}:\n{text}" for r, text in enumerate(texts))
 
 
+@dataclass(frozen=True)
+class Program:
+    """A process that makes one call."""
+
+    server: Connection
+    pid: int
+    stdout: Path
+    stderr: Path
+
+    def wait(self, end: float) -> int:
+        """Return its exit status, negative where a signal ended it.
+
+        Raises:
+            TimeoutError: it runs yet when ``time.monotonic()`` has come to ``end``.
+        """
+        while time.monotonic() < end:
+            self.server.send(_fork_server.StatusRequest(self.pid))
+            if (status := self.server.recv()) is not None:
+                return int(status)
+            time.sleep(0.01)
+        raise TimeoutError
+
+    def kill(self) -> None:
+        """Kill it, if it runs yet."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class ForkServer:
     """The process that has imported everything, started when the first world is."""
 
@@ -90,7 +118,7 @@ class ForkServer:
         name = f"{self._worlds}-of-{world}"
         logs = tuple(folder / f"{name}.{rank}.log" for rank in range(world))
         with _listening(folder / name) as listener:
-            connection.send((name, world, _free_port()))
+            connection.send(_fork_server.WorldRequest(name, world, _free_port()))
             pids = tuple(connection.recv())
             try:
                 arrived = [_accept(listener) for _ in range(world)]
@@ -103,6 +131,15 @@ class ForkServer:
                 msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
                 raise AssertionError(msg) from error
         return ranks
+
+    def start_program(self, call: Callable[[], object], folder: Path, name: str) -> Program:
+        """Start a process that makes a call and then ends as any does; its output goes to files."""
+        connection = self._connection or self._start_process()
+        stdout, stderr = folder / f"{name}.out", folder / f"{name}.err"
+        connection.send(
+            _fork_server.ProgramRequest(pickle.dumps(call), str(ROOT), str(stdout), str(stderr))
+        )
+        return Program(connection, int(connection.recv()), stdout, stderr)
 
     def close(self) -> None:
         """End the process, and whoever it has started."""

@@ -9,26 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine._matrix_report import MatrixReport
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
-
-MATRIX_REPORT = MatrixReport()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what the matrix has compared."""
-    if MATRIX_REPORT.rows:
-        terminalreporter.section("state saved on N devices, restored on M")
-        for line in MATRIX_REPORT.table():
-            terminalreporter.write_line(line)
-
-
-@pytest.fixture(scope="session")
-def matrix_report() -> MatrixReport:
-    """Return the figures that are shown at the end."""
-    return MATRIX_REPORT
 
 
 @pytest.fixture(scope="session")

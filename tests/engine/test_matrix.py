@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from tests.engine._matrix_cases import full_sources, full_targets, small_matrix
-from tests.engine._matrix_report import MatrixReport
 from tests.engine._oracle import differences, expected_in
 from tests.engine._save_load_programs import Saved, StateComparison, load
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
+from tests.tables import MATRIX
 
 pytestmark = pytest.mark.engine
 
@@ -24,37 +24,43 @@ def restored(pools: Pools, setup: Setup, saved: Saved) -> StateComparison:
     return verdict
 
 
+def count(kind: str, verdict: StateComparison) -> None:
+    """Add a case to the table that a run ends with."""
+    MATRIX.count(kind, "cases")
+    MATRIX.count(kind, "tensors compared", verdict.tensors)
+    MATRIX.count(kind, "differing", len(verdict.differing) + len(verdict.unrounded))
+    differing_bits = sum(max(bits, 1) for bits in verdict.differing.values())
+    MATRIX.count(kind, "differing bits", differing_bits)
+
+
 @pytest.mark.parametrize(("source", "target"), small_matrix(), ids=str)
 def test_state_survives(
     source: Setup,
     target: Setup,
     pools: Pools,
     saved_by: Callable[..., Saved],
-    matrix_report: MatrixReport,
 ) -> None:
     """Masters, states, steps, groups, buffers, frozen and rounded weights are those saved."""
     verdict = restored(pools, target, saved_by(source))
-    matrix_report.count("pairwise", verdict)
+    count("pairwise", verdict)
     verdict.assert_same()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", full_sources(), ids=str)
 def test_state_survives_everywhere(
-    source: Setup, pools: Pools, saved_by: Callable[..., Saved], matrix_report: MatrixReport
+    source: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """As above, from each run of the full matrix to all others."""
     saved = saved_by(source)
     for target in full_targets(source):
         verdict = restored(pools, target, saved)
-        matrix_report.count(f"from ZeRO-{source.zero}", verdict)
+        count(f"from ZeRO-{source.zero}", verdict)
         verdict.assert_same()
 
 
 @pytest.mark.long
-def test_eight_ranks_to_four_and_back(
-    pools: Pools, saved_by: Callable[..., Saved], matrix_report: MatrixReport
-) -> None:
+def test_eight_ranks_to_four_and_back(pools: Pools, saved_by: Callable[..., Saved]) -> None:
     """Two resizes lose nothing: what comes back to 8 ranks is what they had saved first."""
     eight, four = Setup(8, "2", "bf16"), Setup(4, "2", "bf16")
     first = saved_by(eight)
@@ -63,5 +69,5 @@ def test_eight_ranks_to_four_and_back(
     assert not differences(expected_in(first.dump(), eight, four), second.dump())
     for verdict in (verdicts[0], restored(pools, eight, second)):
         assert verdict is not None
-        matrix_report.count("8 to 4 to 8", verdict)
+        count("8 to 4 to 8", verdict)
         verdict.assert_same()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.dist._launch import free_port
+from tests.engine._worker_pool import ForkServer, environment
+from tests.examples._cli_programs import CLI, print_configs, run_cli
 from tests.examples._process import output_of
+from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -23,43 +28,47 @@ SMALL = (
 )
 
 
-CLI = ROOT / "examples" / "cli.py"
 Printed = tuple[Path, dict[str, str]]
 
 
-def cli(folder: Path, *arguments: str) -> str:
-    """Run examples/cli.py in a folder of its own; return all that it printed."""
-    return python(folder, str(CLI), *arguments)
+def output_of_forked(fork_server: ForkServer, folder: Path, *calls: Callable[[], None]) -> str:
+    """Run processes side by side, all of which have to succeed; return what the first printed."""
+    programs = []
+    try:
+        for number, call in enumerate(calls):
+            programs.append(fork_server.start_program(call, folder, f"process-{number}"))
+        end = time.monotonic() + HANG_TIMEOUT_S
+        for program in programs:
+            said = program.stdout.read_text, program.stderr.read_text
+            assert program.wait(end) == 0, "".join(read() for read in said)[-6000:]
+    finally:
+        for program in programs:
+            program.kill()
+    return programs[0].stdout.read_text() + programs[0].stderr.read_text()
 
 
-def python(folder: Path, *arguments: str) -> str:
-    """Run Python in a folder of its own, as the examples are run; return all that it printed."""
-    environment = {
-        "DS_ACCELERATOR": "cpu",
-        **os.environ,
-        "RUN_DIR": str(folder),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
-    return output_of([sys.executable, *arguments], folder, environment)
+def fit_on(fork_server: ForkServer, folder: Path, devices: int, *arguments: str) -> str:
+    """Run ``fit`` on so many ranks, started as a launcher does; return what rank 0 printed."""
+    command = ["fit", *arguments, f"--trainer.devices={devices}"]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+    calls = [
+        partial(run_cli, command, folder, {**shared, "LOCAL_RANK": str(rank)})
+        for rank in range(devices)
+    ]
+    return output_of_forked(fork_server, folder, *calls)
+
+
+def fit_alone(folder: Path, devices: int, *arguments: str) -> str:
+    """Run ``fit`` as a user does, whose other ranks Lightning starts; return all that they say."""
+    command = [sys.executable, CLI, "fit", *arguments, f"--trainer.devices={devices}"]
+    return output_of(command, folder, {**environment(), "RUN_DIR": str(folder)})
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
-    """Return what ``fit --print_config`` prints for each YAML: in one process, as it is slow."""
+def printed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """Return what ``fit --print_config`` prints for each YAML."""
     folder = tmp_path_factory.mktemp("configs")
-    runs = [["fit", "--config", str(config), "--print_config"] for config in CONFIGS]
-    program = (
-        "import contextlib, json, runpy, sys\n"
-        f"sys.path.insert(0, {str(CLI.parent)!r})\n"
-        "for arguments in json.loads(sys.argv[2]):\n"
-        "    print('RUN', arguments[2])\n"
-        "    sys.argv[1:] = [*arguments]\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        f"        runpy.run_path({str(CLI)!r}, run_name='__main__')\n"
-    )
-    said = python(folder, "-c", program, "cli", json.dumps(runs))
+    said = output_of_forked(fork_server, folder, partial(print_configs, CONFIGS, folder))
     _, *parts = re.split(r"^RUN (.*)\n", said, flags=re.MULTILINE)
     return folder, dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -73,18 +82,20 @@ def test_every_config_parses(config: Path, printed: Printed) -> None:
 
 
 @pytest.mark.engine
-def test_resume_on_other_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("lightning", marks=pytest.mark.long)])
+def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """`--trainer.devices 3 --ckpt_path last` goes on with a run of 2, over its saved config.
 
     The run of 2 stops in the middle of an epoch, and the run of 3 has the steps that it lacks.
     """
+    fit = partial(fit_alone if launcher == "lightning" else partial(fit_on, fork_server), tmp_path)
     every_2 = "--trainer.callbacks.init_args.every_n_train_steps=2"
     config = ["--config", str(ROOT / "configs" / "zero3.yaml"), *SMALL, every_2]
-    said = cli(tmp_path, "fit", *config, "--trainer.devices=2", "--trainer.max_steps=4")
+    said = fit(2, *config, "--trainer.max_steps=4")
     assert "Global batch of 48: 2 devices x 2 micro-batches of 12 samples" in said
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert last.resolve().name == "epoch=1-step=4.ckpt"
-    said = cli(tmp_path, "fit", *config, "--trainer.devices=3", "--ckpt_path=last")
+    said = fit(3, *config, "--ckpt_path=last")
     assert "Global batch of 48: 3 devices x 2 micro-batches of 8 samples" in said
     assert "saved on 2 devices with ZeRO-3) on 3 devices" in said
     assert last.resolve().name == "epoch=3-step=12.ckpt"

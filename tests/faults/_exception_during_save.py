@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ from tests.faults._fault_injection import on_nth_write
 from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer._fits import SMALL_BUCKETS
 
-TOLD = "ELASTIC_ZERO_TEST_ENDING"
-
 
 @dataclass(frozen=True)
 class ExceptionRun:
-    """What the processes are told, through their environment."""
+    """What the processes are told."""
 
     folder: str
     rank: int
@@ -37,10 +34,6 @@ class ExceptionRun:
     """What each of its writes takes; None: the second one never returns."""
     patience_s: float | None
     """How long the save in flight may go on; None: as long as for users."""
-
-    def tell(self) -> dict[str, str]:
-        """Return the environment."""
-        return {TOLD: json.dumps(asdict(self))}
 
 
 class RaiseDuringSave(Callback):
@@ -81,10 +74,9 @@ class RaiseDuringSave(Callback):
             time.sleep(self.exception_run.slow_s)
 
 
-def raise_while_saving(job: Job) -> None:
+def raise_while_saving(exception_run: ExceptionRun, job: Job) -> None:
     """Be one rank of it."""
     warnings.simplefilter("ignore")
-    exception_run = ExceptionRun(**json.loads(os.environ[TOLD]))
     rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
     os.environ.update({key: str(value) for key, value in rank.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")

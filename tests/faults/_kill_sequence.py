@@ -27,7 +27,7 @@ from tests.engine._worker_pool import Pools, World
 from tests.faults._deterministic_training import Table, Training, published, train
 from tests.faults._save_steps import KillPoint
 from tests.faults._state_digests import read_digests
-from tests.faults._table import KILLS
+from tests.tables import KILLS
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 PATIENCE_S = 0.3

@@ -1,4 +1,4 @@
-"""Worlds of ranks, the checkpoints that are damaged, and the tables at the end of a run."""
+"""The checkpoints that are damaged."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ import pytest
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
-from tests.faults._table import TABLES
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what was tried, and what came of it."""
-    for table in TABLES:
-        terminalreporter.section(table.title)
-        for line in table.lines():
-            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

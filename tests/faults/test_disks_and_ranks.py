@@ -25,7 +25,7 @@ from tests.faults._run_with_fault import (
 )
 from tests.faults._save_modes import MODES
 from tests.faults._state_digests import read_digests
-from tests.faults._table import FAULTS
+from tests.tables import FAULTS
 from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from lightning_elastic_zero.checkpoint import DRAIN_TIMEOUT_S
 from lightning_elastic_zero.storage import remove_leftovers
 from tests.dist._launch import run_ranks
-from tests.engine._worker_pool import environment
+from tests.engine._worker_pool import ForkServer
 from tests.faults._exception_during_save import ExceptionRun, raise_while_saving
 from tests.faults._state_digests import read_digests
 from tests.timeouts import PROMPT_TIMEOUT_S
@@ -48,7 +49,7 @@ def test_a_save_in_flight_is_given_up(
     rank: int,
     patience_s: float,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fork_server: ForkServer,
 ) -> None:
     """It has its patience, and no more: the processes end, and the last good one is what it was.
 
@@ -59,9 +60,7 @@ def test_a_save_in_flight_is_given_up(
     folder.mkdir()
     short_s = None if patience_s == DRAIN_TIMEOUT_S else patience_s
     exception_run = ExceptionRun(str(folder), rank, SLOW_S[patience_s] if slow else None, short_s)
-    for key, value in {**environment(), **exception_run.tell()}.items():
-        monkeypatch.setenv(key, value)
-    results = run_ranks(raise_while_saving, 2)
+    results = run_ranks(partial(raise_while_saving, exception_run), 2, fork_server)
     ended_at = time.time()
     assert [r.notes.get("raised") for r in results] == ["the user's own"] * 2, results
     raised_at = min(result.notes["raised at"] for result in results)

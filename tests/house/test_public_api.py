@@ -118,6 +118,7 @@ def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -
     assert run_fresh(program).splitlines()[-1] == "True"
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("name", ["lightning", "lightning.pytorch"])
 def test_the_strategy_registers_when_lightning_is_imported_later(
     name: str, run_fresh: RunFresh
@@ -134,13 +135,14 @@ def test_the_strategy_registers_when_lightning_is_imported_later(
     assert run_fresh(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("module", ["trainer.resume", "trainer.strategy"])
 def test_what_imports_lightning_can_be_imported_first(module: str, run_fresh: RunFresh) -> None:
     """A module that imports Lightning is whole when the names are registered, or not needed."""
     run_fresh(f"import lightning_elastic_zero.{module}")
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     "first",
     [

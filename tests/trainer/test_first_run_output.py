@@ -115,6 +115,7 @@ except TypeError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_twin_may_be_imported_too(tmp_path: Path) -> None:
     """Some library imports ``pytorch_lightning``: a fit is not touched; its modules are no fit."""

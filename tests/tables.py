@@ -1,8 +1,11 @@
-"""Tables of what was tried: shown at the end of a run, and kept in docs/faults.md by hand."""
+"""Tables of what was tried: shown at the end of a run, and kept in docs/faults.md by hand.
+
+Each process that runs tests has its own; the one that shows them is sent the others' counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -22,6 +25,12 @@ class Table:
     def total(self, column: str) -> int:
         """Sum a column up."""
         return sum(cells[column] for cells in self.rows.values())
+
+    def add(self, rows: Mapping[str, Mapping[str, int]]) -> None:
+        """Add what another process has counted."""
+        for row, cells in rows.items():
+            for column, value in cells.items():
+                self.count(row, column, value)
 
     def lines(self) -> Iterator[str]:
         """Yield the table as Markdown has it."""
@@ -59,4 +68,8 @@ FAULTS = Table(
     "faults of disks and ranks while saving",
     ("tried", "raised on all ranks", "last good sound", "training intact", "next save sound"),
 )
-TABLES = (CORRUPTIONS, LOADS, KILLS, FAULTS)
+MATRIX = Table(
+    "state saved on N devices, restored on M",
+    ("cases", "tensors compared", "differing", "differing bits"),
+)
+TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS)

@@ -1,0 +1,29 @@
+"""What forked processes do with the command line of the examples."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+CLI = Path(__file__).parents[2] / "examples" / "cli.py"
+
+
+def run_cli(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Be ``python examples/cli.py ...`` in a folder, started with some more environment."""
+    os.chdir(folder)
+    os.environ.update(environment, RUN_DIR=str(folder))
+    sys.path.insert(0, str(CLI.parent))
+    sys.argv[:] = [str(CLI), *arguments]
+    runpy.run_path(str(CLI), run_name="__main__")
+
+
+def print_configs(configs: Sequence[Path], folder: Path) -> None:
+    """Print what ``fit --print_config`` prints for each of them, with a title: it is slow."""
+    for config in configs:
+        print("RUN", config, flush=True)
+        with contextlib.suppress(SystemExit):
+            run_cli(["fit", "--config", str(config), "--print_config"], folder, {})
