@@ -39,6 +39,12 @@ STRATEGY_ARGUMENTS: dict[str, dict[str, Any]] = {
 """``Trainer(strategy=<name>)``, and the strategy's arguments by that name."""
 
 
+def register_names(registry: Any, make: Callable[..., object]) -> None:  # noqa: ANN401 (Lightning's)
+    """Register the names with one registry: each calls ``make`` with its arguments."""
+    for name, arguments in STRATEGY_ARGUMENTS.items():
+        registry.register(name, make, "Elastic DeepSpeed", override=True, **arguments)
+
+
 def register(make: Callable[..., object]) -> None:
     """Register the names with each of Lightning's two packages, now or when it is imported.
 
@@ -50,9 +56,7 @@ def register(make: Callable[..., object]) -> None:
     """
 
     def name_it() -> None:
-        registry = sys.modules["lightning.pytorch"].strategies.StrategyRegistry
-        for name, arguments in STRATEGY_ARGUMENTS.items():
-            registry.register(name, make, "Elastic DeepSpeed", override=True, **arguments)
+        register_names(sys.modules["lightning.pytorch"].strategies.StrategyRegistry, make)
 
     for package, then in {"lightning.pytorch": name_it, PYTORCH_LIGHTNING: _refuse_in_twin}.items():
         if package in sys.modules:
@@ -71,9 +75,8 @@ def _refuse_in_twin() -> None:
 def _refuse(**_: Any) -> NoReturn:
     msg = (
         f"this is the Trainer of {PYTORCH_LIGHTNING}, whose classes are not those of "
-        f"lightning.pytorch: use "
-        "`import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`, for "
-        "modules, callbacks and loggers too"
+        "lightning.pytorch: use `import lightning.pytorch as pl` in the place of "
+        "`import pytorch_lightning as pl`, for modules, callbacks and loggers too"
     )
     raise UnsupportedError(msg)
 

@@ -1,9 +1,9 @@
 """How far a run has come, counted in samples: what does not depend on the number of devices.
 
-``batches`` cuts a global batch over ranks and micro-batches; ``sampler`` gives every rank its
+``batch_plan`` cuts a global batch over ranks and micro-batches; ``sampler`` gives every rank its
 samples, from any step of an epoch on, and ``sample_order`` asks users' samplers; ``position`` is
-where a run stands, as a checkpoint records it; ``counters`` writes Lightning's loop counters for
-it; ``randomness`` keeps the streams of random numbers. Nothing in here imports Lightning or
+where a run stands, as a checkpoint records it; ``loop_counters`` reads and writes Lightning's loop
+counters for it; ``rng`` keeps the streams of random numbers. Nothing in here imports Lightning or
 DeepSpeed.
 """
 
@@ -14,7 +14,7 @@ from lightning_elastic_zero.data_progress.loop_counters import (
     LOADER_STATES,
     VALIDATION,
     fit_loop_at,
-    guess_accumulation,
+    infer_progress,
     read_position,
     validation_counters_at,
     with_loader_states,
@@ -39,7 +39,7 @@ __all__ = [
     "collect_rng_states",
     "derive_seed",
     "fit_loop_at",
-    "guess_accumulation",
+    "infer_progress",
     "plan_batches",
     "read_position",
     "seed_rng_streams",

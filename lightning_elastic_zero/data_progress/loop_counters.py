@@ -12,7 +12,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_elastic_zero.data_progress.position import Position
+from lightning_elastic_zero.data_progress.position import DataProgress, Position
+from lightning_elastic_zero.manifest import Manifest
 
 EPOCHS = "epoch_progress"
 BATCHES = "epoch_loop.batch_progress"
@@ -61,11 +62,24 @@ def _is_finished(progress: Mapping[str, Any]) -> bool:
     return bool(progress["is_last_batch"] and current["completed"] == current["ready"] > 0)
 
 
-def guess_accumulation(fit_loop: Mapping[str, Any]) -> int:
-    """Guess the accumulation from the counters of a checkpoint that does not tell it."""
-    steps = fit_loop[STEPS]["optimizer"]["step"]["total"]["completed"]
-    batches = fit_loop[BATCHES]["total"]["processed"]
-    return max(1, batches // steps) if steps else 1
+def infer_progress(
+    fit_loop: Mapping[str, Any], manifest: Manifest, global_step: int
+) -> DataProgress:
+    """Infer how far a run is that another program saved, from what it counted."""
+    progress = manifest.progress
+    # DeepSpeed's own config says it; counters cannot where epochs end within a window.
+    accumulate = max(1, progress.gradient_accumulation_steps)
+    taken = fit_loop[STEPS]["optimizer"]["step"]["total"]["completed"]
+    if accumulate == 1 and taken:
+        accumulate = max(1, fit_loop[BATCHES]["total"]["processed"] // taken)
+    position = read_position(fit_loop, accumulate, batches=float("inf"), validating=True)
+    return DataProgress(
+        position,
+        global_step=global_step,
+        global_batch_size=progress.global_batch_size,
+        accumulate=accumulate,
+        world_size=manifest.world_size,
+    )
 
 
 def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, now: int) -> Counters:

@@ -40,10 +40,6 @@ def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def _words(keys: Any) -> torch.Tensor:  # noqa: ANN401 (NumPy's stubs: a union)
-    return torch.from_numpy(np.asarray(keys).astype(np.int64))
-
-
 def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Restore what ``collect_rng_states`` returned; what is missing in it stays as it is."""
     if "python" in state:

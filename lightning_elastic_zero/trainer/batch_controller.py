@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from lightning_elastic_zero.option_checks import check_count, check_flag
 from lightning_elastic_zero.trainer.batch_settings import batch_size_of, resolve_batch_settings
-from lightning_elastic_zero.trainer.dataloader_warnings import orders_as_made
 from lightning_elastic_zero.trainer.lightning_internals import callbacks_of, data_source, is_fitting
 from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.start_warnings import overruled_orders
 
 _MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 
@@ -50,12 +50,7 @@ class BatchController:
         *,
         allow_uneven_batches: bool,
     ) -> None:
-        """Begin without a fit.
-
-        Args:
-            resumer: receives the batches.
-            global_batch_size: samples per optimizer step, or None.
-            allow_uneven_batches: whether micro-batches may differ by a sample.
+        """Begin without a fit; the resumer receives the batches, the options are the strategy's.
 
         Raises:
             ValueError: an option has a value that it cannot have.
@@ -69,19 +64,15 @@ class BatchController:
         self._user_batch_size: int | None = None
         self._is_configured = False  # DeepSpeed's config, for this fit
 
-    def before_hooks(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+    def begin(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
         """Resolve the batches before the first ``setup`` hook that can ask for them.
 
         Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
         Loaders that ``fit`` was given are there by now; those of a data module are after its own
         ``setup``; those of the module after its own, which may define what they are made of.
-
-        Args:
-            trainer: of the run.
-            config: DeepSpeed's.
-            is_users: Lightning has not completed the config yet.
+        DeepSpeed's config is as the user's until Lightning has completed it.
         """
-        if trainer is None or not is_fitting(trainer):
+        if not is_fitting(trainer):
             return
         if is_users and not self._is_configured:
             self._read_batch_size(config)
@@ -93,7 +84,7 @@ class BatchController:
 
     def process_loader(self, loader: object, trainer: pl.Trainer | None, rank: int) -> object:
         """Return a loader by which training can resume an epoch at any sample."""
-        if trainer is None or not is_fitting(trainer):
+        if not is_fitting(trainer):
             return loader
         if trainer.training:  # a hook asked for it, before the batches were resolved
             self._resolve(trainer, batch_size_of(loader) or self._user_batch_size)
@@ -105,18 +96,14 @@ class BatchController:
         batches = self._resumer.batches
         return (batches.loader_batch_size if batches is not None else None) or 1
 
-    def remove_hook(self, trainer: pl.Trainer) -> None:
-        """Remove the first callback, also where a fit ended before the engine was set up."""
-        callbacks = callbacks_of(trainer)
-        callbacks[:] = [c for c in callbacks if not isinstance(c, ResolveBatchesFirst)]
-
-    def reset(self, config: Any) -> bool:
+    def reset(self, trainer: pl.Trainer, config: Any) -> bool:
         """Restore the user's batch size in a config of an evaluation, or of an earlier fit.
 
         Returns:
             Whether the config has to be completed again, for a fit that is to begin.
         """
-        if self._is_configured:
+        _remove_hook(trainer)
+        if self._is_configured or not is_fitting(trainer):
             return False
         del config["gradient_accumulation_steps"]
         del config[_MICRO_BATCH_KEY]
@@ -125,21 +112,15 @@ class BatchController:
         return True
 
     def configure(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
-        """Resolve the batches, and set the micro-batch in DeepSpeed's config.
-
-        Args:
-            trainer: of the run.
-            config: DeepSpeed's.
-            is_users: Lightning has not completed the config yet.
-        """
+        """Resolve the batches, and set the micro-batch in DeepSpeed's config; as ``begin``."""
         if is_users:
             self._read_batch_size(config)
         self._is_configured = is_fitting(trainer)
-        if trainer is None or not self._is_configured:
+        if not is_fitting(trainer):
             return
         if not self._is_resolved:
             self._resolve(trainer, self._batch_size_of_loader(trainer))
-        elif self._resumer.orders_as_made is None:
+        elif self._resumer.overruled_orders is None:
             self._batch_size_of_loader(trainer)  # a hook asked for them, and they are shuffled now
         batches = self._resumer.batches
         if batches is not None and batches.plan is not None:
@@ -150,7 +131,7 @@ class BatchController:
         self._is_resolved = self._is_configured = False
         if trainer is not None:
             self._resumer.settings.restore(trainer)
-            self.remove_hook(trainer)
+            _remove_hook(trainer)
 
     def _resolve_in_hook(self, trainer: pl.Trainer) -> None:
         """Resolve the batches if the hook that makes the loaders can be called already."""
@@ -190,5 +171,11 @@ class BatchController:
         if not source.is_defined():
             return self._user_batch_size
         loaders = source.dataloader()
-        self._resumer.orders_as_made = orders_as_made(loaders)
+        self._resumer.overruled_orders = overruled_orders(loaders)
         return batch_size_of(loaders) or self._user_batch_size
+
+
+def _remove_hook(trainer: pl.Trainer) -> None:
+    """Remove the first callback, also where a fit ended before the engine was set up."""
+    callbacks = callbacks_of(trainer)
+    callbacks[:] = [c for c in callbacks if not isinstance(c, ResolveBatchesFirst)]

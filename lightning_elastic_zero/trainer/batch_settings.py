@@ -100,23 +100,17 @@ class BatchSettings:
             UnsupportedError: several loaders with batches of different sizes, which cannot all keep
                 their global batch.
         """
-        if self.plan is None:
-            return BatchPlan(
-                batch_size * self.world_size * self.accumulate, self.world_size, self.accumulate
-            )
-        if batch_size == self.loader_batch_size:
-            return self.plan
-        if self.plan.is_even and self.plan.largest_micro_batch == self.loader_batch_size:
-            return BatchPlan(
-                batch_size * self.world_size * self.accumulate, self.world_size, self.accumulate
-            )
+        plan, first = self.plan, self.loader_batch_size
+        if plan is not None and batch_size == first:
+            return plan
+        if plan is None or (plan.is_even and plan.largest_micro_batch == first):
+            samples = batch_size * self.world_size * self.accumulate
+            return BatchPlan(samples, self.world_size, self.accumulate)
         msg = (
-            f"global_batch_size={self.plan.global_batch_size} is cut into micro-batches of "
-            f"{self.plan.largest_micro_batch} samples for a loader with batch_size="
-            f"{self.loader_batch_size}; a loader with batch_size={batch_size} cannot follow: "
-            f"give the "
-            "training loaders one batch_size, or one that global_batch_size / devices is a "
-            "multiple of"
+            f"global_batch_size={plan.global_batch_size} is cut into micro-batches of "
+            f"{plan.largest_micro_batch} samples for a loader with batch_size={first}; a loader "
+            f"with batch_size={batch_size} cannot follow: give the training loaders one "
+            "batch_size, or one that global_batch_size / devices is a multiple of"
         )
         raise UnsupportedError(msg)
 
@@ -140,8 +134,7 @@ def resolve_batch_settings(
     """
     given = int(settings.get(trainer, "accumulate_grad_batches"))
     if global_batch_size is None:
-        accumulate = given
-        return BatchSettings(loader_batch_size, None, world_size, accumulate)
+        return BatchSettings(loader_batch_size, None, world_size, given)
     if loader_batch_size is None:
         msg = (
             f"global_batch_size={global_batch_size} needs a training loader that tells its "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,22 @@ from lightning_elastic_zero.checkpoint import (
     CheckpointManager,
     CheckpointStats,
     LoadOptions,
+    LoadResult,
     load_engine,
 )
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.trainer.configured_rates import configured_rates
-from lightning_elastic_zero.trainer.epoch_metrics import RESULTS
+from lightning_elastic_zero.engine import copy_full_weights, version_of
+from lightning_elastic_zero.trainer import weight_averaging
+from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import is_fitting
+from lightning_elastic_zero.trainer.lr_schedulers import resume_as_configured, resume_as_saved
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
-from lightning_elastic_zero.trainer.trainer_state import trainer_state
+from lightning_elastic_zero.trainer.start_warnings import configured_rates, replaced_rates_warnings
+
+VERSION_KEY = "pytorch-lightning_version"
+"""The entry by which Lightning knows its own checkpoints, and demands of every one."""
 
 
 class CheckpointLoader:
@@ -39,15 +45,7 @@ class CheckpointLoader:
         last_fit: LastFit,
         options: LoadOptions,
     ) -> None:
-        """Begin without a run.
-
-        Args:
-            manager: of the run's checkpoints, which keeps the one that is loaded.
-            get_ranks: returns the ranks of training's threads.
-            resumer: is told where a fit is to be resumed.
-            last_fit: the engine that trained last, which an evaluation of a checkpoint ends.
-            options: what a load restores, as the user chose it.
-        """
+        """Begin without a run; what a load restores is as the user chose it in the options."""
         self._manager = manager
         self._get_ranks = get_ranks
         self._resumer = resumer
@@ -62,22 +60,12 @@ class CheckpointLoader:
         self._is_resumed = False
 
     def load(
-        self,
-        path: str | os.PathLike[str],
-        engine: Any,
-        trainer: pl.Trainer | None,
-        schedulers: list[Any],
+        self, path: str | os.PathLike[str], engine: Any, trainer: pl.Trainer | None
     ) -> dict[str, Any]:
-        """Restore a checkpoint; collective.
-
-        Args:
-            path: the directory.
-            engine: DeepSpeed's.
-            trainer: of the run.
-            schedulers: the live ones.
+        """Restore a checkpoint into DeepSpeed's engine; collective.
 
         Returns:
-            The trainer's part.
+            What Lightning's loops, callbacks and schedulers restore themselves from.
         """
         fitting = is_fitting(trainer)
         options = replace(
@@ -87,7 +75,7 @@ class CheckpointLoader:
             fallback=self._options.fallback and fitting,
             of_ranks=(STATE_KEY, RESULTS) if fitting else (),
         )
-        live = trainer.optimizers if trainer is not None and fitting else []
+        live = trainer.optimizers if is_fitting(trainer) else []
         configured = configured_rates(live) if options.hyperparameters else None
         handle = engine_handle(engine, places_checked=True)
         loaded = load_engine(handle, path, self._get_ranks(), options)
@@ -96,7 +84,47 @@ class CheckpointLoader:
             self._last_fit.forget()
         self.last_load = loaded.stats
         self._manager.protect(loaded.stats.path)
-        return trainer_state(loaded, trainer, engine, self._resumer, schedulers, configured)
+        state = loaded.client_state
+        if trainer is not None:
+            rank_zero_info(format_loaded(loaded, trainer.world_size))
+            if not fitting:
+                taken = copy_full_weights(engine, weight_averaging.extra_weights(state))
+                weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
+            module = trainer.lightning_module
+            state = weight_averaging.with_module_weights(state, module, fitting=fitting)
+        if VERSION_KEY not in state:
+            rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
+            state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
+        return self._resume(state, loaded, trainer, configured) if is_fitting(trainer) else state
+
+    def _resume(
+        self,
+        state: dict[str, Any],
+        loaded: LoadResult,
+        trainer: pl.Trainer,
+        configured: Sequence[Mapping[str, float]] | None,
+    ) -> dict[str, Any]:
+        """Return the trainer's part of a checkpoint as a fit goes on from it.
+
+        Schedulers go on as saved where ``configured`` holds the rates of this run's groups; where
+        it is None, as they are configured now.
+        """
+        manifest, path = loaded.manifest, loaded.stats.path
+        if manifest.weights_only:
+            rank_zero_info("It holds weights only: a new run starts on them, at step 0")
+            return _without_progress(state, trainer)
+        state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.of_ranks
+        self._resumer.resume_from(state, manifest, trainer, path)
+        saved = state.get("lr_schedulers", [])
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        if configured is None:
+            state["lr_schedulers"] = resume_as_configured(schedulers, saved, manifest.groups)
+            return state
+        scheduled = bool(schedulers or saved)
+        for text in replaced_rates_warnings(configured, manifest.groups, scheduled=scheduled):
+            rank_zero_warn(text)
+        state["lr_schedulers"] = resume_as_saved(schedulers, saved)
+        return state
 
     def check_all_ranks_resumed(self, trainer: pl.Trainer | None) -> None:
         """Fail at once where one rank found a checkpoint and another did not; collective.
@@ -109,6 +137,32 @@ class CheckpointLoader:
             # Training starts at step 0: loudly where there is something to resume.
             text, loud = format_not_resumed(self._manager.dirpaths)
             (rank_zero_warn if loud else rank_zero_info)(text)
+
+
+def _without_progress(state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what a new run takes over beside the weights: what the module itself had saved."""
+    progress = {"loops", "callbacks", type(getattr(trainer, "datamodule", None)).__qualname__}
+    kept = {key: value for key, value in state.items() if key not in progress}
+    return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
+
+
+def format_loaded(loaded: LoadResult, world_size: int) -> str:
+    """Return a line on what was loaded, on how many devices, of where in the run, and its cost."""
+    manifest, stats = loaded.manifest, loaded.stats
+    saved, here = (
+        f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
+    )
+    found = loaded.found or f"saved on {saved} with ZeRO-{manifest.stage}"
+    cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
+    return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}"
+
+
+def _place_in_run(loaded: LoadResult) -> str:
+    """Return at which step and epoch a run goes on; empty where that was not recorded."""
+    match loaded.manifest.progress.sampler:
+        case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
+            return f" at step {step}, epoch {epoch + is_over}"
+    return ""
 
 
 def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:

@@ -24,7 +24,8 @@ from lightning_elastic_zero.trainer.lightning_internals import is_fitting, is_in
 from lightning_elastic_zero.trainer.model_checkpoint_hooks import ModelCheckpointHooks
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
-from lightning_elastic_zero.trainer.weight_averaging import StateDictTracker, add_averages
+from lightning_elastic_zero.trainer.state_dict_tracker import StateDictTracker
+from lightning_elastic_zero.trainer.weight_averaging import add_averages
 
 
 class CheckpointSaver:
@@ -40,15 +41,7 @@ class CheckpointSaver:
         save_module_weights: bool,
         allow_pickle: bool,
     ) -> None:
-        """Begin without a run.
-
-        Args:
-            manager: writes, deletes and links.
-            get_ranks: returns the ranks of training's threads.
-            resumer: knows where the run stands.
-            last_fit: the engine that trained last.
-            save_module_weights: whether the low-precision weights are written too.
-            allow_pickle: whether a load will build any object; else a save warns of them.
+        """Begin without a run; a save warns of objects where a load will not build any of them.
 
         Raises:
             ValueError: an option has a value that it cannot have.
@@ -89,7 +82,7 @@ class CheckpointSaver:
             The failure of the last save, where it was not raised or logged so far.
         """
         self._hooks.end()
-        if trainer is not None and is_fitting(trainer):
+        if is_fitting(trainer):
             self._last_fit.end(trainer)
         return self._manager.stop(interrupted=is_interrupted(trainer))
 

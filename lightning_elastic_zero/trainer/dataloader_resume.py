@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.data_progress import DataProgress, ElasticSampler, Position
-from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.trainer import resume_warnings
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.trainer.dataloaders import (
     Stateful,
     describe_loader,
     elastic_sampler_of,
     resumable_part_of,
 )
-from lightning_elastic_zero.trainer.lightning_internals import (
-    repeats_shorter_loaders,
-    training_loaders,
-)
+from lightning_elastic_zero.trainer.lightning_internals import repeats_shorter_loaders
+from lightning_elastic_zero.trainer.sample_order_check import REPRODUCIBLE
 from lightning_elastic_zero.trainer.stateful_loaders import (
     ends_before_data,
     load_state_at_epoch_end,
@@ -50,21 +45,22 @@ class PendingResume:
     """Of loaders that keep their own state; applied on the same number of ranks only."""
     validation: Mapping[str, Any]
     """Lightning's counters of validation, as saved."""
+    world_size: int
+    """Data-parallel ranks of this run."""
+
+    def loader_states_at(self, position: Position) -> list[Any]:
+        """Return the states that loaders which keep their own are given at a position."""
+        starts_over = position.steps != self.position.steps
+        is_of_others = self.record.world_size != self.world_size
+        return [] if starts_over or is_of_others else self.loader_states
 
 
 def position_dataloaders(
     pending: PendingResume,
     combined: CombinedLoader | None,
-    world_size: int,
     on_unresumable_data: UnresumableDataPolicy,
 ) -> Position:
-    """Set every loader to the position, or to the epoch's start where that is allowed.
-
-    Args:
-        pending: what was loaded.
-        combined: the training loaders.
-        world_size: data-parallel ranks.
-        on_unresumable_data: what to do where a loader cannot begin there.
+    """Set every training loader to the position, or to the epoch's start where that is allowed.
 
     Returns:
         Where the run goes on.
@@ -77,33 +73,24 @@ def position_dataloaders(
     position, loaders = pending.position, combined.flattened
     if pending.is_own_format and (position.is_over or not position.steps):
         _warn_of_other_order(pending, loaders)
-    lost = _unresumable_reason(pending, loaders, world_size) if position.steps else ""
+    lost = _unresumable_reason(pending, loaders) if position.steps else ""
     if lost and on_unresumable_data == "refuse":
         raise CheckpointMismatchError(_refusal(pending, lost))
     if not lost:
-        _position_all(pending, combined, position, world_size)
+        _position_all(pending, combined, position)
         return position
     rank_zero_warn(
         f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
         f"taken before: {lost}"
     )
     beginning = Position(position.epoch, 0)
-    _position_all(pending, combined, beginning, world_size)
+    _position_all(pending, combined, beginning)
     return beginning
 
 
-def loader_states_at(pending: PendingResume, position: Position, world_size: int) -> list[Any]:
-    """Return the states of loaders that keep their own, which they are given at a position."""
-    starts_over = position.steps != pending.position.steps
-    is_of_others = pending.record.world_size != world_size
-    return [] if starts_over or is_of_others else pending.loader_states
-
-
-def _position_all(
-    pending: PendingResume, combined: CombinedLoader, position: Position, world_size: int
-) -> None:
+def _position_all(pending: PendingResume, combined: CombinedLoader, position: Position) -> None:
     """Set every loader to a position."""
-    states = iter(loader_states_at(pending, position, world_size))
+    states = iter(pending.loader_states_at(position))
     for index, loader in enumerate(combined.flattened):
         # Lightning keeps the states of those that have one, in order.
         state = next(states, None) if isinstance(loader, Stateful) else None
@@ -117,29 +104,24 @@ def _position_all(
         elif resumer is not None:
             samples = (pending.record.samples or 0) if position.steps else 0
             resumer.resume_at(position.epoch, samples)
-        elif isinstance(loader, Stateful) and (position.is_over or not position.steps):
-            _position_at_epoch_end(
-                loader, state, pending, position, (world_size, ends_before_data(combined, index))
-            )
-        elif isinstance(loader, Stateful) and state is not None:
+        elif isinstance(loader, Stateful):
+            is_cut = ends_before_data(combined, index)
+            _position_stateful(loader, state, pending, position, is_cut=is_cut)
+
+
+def _position_stateful(
+    loader: Stateful, state: Any, pending: PendingResume, position: Position, *, is_cut: bool
+) -> None:
+    """Set a loader with a state of its own to a position; a limit may cut its epochs short."""
+    if position.steps and not position.is_over:
+        if state is not None:
             # Again where Lightning has done it: the iterator that it made then took the state, and
             # the next one, which comes in its place, would begin at the beginning.
             loader.load_state_dict(state)
-
-
-def _position_at_epoch_end(
-    loader: Stateful,
-    state: Any,
-    pending: PendingResume,
-    position: Position,
-    of_run: tuple[int, bool],
-) -> None:
-    """Set a loader with a state of its own to the epoch after the one that ended."""
-    world_size, cut = of_run
-    if state is not None:
-        load_state_at_epoch_end(loader, state, ends_before_data=cut)
+    elif state is not None:
+        load_state_at_epoch_end(loader, state, ends_before_data=is_cut)
     elif position == pending.position and (position.epoch or position.is_over):
-        warn_state_not_restored(loader, pending.record.world_size, world_size)
+        warn_state_not_restored(loader, pending.record.world_size, pending.world_size)
 
 
 def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
@@ -161,14 +143,13 @@ def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Positi
     return min(position.steps, elastic.steps)
 
 
-def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any], world_size: int) -> str:
+def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
     """Return why the data cannot be resumed inside an epoch; empty where it can."""
     if pending.position.is_over:
         return ""
-    uncut = [loader for loader in loaders if elastic_sampler_of(loader) is None]
-    for lost in filter(
-        None, (_loader_unresumable_reason(loader, pending, world_size) for loader in uncut)
-    ):
+    for loader in loaders:
+        if not (lost := _loader_unresumable_reason(loader, pending)):
+            continue
         if pending.is_own_format:
             return lost
         rank_zero_warn(f"Data begins with its first batch: {lost}")
@@ -176,25 +157,21 @@ def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any], world_si
         return ""
     if changed := _changed(pending, loaders):
         return f"the data is not that of the save ({changed})"
-    return _changed_order_reason(pending, loaders)
+    return _changed_order(pending, loaders, pending.position.epoch)
 
 
 def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Return in what the data differ from those of the save."""
-    here = [
-        s.describe() if (s := elastic_sampler_of(loader)) is not None else {} for loader in loaders
-    ]
-    known: list[Mapping[str, Any]] = [
-        {key: value for key, value in was.items() if key != "seed"}
-        for was in pending.record.loaders
-    ]
-    return resume_warnings.changed_data(known, here)
-
-
-def _changed_order_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Return whose samplers put the epoch in another order than when it was saved."""
-    names = _samplers_with_other_order(pending, loaders, pending.position.epoch)
-    return _changed_order_message(names, pending.position.epoch) if names else ""
+    """Return in what the data differ from those of the save; empty: in nothing that is known."""
+    was, now = pending.record.loaders, [*map(elastic_sampler_of, loaders)]
+    if was and len(was) != len(now):
+        return f"{len(was)} training loaders when it was saved, {len(now)} now"
+    return "; ".join(
+        f"{key} was {before[key]!r}, is {here.get(key)!r}"
+        for before, sampler in zip(was, now, strict=False)
+        for here in [sampler.describe() if sampler is not None else {}]
+        for key in sorted(before.keys() - {"seed"})
+        if before[key] != here.get(key)
+    )
 
 
 def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None:
@@ -211,16 +188,14 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
         loader if (s := elastic_sampler_of(loader)) is not None and s.sampler is not None else None
         for loader in loaders
     ]
-    if names := _samplers_with_other_order(pending, own, epoch):
+    if changed := _changed_order(pending, own, epoch):
         rank_zero_warn(
-            "The next epoch may have another order than in a run that was not stopped: "
-            + _changed_order_message(names, epoch)
+            "The next epoch may have another order than in a run that was not stopped: " + changed
         )
 
 
-def _samplers_with_other_order(
-    pending: PendingResume, loaders: Sequence[Any], epoch: int
-) -> list[str]:
+def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -> str:
+    """Return whose samplers put an epoch in another order than when it was saved; else empty."""
     names = []
     for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
         elastic = elastic_sampler_of(loader)
@@ -229,88 +204,33 @@ def _samplers_with_other_order(
         _restore_seed(elastic, pending, index)
         if elastic.order_digest(epoch) != was[1]:
             names.append(type(elastic.sampler or elastic).__name__)
-    return names
-
-
-def _changed_order_message(names: Sequence[str], epoch: int) -> str:
+    if not names:
+        return ""
     return (
         f"{' and '.join(names)} put epoch {epoch} in another order than when it was saved (it may "
         "count its epochs by itself, draw from a source that cannot be seeded, or depend on what "
-        f"was trained). {_REPRODUCIBLE}"
+        f"was trained). {REPRODUCIBLE}"
     )
 
 
-def _loader_unresumable_reason(loader: object, pending: PendingResume, world_size: int) -> str:
-    """Return why a loader whose order is its own cannot begin inside an epoch."""
+def _loader_unresumable_reason(loader: object, pending: PendingResume) -> str:
+    """Return why a loader whose order is its own cannot begin inside an epoch; empty: it can."""
+    if elastic_sampler_of(loader) is not None:
+        return ""
     if resumable_part_of(loader) is not None:
-        known = pending.record.samples is not None
-        return (
-            ""
-            if known
-            else (
-                "it is not known how many samples a step had: pass global_batch_size, and "
-                "logging_batch_size_per_gpu where the loader does not tell its batch_size"
-            )
-        )
+        return _UNKNOWN_SAMPLES if pending.record.samples is None else ""
     kind = describe_loader(loader)
     if not pending.loader_states or not isinstance(loader, Stateful):
         return f"the {kind} cannot be told where to begin"
-    saved = pending.record.world_size
-    if saved != world_size:
-        return f"the {kind} has one state per rank of {saved}; there are {world_size} now"
+    saved, now = pending.record.world_size, pending.world_size
+    if saved != now:
+        return f"the {kind} has one state per rank of {saved}; there are {now} now"
     return ""
 
 
-class SampleOrderCheck:
-    """Compares the order of samples between ranks, once in each epoch.
-
-    Not before its first batch: hooks of the epoch's start may change what a sampler draws. In each
-    epoch: a sampler may differ between ranks from the second one on.
-    """
-
-    def __init__(self) -> None:
-        self._is_done = False
-
-    def begin(self) -> None:
-        """Begin a fit."""
-        self._is_done = False
-
-    def before_batch(
-        self, trainer: pl.Trainer, batch_idx: int, get_ranks: Callable[[], Ranks]
-    ) -> None:
-        """Compare, before the first batch of an epoch that is trained on; collective."""
-        if batch_idx == 0 or not self._is_done:
-            check_same_order_on_ranks(trainer, get_ranks())
-            self._is_done = True
-
-
-def check_same_order_on_ranks(trainer: pl.Trainer, ranks: Ranks) -> None:
-    """Refuse a user's sampler that gives ranks different orders of the epoch. Collective.
-
-    Raises:
-        UnsupportedError: ranks would train on the same sample twice, and never on others.
-    """
-    elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
-    own = [sampler for sampler in elastic if sampler is not None and sampler.sampler is not None]
-    if not own:
-        return
-
-    def digests() -> list[str]:
-        return [sampler.order_digest(sampler.epoch) for sampler in own]
-
-    of_ranks = ranks.all_gather("fit: compare the order of the samples", digests)
-    for index, sampler in enumerate(own):
-        if len({of_rank[index] for of_rank in of_ranks}) > 1:
-            msg = (
-                f"{type(sampler.sampler).__name__} gives each rank another order of the samples: "
-                f"ranks would share out different epochs. {_REPRODUCIBLE}"
-            )
-            raise UnsupportedError(msg)
-
-
-_REPRODUCIBLE = (
-    "Let the order follow from set_epoch(epoch), which is called before it is asked for, or from a "
-    "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
+_UNKNOWN_SAMPLES = (
+    "it is not known how many samples a step had: pass global_batch_size, and "
+    "logging_batch_size_per_gpu where the loader does not tell its batch_size"
 )
 
 

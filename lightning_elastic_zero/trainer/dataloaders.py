@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sized
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -166,11 +167,17 @@ def elastic_sampler_of(loader: object) -> ElasticSampler | None:
 def describe_loader(loader: object) -> str:
     """Name a loader of any kind, by its class and its data set's."""
     data = getattr(loader, "dataset", None)
-    return (
-        f"{type(loader).__name__} of {type(data).__name__}"
-        if data is not None
-        else (type(loader).__name__)
-    )
+    return type(loader).__name__ + ("" if data is None else f" of {type(data).__name__}")
+
+
+def length_of(loader: object) -> int | None:
+    """Return a loader's batches; those of iterable data sets raise when they are asked."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def resumable_part_of(loader: object) -> ResumesAtSample | None:

@@ -12,6 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position
 from lightning_elastic_zero.trainer.logged_results import EPOCH_END, ResumableResults, SavedResult
+from lightning_elastic_zero.trainer.metric_internals import (
+    continue_epoch,
+    displayed_metrics,
+    results_of,
+)
 from lightning_elastic_zero.trainer.metric_states import MetricStates, RankShare
 
 RESULTS = "results"
@@ -40,14 +45,7 @@ class SavedMetrics:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], rank: int, world_size: int, saved: int) -> SavedMetrics:
-        """Make one of this library's part of a checkpoint, for a rank of so many.
-
-        Args:
-            state: what was loaded on this rank.
-            rank: this one.
-            world_size: ranks of this run.
-            saved: ranks of the run that saved.
-        """
+        """Make one of what was loaded on a rank of so many; another number of them had saved it."""
         ending = bool(state.get(ENDING))
         if saved == world_size:
             return cls({rank: state[RESULTS]} if RESULTS in state else {}, None, ending)
@@ -58,20 +56,19 @@ class SavedMetrics:
 
     def logged(self) -> dict[str, SavedResult]:
         """Return this rank's running results."""
-        keys = dict.fromkeys(key for held in self.of_ranks.values() for key in held["logged"])
-        all_of = {
-            key: [h["logged"][key] for h in self.of_ranks.values() if key in h["logged"]]
-            for key in keys
-        }
-        if self.shared is None:
-            return {key: held[0] for key, held in all_of.items()}
-        parts = {key: _part(held, self.shared) for key, held in all_of.items()}
+        of_key: dict[str, list[SavedResult]] = {}
+        for held in self.of_ranks.values():
+            for key, result in held["logged"].items():
+                of_key.setdefault(key, []).append(result)
+        parts = {key: _part(results, self.shared) for key, results in of_key.items()}
         return {key: part for key, part in parts.items() if part is not None}
 
 
-def _part(sources: list[SavedResult], shared: RankShare) -> SavedResult | None:
+def _part(sources: list[SavedResult], shared: RankShare | None) -> SavedResult | None:
     """Return a rank's part of running results: sums and weights in equal shares."""
     first = sources[0]
+    if shared is None:
+        return first
     if first["rank_zero_only"] and shared.part:
         return None
     if first["is_metric"] or any(other["by"] != first["by"] for other in sources):
@@ -94,10 +91,14 @@ def _part(sources: list[SavedResult], shared: RankShare) -> SavedResult | None:
     return {**joined, "value": value, "weight": mine}
 
 
-def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
+    """Return the names of the module's metrics that were logged as such."""
+    return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
+
+
+def plain_displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what loggers and the progress bar show, as plain data."""
-    connector = trainer._logger_connector  # noqa: SLF001 - the public names would compute
-    log, bar = connector._logged_metrics, connector._progress_bar_metrics  # noqa: SLF001
+    log, bar = displayed_metrics(trainer)
     return {
         "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
         "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
@@ -172,13 +173,19 @@ class EpochMetrics:
             logged, metrics = self._noted["logged"], self._noted["metrics"]
         else:
             logged = ResumableResults.of(trainer).to_plain()
-            metrics = {**self._metrics.now(), **self._ended(logged)}
-            if self._before_validation is not None:
-                metrics = self._in_validation(trainer, metrics, validated=validated)
+            # An epoch's end may have reset those that were logged.
+            ended = self._at_end.keys() & _logged_metrics(logged)
+            metrics = {**self._metrics.now(), **{name: self._at_end[name] for name in ended}}
+            if self._before_validation is not None and not validated:
+                metrics = self._before_validation
+            elif self._before_validation is not None:
+                results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
+                # Lightning resets these right after the hooks that save.
+                reset = self._metrics.names(r.value for r in results if not r.is_tensor)
+                metrics = {name: held for name, held in metrics.items() if name not in reset}
             elif ending:
                 # The module's own hook, which comes after those of callbacks, resets them.
-                logs = {s["metadata"]["metric_attribute"] for s in logged.values()}
-                over = self._of_epoch - logs
+                over = self._of_epoch - _logged_metrics(logged)
                 metrics = {name: held for name, held in metrics.items() if name not in over}
         plain, lacking = self._metrics.to_plain(metrics)
         return {
@@ -187,26 +194,9 @@ class EpochMetrics:
                 "metrics": plain,
                 "lacking": lacking,
                 "of_epoch": sorted(self._of_epoch),
-                **displayed_metrics(trainer),
+                **plain_displayed_metrics(trainer),
             }
         }
-
-    def _ended(self, logged: Mapping[str, SavedResult]) -> dict[str, Any]:
-        """Return the metrics that an epoch's end has reset perhaps, as they were before."""
-        names = {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
-        return {name: held for name, held in self._at_end.items() if name in names}
-
-    def _in_validation(
-        self, trainer: pl.Trainer, live: dict[str, Any], *, validated: bool
-    ) -> dict[str, Any]:
-        """Return the metrics as a run has them that makes this validation anew, or had made it."""
-        if not validated:
-            return self._before_validation or {}
-        assert self._metrics is not None  # noqa: S101 - for mypy
-        results = trainer.fit_loop.epoch_loop.val_loop._results  # noqa: SLF001
-        # Lightning resets these right after the hooks that save.
-        ending = self._metrics.names(r.value for r in results.values() if not r.is_tensor)
-        return {name: held for name, held in live.items() if name not in ending}
 
     def resume_from(self, source: SavedMetrics, trainer: pl.Trainer, position: Position) -> None:
         """Go on from what was saved, at a position."""
@@ -226,7 +216,7 @@ class EpochMetrics:
         logged = source.logged()
         # Of an epoch that is over or starts anew, Lightning resets them.
         keeps_all = inside or source.ending
-        over = {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
+        over = _logged_metrics(logged)
         wanted = [
             {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
             for of in source.of_ranks.values()
@@ -236,7 +226,7 @@ class EpochMetrics:
             kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
             ResumableResults.of(trainer).load_saved(kept, trainer)
             # Else the first value that is logged resets what was there.
-            trainer._logger_connector._first_loop_iter = False  # noqa: SLF001
+            continue_epoch(trainer)
             self._of_epoch = set(first.get("of_epoch", ()))
             _show(trainer, ResumableResults.of(trainer), on_step=True)
         elif source.ending:

@@ -26,14 +26,11 @@ class GradientAccumulation:
     gradients of the open window and add them to the next epoch's first step.
     """
 
-    def __init__(self) -> None:
-        self._engine: Any = None
+    def __init__(self, engine: Any) -> None:
+        """Begin a fit with DeepSpeed's engine."""
+        self._engine = engine
         self._pending, self._epoch = 0, 0
         self._loss_scaling_check = LossScalingCheck()
-
-    def begin(self, engine: Any) -> None:
-        """Begin a fit with an engine."""
-        self._engine, self._pending = engine, 0
 
     @contextmanager
     def scaled(
@@ -50,9 +47,8 @@ class GradientAccumulation:
             UnsupportedError: the module's loss received another gradient than it should have.
         """
         scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))  # other than 1 in fp16
-        scaled = loss * weight if weight != 1.0 else loss
-        with self._loss_scaling_check.watch(loss, weight, trainer.accumulate_grad_batches, scale):
-            yield scaled
+        with self._loss_scaling_check.watch(loss, weight * scale, trainer.accumulate_grad_batches):
+            yield loss * weight if weight != 1.0 else loss
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:
         """Set and return whether the next micro-batch ends Lightning's window."""

@@ -11,11 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.engine import weights_match_masters
-from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, displayed_metrics
+from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, plain_displayed_metrics
 from lightning_elastic_zero.trainer.lightning_internals import known_callback_metrics
-
-Agree = Callable[[], Ranks]
-"""Returns the means of agreement between ranks."""
 
 
 class LastFit:
@@ -36,19 +33,21 @@ class LastFit:
     def end(self, trainer: pl.Trainer) -> None:
         """Note at the end of a fit what an evaluation overwrites."""
         self._metrics = known_callback_metrics(trainer)
-        self._shown = displayed_metrics(trainer)
+        self._shown = plain_displayed_metrics(trainer)
 
     def forget(self) -> None:
         """Drop the engine: another fit begins, or a load overwrites its weights."""
         self._engine, self._metrics, self._shown = None, {}, {}
 
-    def engine(self, live: Any, path: str | os.PathLike[str], agree: Agree) -> Any:
+    def engine(
+        self, live: Any, path: str | os.PathLike[str], get_ranks: Callable[[], Ranks]
+    ) -> Any:
         """Return the engine that is to be saved: the one that trained, or else the live one.
 
         The one that trained is not saved for another module, nor after its module has been given
         other weights: what was evaluated last would be lost. Collective where there are two.
         """
-        if self._engine is not None and self._engine is not live and not self._is_of(live, agree()):
+        if self._engine not in (None, live) and not self._is_of(live, get_ranks()):
             self.forget()
         if self._engine is not None:
             return self._engine

@@ -1,8 +1,8 @@
 """Each private name of Lightning's that is relied upon: what for, and one function to reach it by.
 
 Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here. The names of running
-results and of metrics are reached in ``logged_results``, ``metric_states`` and ``epoch_metrics``;
-``tests/house/test_private_names.py`` finds any other that is used elsewhere.
+results and of metrics are reached in ``metric_internals``; ``tests/house/test_private_names.py``
+finds any that is used elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -123,11 +123,9 @@ def check_lightning_release(trainer: pl.Trainer) -> None:
         UnsupportedError: it is outside the range that is wanted, or lacks a private name.
     """
     found = installed_release()
-    reasons = (
-        [reason] if (reason := LIGHTNING.incompatibility(found)) else [*_missing(trainer, found)]
-    )
-    if reasons:
-        raise UnsupportedError("\n".join(reasons))
+    reason = LIGHTNING.incompatibility(found) or "\n".join(filter(None, _missing(trainer, found)))
+    if reason:
+        raise UnsupportedError(reason)
 
 
 def installed_release() -> str:
@@ -138,19 +136,16 @@ def installed_release() -> str:
         return ""
 
 
-def _missing(trainer: pl.Trainer, found: str) -> Iterator[str]:
-    """Yield the names that are not there, a sentence for each owner."""
+def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
+    """Yield a sentence on the names that are not there for each owner; None where all are."""
     for owner, live in _owners(trainer).items():
         names = PRIVATE_NAMES[owner]
         lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
-        if sentence := LIGHTNING.missing_names_message(found, owner, lost):
-            yield sentence
+        yield LIGHTNING.missing_names_message(found, owner, lost)
     connector = getattr(trainer, "_checkpoint_connector", None)
     if not _says(getattr(connector, "resume_end", None), RESUME_END):
         lost = [f"barrier {RESUME_END!r} (to see that every rank has resumed)"]
-        yield from filter(
-            None, [LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)]
-        )
+        yield LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)
 
 
 def _owners(trainer: pl.Trainer) -> dict[str, object]:
@@ -193,16 +188,10 @@ def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, A
     Raises:
         TypeError: an option is known to neither class.
     """
-    later = _pop_later_options(options)
-    check_known_options(strategy, options, inspect.signature(DeepSpeedStrategy.__init__).parameters)
-    return later
-
-
-def _pop_later_options(options: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
-    if EXCLUDE_FROZEN in known:
-        return {}
-    return {EXCLUDE_FROZEN: options.pop(EXCLUDE_FROZEN, False)}
+    later = {name: options.pop(name, False) for name in {EXCLUDE_FROZEN} - known.keys()}
+    check_known_options(strategy, options, known)
+    return later
 
 
 def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
@@ -348,7 +337,7 @@ def has_average(callback: Any) -> bool:
     return getattr(callback, "_average_model", None) is not None
 
 
-def is_fitting(trainer: pl.Trainer | None) -> bool:
+def is_fitting(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
     """Whether a trainer runs ``fit``, and no evaluation."""
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 

@@ -12,15 +12,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric
 from typing_extensions import override
+
+from lightning_elastic_zero.trainer.metric_internals import (
+    LATEST,
+    Metadata,
+    ResultCollection,
+    ResultMetric,
+    Sync,
+    restore_metric,
+    results_of,
+    set_results,
+    update_count,
+)
 
 EPOCH_END = "on_train_epoch_end"
 
@@ -34,7 +40,7 @@ SavedResult = Mapping[str, Any]
 """A running result as plain data; see ``_plain``."""
 
 
-class ResumableResults(_ResultCollection):
+class ResumableResults(ResultCollection):
     """Lightning's running results, which can go on from saved ones.
 
     How a value is logged may be another way than when it was saved (on the progress bar, say).
@@ -45,18 +51,18 @@ class ResumableResults(_ResultCollection):
         super().__init__(training=True)
         self._given: dict[str, SavedResult] = {}
         self._at_end: dict[str, SavedResult] = {}
-        self.on_end: Callable[[], None] = _nothing
+        self.on_end: Callable[[], None] = lambda: None
         """Called at an epoch's end, before Lightning looks at its values and resets them."""
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> ResumableResults:
         """Return the training loop's results, which are of this class from now on."""
         loop = trainer.fit_loop.epoch_loop
-        results = loop._results  # noqa: SLF001
+        results = results_of(loop)
         if not isinstance(results, cls):
             others, results = results, cls()
             results.update(others)
-            loop._results = results  # noqa: SLF001
+            set_results(loop, results)
         return results
 
     def begin_batch(self) -> None:
@@ -81,7 +87,7 @@ class ResumableResults(_ResultCollection):
             self._given[key] = of_key
             if of_key["is_grouped"]:
                 continue  # the group is known when it is logged next
-            result = _ResultMetric(_metadata(of_key, trainer), not of_key["is_metric"])
+            result = ResultMetric(_metadata(of_key, trainer), not of_key["is_metric"])
             if of_key["is_metric"]:
                 result.value = metric
             _fill(result, of_key, trainer.strategy.root_device)
@@ -134,17 +140,13 @@ class ResumableResults(_ResultCollection):
             self._given = {}
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _reduction(result: _ResultMetric) -> str:
+def _reduction(result: ResultMetric) -> str:
     return str(result.meta.reduce_fx.__name__) if result.is_tensor else "a metric"
 
 
-def _plain(result: _ResultMetric) -> dict[str, Any]:
+def _plain(result: ResultMetric) -> dict[str, Any]:
     """Return a running result as plain data."""
-    meta, latest = result.meta, result._forward_cache  # noqa: SLF001
+    meta, latest = result.meta, getattr(result, LATEST)
     return {
         "metadata": {name: getattr(meta, name) for name in _SAID},
         "by": _reduction(result),
@@ -155,7 +157,7 @@ def _plain(result: _ResultMetric) -> dict[str, Any]:
         "value": result.value.detach() if result.is_tensor else None,
         "weight": getattr(result, "cumulated_batch_size", None),
         "latest": latest.detach() if isinstance(latest, torch.Tensor) else None,
-        "updates": int(result._update_count),  # noqa: SLF001
+        "updates": update_count(result),
     }
 
 
@@ -163,11 +165,11 @@ def _copied(saved: SavedResult) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
 
 
-def _metadata(saved: SavedResult, trainer: pl.Trainer) -> _Metadata:
+def _metadata(saved: SavedResult, trainer: pl.Trainer) -> Metadata:
     """Return how a value was logged, in this run's terms."""
     by = "mean" if saved["is_metric"] else saved["by"]
-    meta = _Metadata(**saved["metadata"], reduce_fx=getattr(torch, by))
-    meta.sync = _Sync(
+    meta = Metadata(**saved["metadata"], reduce_fx=getattr(torch, by))
+    meta.sync = Sync(
         _should=saved["is_synced"],
         fn=trainer.strategy.reduce,
         rank_zero_only=saved["rank_zero_only"],
@@ -175,14 +177,11 @@ def _metadata(saved: SavedResult, trainer: pl.Trainer) -> _Metadata:
     return meta
 
 
-def _fill(result: _ResultMetric, saved: SavedResult, device: torch.device) -> None:
+def _fill(result: ResultMetric, saved: SavedResult, device: torch.device) -> None:
     """Replace a running result by the saved one."""
-    if result.is_tensor:
-        result.value = saved["value"].to(device)
-        if saved["weight"] is not None:
-            result.cumulated_batch_size = saved["weight"].to(device)
+    of_tensor = {"value": saved["value"], "cumulated_batch_size": saved["weight"]}
+    sums = {k: v.to(device) for k, v in of_tensor.items() if result.is_tensor and v is not None}
     latest = saved["latest"]
-    result._forward_cache = None if latest is None else latest.to(device)  # noqa: SLF001
-    result._update_count = saved["updates"]  # noqa: SLF001
-    result._computed = None  # noqa: SLF001
+    latest = None if latest is None else latest.to(device)
+    restore_metric(result, {**sums, LATEST: latest}, saved["updates"])
     result.has_reset = False

@@ -6,58 +6,55 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position, validation_counters_at
+from lightning_elastic_zero.trainer.dataloader_resume import PendingResume
+from lightning_elastic_zero.trainer.epoch_length import prefetch_next_batch
 from lightning_elastic_zero.trainer.lightning_internals import (
     combined_loader,
     data_fetcher,
     end_restart,
     forget_loader_states,
     is_validation_due,
-    logged_steps,
     save_intervals,
     set_last_saved_step,
     set_logged_steps,
     step_scheduler,
     training_loaders,
 )
-from lightning_elastic_zero.trainer.prefetch import prefetch_next_batch
-from lightning_elastic_zero.trainer.step_intervals import optimizer_steps_in
+from lightning_elastic_zero.trainer.step_intervals import StepIntervals
 
 
 class LoopRestorer:
     """The loops of a fit that is about to take its first batch after a resume."""
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, pending: PendingResume) -> None:
         self._trainer = trainer
+        self._pending = pending
+        self._state = pending.state
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
 
-    def restart_at(self, position: Position, axis: int | None) -> None:
+    def restart_at(self, position: Position) -> None:
         """Set the loops to begin there.
 
         Three things that Lightning would do otherwise: enter a finished epoch again for one more
         batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
         interrupted, and leave out the next update of ``ReduceLROnPlateau``.
-
-        Args:
-            position: where to go on.
-            axis: of the loggers, where it is not the number of optimizer steps; None if unknown.
         """
         epoch = self._epoch
         # Also where the loops were told to begin at a step of an epoch that starts over.
         if position.steps == 0 and not position.is_over:
             epoch.restarting = False
         end_restart(self._trainer)
+        axis: int | None = self._state.get("axis")
         if self._trainer.lightning_module.automatic_optimization:
-            axis = self._trainer.global_step
+            axis = self._trainer.global_step  # the loggers' axis counts optimizer steps then
         if axis is not None:
             set_logged_steps(self._trainer, axis - self._will_end_batch())
 
@@ -113,57 +110,36 @@ class LoopRestorer:
         """
         return bool(self._epoch.restarting and is_validation_due(self._trainer))
 
-    def restore_validation_counters(
-        self, counted: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> None:
+    def restore_validation_counters(self) -> None:
         """Count the validation's batches as the run that was not stopped had counted them here.
 
         Lightning has looked at its counters by now, to decide whether to validate first.
-
-        Args:
-            counted: the counters as saved.
-            state: what else was saved of that moment.
         """
         loop = self._epoch.val_loop
-        began = bool(state.get("validation_began"))
-        was = int(state.get("validation_batches", 0))
-        now = validation_batches(self._trainer)
-        loop.batch_progress.load_state_dict(
-            validation_counters_at(counted, began=began, was=was, now=now)
+        counters = validation_counters_at(
+            self._pending.validation,
+            began=bool(self._state.get("validation_began")),
+            was=int(self._state.get("validation_batches", 0)),
+            now=validation_batches(self._trainer),
         )
+        loop.batch_progress.load_state_dict(counters)
         loop.restarting = False
 
-    def restore_metrics(self, state: Mapping[str, Any]) -> None:
+    def restore_metrics(self) -> None:
         """Restore what callbacks and plateau schedulers look at."""
-        metrics = state.get("metrics", {})
-        self._trainer.callback_metrics.update(
-            {name: value.to(self._trainer.strategy.root_device) for name, value in metrics.items()}
-        )
+        device = self._trainer.strategy.root_device
+        saved = self._state.get("metrics", {}).items()
+        self._trainer.callback_metrics.update({name: value.to(device) for name, value in saved})
 
-    def run_pending_plateau_steps(self, state: Mapping[str, Any], position: Position) -> None:
-        """Make the updates of plateau schedulers that were about to be made."""
-        if state.get("plateau_step_pending") and not self._will_end_batch():
+    def step_plateaus(self, position: Position, intervals: StepIntervals) -> None:
+        """Make the updates of plateau schedulers that were about to be made, and no other twice."""
+        ends_batch, is_pending = self._will_end_batch(), self._state.get("plateau_step_pending")
+        if is_pending and not ends_batch:
             self._step_plateaus("step", self._epoch.batch_idx + 1)
-        if state.get("plateau_epoch_pending"):
+        if self._state.get("plateau_epoch_pending"):
             self._step_plateaus("epoch", position.epoch)
-
-    def suspend_plateau_steps(self, state: Mapping[str, Any]) -> list[tuple[Any, int]]:
-        """Keep Lightning from updating plateaus where it ends a batch that had ended before.
-
-        Returns:
-            The schedulers' configs, with the frequency that they are to have again.
-        """
-        if not self._will_end_batch() or state.get("plateau_step_pending", True):
-            return []
-        configs = [
-            config
-            for config in self._trainer.lr_scheduler_configs
-            if config.reduce_on_plateau and config.interval == "step"
-        ]
-        held = [(config, config.frequency) for config in configs]
-        for config in configs:
-            config.frequency = self._epoch.batch_idx + 2  # does not divide the batches so far
-        return held
+        if ends_batch and is_pending is False:  # Lightning ends a batch that had ended before
+            intervals.suspend_plateau_steps(self._trainer)
 
     def _step_plateaus(self, interval: str, done: int) -> None:
         """Update the ``ReduceLROnPlateau`` schedulers that were about to be, when it was saved."""
@@ -205,9 +181,7 @@ class LoopRestorer:
         else:
             iter(fetcher)
             if position.steps:
-                prefetch_next_batch(
-                    self._trainer
-                )  # as the run that was not stopped did a batch before
+                prefetch_next_batch(self._trainer)  # as the uninterrupted run did a batch before
 
     def _begins_epoch(self) -> bool:
         """Whether Lightning makes the iterator itself, as at each epoch's start but the first.
@@ -218,34 +192,7 @@ class LoopRestorer:
         return self._trainer.current_epoch > 0 and not is_resuming and not self._epoch.restarting
 
 
-def restore_frequencies(held: list[tuple[Any, int]]) -> None:
-    """Restore the frequency that schedulers had; none is held after that."""
-    while held:
-        config, frequency = held.pop()
-        config.frequency = frequency
-
-
-def logger_step(trainer: pl.Trainer) -> int:
-    """Return the loggers' step for the next batch, which is counted when a batch has ended."""
-    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-    ending = current["completed"] < current["processed"] or trainer.validating
-    return logged_steps(trainer) + ending
-
-
 def validation_batches(trainer: pl.Trainer) -> int:
     """Return the batches of a validation on this rank; 0 where that is not known."""
     batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
     return 0 if float("inf") in batches else int(sum(batches))
-
-
-def planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
-    """Return the optimizer steps that the whole run is to take, where that is known."""
-    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
-    by_epochs = (
-        None
-        if batches == float("inf") or epochs is None or epochs < 0
-        else optimizer_steps_in(batches, accumulate) * epochs
-    )
-    if most < 0:
-        return by_epochs
-    return most if by_epochs is None else min(most, by_epochs)

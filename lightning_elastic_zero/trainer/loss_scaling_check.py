@@ -27,22 +27,19 @@ class LossScalingCheck:
         self._is_done = False
 
     @contextmanager
-    def watch(
-        self, loss: torch.Tensor, weight: float, accumulate: int, loss_scale: float
-    ) -> Iterator[None]:
+    def watch(self, loss: torch.Tensor, factor: float, accumulate: int) -> Iterator[None]:
         """Check the backward pass inside the context, the first time.
 
         Args:
             loss: as Lightning hands it over: what the module returned, divided.
-            weight: what it is multiplied by before the pass.
+            factor: what this library, and DeepSpeed in fp16, multiply it by.
             accumulate: micro-batches of a step.
-            loss_scale: what DeepSpeed multiplies it by, in fp16.
 
         Raises:
             UnsupportedError: the module's loss received another gradient than it should have.
         """
         returned = _before_division(loss)
-        if self._is_done or accumulate == 1 or weight == 0.0 or returned is None:
+        if self._is_done or accumulate == 1 or factor == 0.0 or returned is None:
             yield
             return
         seen: list[torch.Tensor] = []
@@ -55,7 +52,7 @@ class LossScalingCheck:
             handle.remove()
         if seen:
             self._is_done = True
-            _check(float(seen[0]) * accumulate / (weight * loss_scale), accumulate)
+            _check(float(seen[0]) * accumulate / factor, accumulate)
 
 
 def _before_division(loss: torch.Tensor) -> torch.autograd.graph.Node | None:

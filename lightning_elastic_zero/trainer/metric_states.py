@@ -18,6 +18,13 @@ from torchmetrics.utilities import (
     dim_zero_sum,
 )
 
+from lightning_elastic_zero.trainer.metric_internals import (
+    default_states,
+    reductions,
+    restore_metric,
+    update_count,
+)
+
 States = Mapping[str, Mapping[str, Any]]
 """Of each metric, by its name in the module: ``updates``, ``states`` and ``others``."""
 
@@ -63,8 +70,8 @@ class MetricStates:
         """Return copies of what the metrics hold."""
         return {
             name: {
-                "updates": int(metric._update_count),  # noqa: SLF001
-                "states": {key: _copy(getattr(metric, key)) for key in metric._defaults},  # noqa: SLF001
+                "updates": update_count(metric),
+                "states": {key: _copy(getattr(metric, key)) for key in default_states(metric)},
                 "others": _others(metric),
             }
             for name, metric in self._metrics.items()
@@ -115,7 +122,7 @@ class MetricStates:
 def _of_all_metrics() -> frozenset[str]:
     """Return the attributes that every metric has: they hold for a moment, or are settings."""
     plain = MeanMetric()
-    return frozenset(vars(plain)) - frozenset(plain._defaults)  # noqa: SLF001
+    return frozenset(vars(plain)) - frozenset(default_states(plain))
 
 
 def _others(metric: Metric) -> dict[str, Any]:
@@ -125,7 +132,7 @@ def _others(metric: Metric) -> dict[str, Any]:
         for key, value in vars(metric).items()
         if key not in _of_all_metrics()
         and not key.startswith(_OF_HOOKS)
-        and key not in metric._defaults  # noqa: SLF001
+        and key not in default_states(metric)
         and (type(value) in _NUMBERS or type(value) is torch.Tensor)
     }
 
@@ -151,7 +158,7 @@ def _equal(value: object, other: object) -> bool:
 
 def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
     """Return whether saved states are those of such a metric."""
-    defaults = metric._defaults  # noqa: SLF001
+    defaults = default_states(metric)
     return defaults.keys() == held["states"].keys() and all(
         isinstance(default, list)
         or not isinstance(value, torch.Tensor)
@@ -164,13 +171,12 @@ def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
 def _put(metric: Metric, held: Mapping[str, Any]) -> None:
     """Restore a metric to what it was."""
     device = torch.device("cpu") if metric.compute_on_cpu else metric.device
-    for key, value in held["states"].items():
-        at = device if isinstance(value, list) else metric.device
-        setattr(metric, key, _at(value, at))
-    for key, value in held["others"].items():
-        setattr(metric, key, _at(value, metric.device))
-    metric._update_count = held["updates"]  # noqa: SLF001
-    metric._computed = None  # noqa: SLF001
+    states = {
+        key: _at(value, device if isinstance(value, list) else metric.device)
+        for key, value in held["states"].items()
+    }
+    others = {key: _at(value, metric.device) for key, value in held["others"].items()}
+    restore_metric(metric, {**states, **others}, held["updates"])
 
 
 def _at(value: Any, device: torch.device) -> Any:
@@ -186,11 +192,11 @@ def _shared(
     if any(source["others"] for source in sources):
         return None
     states = {}
-    for key, by in metric._reductions.items():  # noqa: SLF001
+    for key, by in reductions(metric).items():
         values = [source["states"][key] for source in sources]
         if by in (dim_zero_sum, dim_zero_cat):
             joined = _JOINED[by](values)
-            default = metric._defaults[key]  # noqa: SLF001
+            default = default_states(metric)[key]
             states[key] = joined if shared.part == 0 else _nothing_of(joined, default)
         elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and shared.is_even):
             states[key] = _JOINED[by](values)

@@ -25,12 +25,7 @@ _HELPS = (
 class RequiresGradCheck:
     """Compares what requires a gradient with what the optimizer was built of."""
 
-    def __init__(self) -> None:
-        self._trained: tuple[nn.Parameter, ...] = ()
-        self._others: tuple[nn.Parameter, ...] = ()
-        self._told_epoch = -1
-
-    def begin(self, engine: Any) -> None:
+    def __init__(self, engine: Any) -> None:
         """Begin a fit with DeepSpeed's engine, whose optimizer owns what is trained."""
         owned = set(trained_parameters(engine))
         parameters = list(engine.module.parameters())
@@ -38,7 +33,7 @@ class RequiresGradCheck:
         self._others = tuple(p for p in parameters if p not in owned and not p.requires_grad)
         self._told_epoch = -1
 
-    def before_batch(self, trainer: pl.Trainer) -> None:
+    def before_batch(self, trainer: pl.Trainer, _batch_idx: int) -> None:
         """Warn of what is not as it was when the fit began; once in an epoch."""
         module, epoch = trainer.lightning_module, trainer.current_epoch
         if self._told_epoch == epoch:

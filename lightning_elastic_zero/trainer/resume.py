@@ -22,21 +22,20 @@ from lightning_elastic_zero.data_progress import (
     ElasticSampler,
     Position,
     fit_loop_at,
+    infer_progress,
     seed_rng_streams,
     set_rng_states,
 )
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.option_checks import check_choice
-from lightning_elastic_zero.trainer import dataloader_warnings, resume_warnings
+from lightning_elastic_zero.trainer import start_warnings
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings, UserSettings
 from lightning_elastic_zero.trainer.dataloader_resume import (
     PendingResume,
     UnresumableDataPolicy,
-    loader_states_at,
     position_dataloaders,
 )
-from lightning_elastic_zero.trainer.dataloader_warnings import OrderAsMade
 from lightning_elastic_zero.trainer.dataloaders import (
     elastic_loader,
     elastic_sampler_of,
@@ -44,9 +43,8 @@ from lightning_elastic_zero.trainer.dataloaders import (
 )
 from lightning_elastic_zero.trainer.epoch_length import EpochLength
 from lightning_elastic_zero.trainer.epoch_metrics import SavedMetrics
-from lightning_elastic_zero.trainer.infer_progress import infer_record
 from lightning_elastic_zero.trainer.lightning_internals import combined_loader, training_loaders
-from lightning_elastic_zero.trainer.loop_restore import LoopRestorer, restore_frequencies
+from lightning_elastic_zero.trainer.loop_restore import LoopRestorer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY, RunRecorder
 from lightning_elastic_zero.trainer.step_intervals import StepIntervals
 
@@ -67,13 +65,12 @@ class RunResumer:
         """The trainer's settings as the user has them."""
         self.recorder = RunRecorder()
         """Where the run stands, and what belongs to that moment."""
-        self._epoch_length = EpochLength(self.settings)
+        self._epoch_length: EpochLength | None = None
         self._step_intervals = StepIntervals(self.settings)
         self._batches: BatchSettings | None = None
         self._pending: PendingResume | None = None
-        self._suspended: list[tuple[Any, int]] = []
-        self.orders_as_made: list[OrderAsMade] | None = None
-        """Of each training loader as the user made it; None where they were not asked for."""
+        self.overruled_orders: list[str] | None = None
+        """What is said of each training loader's order; None where they were not asked for."""
         self._loaders_made = 0
         self._seeds: list[int | None] = []
 
@@ -81,9 +78,14 @@ class RunResumer:
         """Begin a fit whose steps are made of these batches."""
         self._batches = batches
         self._pending = None
-        self.recorder.begin_fit(batches)
-        self._epoch_length.begin(trainer, batches.accumulate, is_planned=batches.plan is not None)
+        self.recorder = RunRecorder(batches)
+        self._epoch_length = EpochLength(self.settings, trainer, batches)
         self._loaders_made, self._seeds = 0, []
+
+    @property
+    def _is_planned(self) -> bool:
+        """Whether there is a global batch."""
+        return self._batches is not None and self._batches.plan is not None
 
     @property
     def batches(self) -> BatchSettings | None:
@@ -92,7 +94,7 @@ class RunResumer:
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
         """Make a loader one that can be taken up; Lightning prepared it before."""
-        if self._batches is None:
+        if self._batches is None or self._epoch_length is None:
             return loader
         if not trainer.training:
             return with_own_generator(loader, _seed(), rank)
@@ -107,7 +109,7 @@ class RunResumer:
             kept = self._seeds[self._loaders_made : self._loaders_made + 1]
             elastic.seed = kept[0] if kept and kept[0] is not None else elastic.seed
         self._loaders_made += 1
-        self._epoch_length.round_to_whole_steps(loader, trainer, self._batches.accumulate)
+        self._epoch_length.round_to_whole_steps(loader, trainer)
         return loader
 
     def _check_first(self, elastic: ElasticSampler) -> None:
@@ -130,22 +132,16 @@ class RunResumer:
 
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
         """Note what has been summed up, when a batch has come and its hooks are still to run."""
-        self._step_intervals.before_batch_transfer(trainer)
+        self._step_intervals.restore(trainer)
         self.recorder.before_batch_transfer(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Compute what is due after a batch that was fetched and is about to be trained on."""
-        restore_frequencies(self._suspended)
         self.recorder.before_batch(trainer, batch_idx)
         self._step_intervals.begin_batch(trainer)
 
     def resume_from(
-        self,
-        state: dict[str, Any],
-        manifest: Manifest,
-        trainer: pl.Trainer,
-        where: str,
-        world_size: int,
+        self, state: dict[str, Any], manifest: Manifest, trainer: pl.Trainer, where: str
     ) -> None:
         """Rewrite a loaded checkpoint's loop counters for this number of devices, in place."""
         own = state.pop(STATE_KEY, {})
@@ -156,16 +152,18 @@ class RunResumer:
         record = (
             DataProgress.from_plain(sampler, f"{where}/manifest.json")
             if sampler
-            else infer_record(loops, manifest, int(state.get("global_step", 0)))
+            else infer_progress(loops, manifest, int(state.get("global_step", 0)))
         )
         batches = self._batches
         position = record.at_batch_size(batches.global_batch_size if batches else None)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
         held = (own, list(states), loops.get(VALIDATION, {}))
-        self._pending = PendingResume(where, record, position, bool(sampler), *held)
+        self._pending = PendingResume(
+            where, record, position, bool(sampler), *held, trainer.world_size
+        )
         now = trainer.accumulate_grad_batches
         rewritten = fit_loop_at(loops, position, was=record.accumulate, now=now)
-        if states and record.world_size == world_size:
+        if states and record.world_size == trainer.world_size:
             rewritten["state_dict"][LOADER_STATES] = states
         state["loops"]["fit_loop"] = rewritten
         state["epoch"] = position.epoch
@@ -177,16 +175,14 @@ class RunResumer:
             CheckpointMismatchError: the data cannot be resumed where it was left, and the user did
                 not allow the epoch to be restarted.
         """
-        planned = self._batches is not None and self._batches.plan is not None
-        world_size = trainer.world_size
-        self._step_intervals.begin_fit(trainer, is_planned=planned)
+        self._step_intervals.begin_fit(trainer, is_planned=self._is_planned)
         self.recorder.epoch_metrics.begin(trainer)
         pending, self._pending = self._pending, None
         given: list[Any] = []
         if pending is not None:
             position = self._resume(pending, trainer, device)
-            given = loader_states_at(pending, position, world_size)
-        self._warn_about_data(trainer, world_size)
+            given = pending.loader_states_at(position)
+        self._warn_about_data(trainer)
         self.recorder.begin_training(trainer, given, device)
 
     def _resume(
@@ -195,27 +191,26 @@ class RunResumer:
         rank, world_size = trainer.global_rank, trainer.world_size
         now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._warn_about_changes(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
-        live = LoopRestorer(trainer)
+        live = LoopRestorer(trainer, pending)
         self._seeds = [
             seed if type(seed := loader.get("seed")) is int else None
             for loader in pending.record.loaders
         ]
-        of_this = (combined_loader(trainer), world_size, self._on_unresumable_data)
+        of_this = (combined_loader(trainer), self._on_unresumable_data)
         placed = position_dataloaders(pending, *of_this)
         if (position := live.within_limit(placed)) != placed:
             position_dataloaders(replace(pending, position=position), *of_this)
         if position != pending.position or now.accumulate != pending.record.accumulate:
             live.complete_counters(position)
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
-        live.restart_at(position, pending.state.get("axis"))
+        live.restart_at(position)
         if position.is_validated:
             self.recorder.mark_validated(trainer)
-        live.restore_validation_counters(pending.validation, pending.state)
-        live.restore_metrics(pending.state)
+        live.restore_validation_counters()
+        live.restore_metrics()
         source = SavedMetrics.of(pending.state, rank, world_size, pending.record.world_size)
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
-        live.run_pending_plateau_steps(pending.state, position)
-        self._suspended = live.suspend_plateau_steps(pending.state)
+        live.step_plateaus(position, self._step_intervals)
         live.restart_data(position)
         live.start_progress_bar(position)
         live.skip_repeated_saves()
@@ -232,28 +227,29 @@ class RunResumer:
             )
         return position
 
-    def _warn_about_data(self, trainer: pl.Trainer, world_size: int) -> None:
+    def _warn_about_data(self, trainer: pl.Trainer) -> None:
         """Warn of what becomes of the training data that the user may not expect."""
         loaders = training_loaders(trainer)
-        made, self.orders_as_made = self.orders_as_made or (), None
-        for text in dataloader_warnings.shuffle_warnings(made, loaders):
-            rank_zero_warn(text)
-        is_known = self._batches is not None and self._batches.global_batch_size is not None
+        texts = [*start_warnings.shuffle_warnings(self.overruled_orders or (), loaders)]
+        self.overruled_orders = None
         if self._on_unresumable_data == "refuse":
-            for text in dataloader_warnings.unresumable_warnings(
-                loaders, world_size, is_known=is_known
-            ):
-                rank_zero_warn(text)
+            is_known = self._batches is not None and self._batches.global_batch_size is not None
+            texts += start_warnings.unresumable_warnings(
+                loaders, trainer.world_size, is_known=is_known
+            )
+        for text in texts:
+            rank_zero_warn(text)
 
     def _warn_about_changes(
         self, pending: PendingResume, now: DataProgress, *, has_schedule: bool
     ) -> None:
         """Warn of what changed since the save."""
-        given = self._batches is not None and self._batches.plan is not None
-        foreign_path = "" if pending.is_own_format else pending.where
         made = now if has_schedule else replace(now, planned_steps=None)
-        for text in resume_warnings.change_warnings(
-            pending.record, made, is_given=given, foreign_path=foreign_path
+        for text in start_warnings.change_warnings(
+            pending.record,
+            made,
+            is_given=self._is_planned,
+            foreign_path="" if pending.is_own_format else pending.where,
         ):
             rank_zero_warn(text)
 

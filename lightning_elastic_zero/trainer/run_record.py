@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from lightning_elastic_zero.data_progress import (
     DataProgress,
@@ -15,49 +16,61 @@ from lightning_elastic_zero.data_progress import (
     read_position,
     set_rng_states,
 )
-from lightning_elastic_zero.trainer import resume_warnings
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings
 from lightning_elastic_zero.trainer.dataloaders import elastic_sampler_of
+from lightning_elastic_zero.trainer.epoch_length import prefetch_next_batch
 from lightning_elastic_zero.trainer.epoch_metrics import EpochMetrics
 from lightning_elastic_zero.trainer.lightning_internals import (
     is_fitting,
     known_callback_metrics,
+    logged_steps,
     training_loaders,
 )
-from lightning_elastic_zero.trainer.loop_restore import (
-    logger_step,
-    planned_steps,
-    validation_batches,
-)
-from lightning_elastic_zero.trainer.prefetch import prefetch_next_batch
+from lightning_elastic_zero.trainer.loop_restore import validation_batches
+from lightning_elastic_zero.trainer.start_warnings import BATCH_COUNT_SETTINGS
+from lightning_elastic_zero.trainer.stateful_loaders import LoaderStates
 from lightning_elastic_zero.trainer.step_intervals import (
     optimizer_steps_in,
     pending_micro_batches,
 )
-from lightning_elastic_zero.trainer.step_state import LoaderStates, StepState
 
 STATE_KEY = "lightning_elastic_zero"
 """Entry of the checkpoint dictionary with what the manifest has no place for."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What belongs to the last optimizer step, while a window of micro-batches is under way.
+
+    Weights change at optimizer steps; buffers, random numbers and loaders at every micro-batch. A
+    checkpoint taken inside a window goes back to the last step, so it needs theirs of that moment.
+    """
+
+    random: Mapping[str, Any]
+    buffers: Mapping[str, torch.Tensor]
+    """Copies, by the names that the module's ``named_buffers`` gives."""
+    loaders: list[Any]
+    """States of the training loaders that keep their own."""
+
+    @classmethod
+    def of(cls, module: nn.Module, loaders: list[Any], device: torch.device) -> StepState:
+        """Copy what is there now."""
+        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+        return cls(collect_rng_states(device), buffers, loaders)
+
+
 class RunRecorder:
     """Notes during training what a save at any moment has to record."""
 
-    def __init__(self) -> None:
-        self._batches: BatchSettings | None = None
+    def __init__(self, batches: BatchSettings | None = None) -> None:
+        """Begin a fit whose steps are made of these batches; without them there is none."""
+        self._batches = batches
         self._step_state: StepState | None = None
         self._random_before_validation: dict[str, Any] | None = None
         self._states_of_loaders = LoaderStates()
         self._validated_at = -1
         self.epoch_metrics = EpochMetrics()
         """What an epoch has summed up."""
-
-    def begin_fit(self, batches: BatchSettings) -> None:
-        """Begin a fit whose steps are made of these batches."""
-        self._batches = batches
-        self._step_state = self._random_before_validation = None
-        self._validated_at = -1
-        self._states_of_loaders = LoaderStates()
 
     def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
         """Note what is there before the first batch; loaders were given these states."""
@@ -130,12 +143,10 @@ class RunRecorder:
             steps_per_epoch=optimizer_steps_in(total, accumulate)
             if total != float("inf")
             else None,
-            planned_steps=planned_steps(trainer, accumulate),
+            planned_steps=_planned_steps(trainer, accumulate),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
             orders=tuple(s.latest_order() if s is not None else None for s in elastic),
-            settings={
-                name: getattr(trainer, name, None) for name in resume_warnings.BATCH_COUNT_SETTINGS
-            },
+            settings={name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS},
         )
 
     def state_dict(
@@ -157,7 +168,7 @@ class RunRecorder:
             else self._random_before_validation or collect_rng_states(device),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": ending,
-            "axis": logger_step(trainer),
+            "axis": _logger_step(trainer),
             "plateau_step_pending": not step_state
             and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
         }
@@ -191,3 +202,23 @@ def _batches_done(trainer: pl.Trainer) -> int:
 def _is_ending(progress: Any) -> bool:
     """Whether a batch or epoch is done, and the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
+
+
+def _logger_step(trainer: pl.Trainer) -> int:
+    """Return the loggers' step for the next batch, which is counted when a batch has ended."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    ending = current["completed"] < current["processed"] or trainer.validating
+    return logged_steps(trainer) + ending
+
+
+def _planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
+    """Return the optimizer steps that the whole run is to take, where that is known."""
+    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
+    by_epochs = (
+        None
+        if batches == float("inf") or epochs is None or epochs < 0
+        else optimizer_steps_in(batches, accumulate) * epochs
+    )
+    if most < 0:
+        return by_epochs
+    return most if by_epochs is None else min(most, by_epochs)

@@ -57,19 +57,14 @@ class StepIntervals:
         self._interval: int | float | None = None
 
     def begin_fit(self, trainer: pl.Trainer, *, is_planned: bool) -> None:
-        """Begin a fit.
-
-        Args:
-            trainer: what it counts by is settled, and its loaders are made.
-            is_planned: there is a global batch, which integers count.
-        """
+        """Begin a fit whose loaders are made; of a planned global batch integers count batches."""
         self._is_planned = is_planned
         self._frequencies, self._interval = [], None
         align_validation_interval(trainer)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
         """Compute what is due after the batch that is about to be trained on."""
-        self._put_back(trainer)
+        self.restore(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready == 1:
             align_validation_interval(trainer)  # Lightning sets it anew where it makes loaders anew
@@ -77,15 +72,22 @@ class StepIntervals:
 
     def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
         """Compute what is due after the batch that was the last one when the run was saved."""
-        self._put_back(trainer)
+        self.restore(trainer)
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
 
-    def before_batch_transfer(self, trainer: pl.Trainer) -> None:
-        """Restore what was changed for the batch before: one that is None has no start."""
-        self._put_back(trainer)
+    def suspend_plateau_steps(self, trainer: pl.Trainer) -> None:
+        """Let no plateau scheduler be due after the last batch, when Lightning ends it again."""
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step":
+                # Does not divide the batches so far.
+                self._set_frequency(config, trainer.fit_loop.epoch_loop.batch_idx + 2)
 
-    def _put_back(self, trainer: pl.Trainer) -> None:
-        """Restore what had another number for the batch before."""
+    def _set_frequency(self, config: Any, frequency: int) -> None:
+        self._frequencies.append((config, config.frequency))
+        config.frequency = frequency
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Restore what had another number for the batch before, also where the next one is None."""
         while self._frequencies:
             config, frequency = self._frequencies.pop()
             config.frequency = frequency
@@ -112,11 +114,9 @@ class StepIntervals:
         for config in trainer.lr_scheduler_configs:
             if config.interval != "step":
                 continue
-            self._frequencies.append((config, config.frequency))
-            is_due = (
-                optimizer_steps_in(ready, accumulate) % max(1, config.frequency // accumulate) == 0
-            )
-            config.frequency = _interval_for(ready, divides=is_due)
+            every = max(1, config.frequency // accumulate)
+            is_due = optimizer_steps_in(ready, accumulate) % every == 0
+            self._set_frequency(config, _interval_for(ready, divides=is_due))
 
     def _settle_validation(
         self, trainer: pl.Trainer, ready: int, steps: int, *, is_last: bool
@@ -125,10 +125,8 @@ class StepIntervals:
 
         An integer without a global batch counts micro-batches, as in Lightning.
         """
-        interval, live = (
-            self._user_settings.get(trainer, "val_check_interval"),
-            trainer.val_check_batch,
-        )
+        interval = self._user_settings.get(trainer, "val_check_interval")
+        live = trainer.val_check_batch
         if not isinstance(live, int) or interval is None:
             return  # by the clock, or at the end of data of which nothing is known
         accumulate, counted = trainer.accumulate_grad_batches, ready

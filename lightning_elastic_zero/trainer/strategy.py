@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_elastic_zero.api import check_timeouts, load_options
@@ -18,11 +17,12 @@ from lightning_elastic_zero.checkpoint import CheckpointManager, CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
 from lightning_elastic_zero.option_checks import check_count, check_flag
+from lightning_elastic_zero.strategy_registry import register_names
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
 from lightning_elastic_zero.trainer.checkpoint_loader import CheckpointLoader
 from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver
-from lightning_elastic_zero.trainer.dataloader_resume import SampleOrderCheck, UnresumableDataPolicy
+from lightning_elastic_zero.trainer.dataloader_resume import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import (
@@ -33,6 +33,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
 )
 from lightning_elastic_zero.trainer.requires_grad_check import RequiresGradCheck
 from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.sample_order_check import SampleOrderCheck
 from lightning_elastic_zero.trainer.warning_filters import WarningFilters
 from lightning_elastic_zero.trainer.weight_averaging import check_averaging
 
@@ -80,6 +81,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         ValueError: an option has a value that it cannot have.
     """
 
+    _accumulation: GradientAccumulation  # of one fit, as the next ones
+    _checks: tuple[RequiresGradCheck, SampleOrderCheck]
+
     def __init__(
         self,
         *args: Any,
@@ -124,11 +128,14 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._saver = CheckpointSaver(
             *of_both, save_module_weights=save_module_weights, allow_pickle=allow_pickle
         )
-        self._accumulation = GradientAccumulation()
-        self._requires_grad_check = RequiresGradCheck()
-        self._order_check = SampleOrderCheck()
         self._warning_filters = WarningFilters()
         self._ranks: Ranks | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register this library's names for the class, and none of DeepSpeed's."""
+        register_names(strategy_registry, cls)
 
     def __repr__(self) -> str:
         """Name the Trainer that this is for: ``pytorch_lightning``'s refuses it by its repr."""
@@ -168,9 +175,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
-        self._batches.before_hooks(
-            self._trainer, self.config, is_users=not self._config_initialized
-        )
+        self._batches.begin(self._trainer, self.config, is_users=not self._config_initialized)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -179,19 +184,18 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         check_config(config)
         if fitting := is_fitting(trainer):
             self._last_fit.forget()
-        self._batches.remove_hook(trainer)
         check_lightning_release(trainer)
         # Lightning reads it of a ZeRO-3 evaluation, where a user's config need not have it.
         config.setdefault("zero_allow_untested_optimizer", False)
-        if fitting and self._batches.reset(config):
+        if self._batches.reset(trainer, config):
             self._format_batch_size_and_grad_accum_config()
         super().setup(trainer)
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
         check_supported(engine := self.deepspeed_engine)
         if fitting:
             self._last_fit.begin(engine)
-            self._requires_grad_check.begin(engine)
-            self._accumulation.begin(engine)
+            self._accumulation = GradientAccumulation(engine)
+            self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))
         check_averaging(trainer, cut_up=self.zero_stage_3)
         self._loader.start()
         self._saver.start(trainer, engine, self.global_rank)
@@ -215,8 +219,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def handles_gradient_accumulation(self) -> bool:
         """Whether DeepSpeed is to accumulate on: not into the next epoch, from a short window."""
-        trainer = self._trainer
-        if trainer is None or not is_fitting(trainer):
+        if not is_fitting(trainer := self._trainer):
             return True
         return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
@@ -235,7 +238,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             return super().backward(loss, *args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step where Lightning's window of micro-batches ends, and only there."""
         trainer = self._trainer
         if trainer is None or trainer.accumulate_grad_batches == 1:
@@ -252,13 +255,12 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Restore data, counters and random numbers, where a run is resumed."""
         if (trainer := self._trainer) is not None:
             self._resumer.on_train_start(trainer, self.root_device)
-        self._order_check.begin()
         super().on_train_start()
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Note what belongs to the batches before, while this one is on its way."""
-        if (trainer := self._trainer) is not None and is_fitting(trainer) and trainer.training:
+        if is_fitting(trainer := self._trainer) and trainer.training:
             self._resumer.before_batch_transfer(trainer)
         return super().batch_to_device(batch, *args, **kwargs)
 
@@ -267,8 +269,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         if (trainer := self._trainer) is not None:
             self._resumer.before_batch(trainer, batch_idx)
             self._accumulation.before_batch(trainer.current_epoch)
-            self._requires_grad_check.before_batch(trainer)
-            self._order_check.before_batch(trainer, batch_idx, self._get_ranks)
+            for check in self._checks:
+                check.before_batch(trainer, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -279,7 +281,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        if (trainer := self._trainer) is not None and is_fitting(trainer):
+        if is_fitting(trainer := self._trainer):
             self._resumer.recorder.on_validation_end(trainer, self.root_device)
         super().on_validation_end()
 
@@ -289,7 +291,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         return self._saver.track(super().lightning_module_state_dict())
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return nothing: the state is saved from the optimizer's buffers, not from here."""
         return {}
 
@@ -357,8 +359,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
             return super().load_checkpoint(fspath(checkpoint_path), *given)
         self.wait_for_save()
-        live = [config.scheduler for config in self.lr_scheduler_configs]
-        return self._loader.load(checkpoint_path, self.deepspeed_engine, self._trainer, live)
+        return self._loader.load(checkpoint_path, self.deepspeed_engine, self._trainer)
 
     @property
     def last_load(self) -> CheckpointStats | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +9,11 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_elastic_zero.manifest import Group
-from lightning_elastic_zero.trainer.configured_rates import configured_rates, warn_replaced_rates
-from lightning_elastic_zero.trainer.dataloader_warnings import OrderAsMade, orders_as_made
+from lightning_elastic_zero.trainer.start_warnings import (
+    configured_rates,
+    overruled_orders,
+    replaced_rates_warnings,
+)
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
 """What optimizers that compute their own rate may have under ``lr``, or a checkpoint of them."""
@@ -28,10 +30,8 @@ def warned(configured: object, saved: object) -> list[str]:
     """Return the warnings of a run with one rate that is given another."""
     hyperparameters: dict[str, Any] = {"lr": saved}
     group = Group(names=("weight",), hyperparameters=hyperparameters, state=())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_replaced_rates(configured_rates([Optimizer(configured)]), [group], scheduled=False)
-    return [str(of.message) for of in caught]
+    rates = configured_rates([Optimizer(configured)])
+    return [*replaced_rates_warnings(rates, [group], scheduled=False)]
 
 
 @pytest.mark.parametrize("value", NO_RATES, ids=str)
@@ -58,5 +58,5 @@ class Own(RandomSampler):
 def test_a_sampler_of_a_users_class_is_not_looked_into() -> None:
     """It need not have what torch's has."""
     data = TensorDataset(torch.zeros(4, 1))
-    assert orders_as_made(DataLoader(data, sampler=Own())) == [OrderAsMade.SHUFFLED]
-    assert orders_as_made(DataLoader(data, shuffle=True)) == [OrderAsMade.SHUFFLED]
+    assert overruled_orders(DataLoader(data, sampler=Own())) == [""]
+    assert overruled_orders(DataLoader(data, shuffle=True)) == [""]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.trainer.weight_averaging import StateDictTracker
+from lightning_elastic_zero.trainer.state_dict_tracker import StateDictTracker
 
 Weights = dict[str, Any]
 

@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "checkpoint",
         "option_checks",
+        "strategy_registry",
         "data_progress",
         "storage",
         "coordination",

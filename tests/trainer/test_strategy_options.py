@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_elastic_zero import (
     ElasticDeepSpeedStrategy,
     load_checkpoint,
     save_checkpoint,
 )
+from lightning_elastic_zero.strategy_registry import STRATEGY_ARGUMENTS
 from lightning_elastic_zero.trainer.batch_settings import UserSettings
 
 FLAGS = [
@@ -138,6 +140,18 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
     assert other._saver._get_ranks.__self__ is other._loader._get_ranks.__self__ is other
     assert other._saver._last_fit is other._loader._last_fit is other._last_fit
     assert other._batches._resumer is other._saver._resumer is other._resumer
+
+
+def test_the_class_registers_this_librarys_names() -> None:
+    """A user's subclass too, where Lightning's way to register a strategy is called on it."""
+
+    class Own(ElasticDeepSpeedStrategy):
+        """One of a user's."""
+
+    registry = type(StrategyRegistry)()
+    Own.register_strategies(registry)
+    assert registry.keys() == STRATEGY_ARGUMENTS.keys()
+    assert type(registry.get("elastic_deepspeed_stage_2")) is Own
 
 
 class _Settings:
