@@ -108,14 +108,9 @@ class CheckpointSaver:
         *,
         exclude_frozen: bool,
     ) -> None:
-        """Write a checkpoint directory; collective.
+        """Write a directory with what Lightning's trainer passes and the engine holds; collective.
 
-        Args:
-            checkpoint: the dictionary that Lightning's trainer passes.
-            path: the directory.
-            live: DeepSpeed's engine; after an evaluation it is not the one that trained.
-            trainer: of the run.
-            exclude_frozen: leave out weights that the optimizer does not own.
+        After an evaluation the live engine is not the one that trained, and that one is written.
         """
         trained = self._last_fit.engine(live, path, self._get_ranks)
         engine = engine_handle(trained, places_checked=True)

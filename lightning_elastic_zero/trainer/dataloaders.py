@@ -11,7 +11,6 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_elastic_zero.data_progress import (
-    BatchPlan,
     ElasticBatchSampler,
     ElasticSampler,
     derive_seed,
@@ -67,11 +66,9 @@ def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int)
         return own
     if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
         return own
-    size = getattr(own.batch_sampler, "batch_size", None)
-    plan = batches.plan_for(size or 1)
     elastic = ElasticSampler(
         own.dataset,
-        plan,
+        batches.plan_for(getattr(own.batch_sampler, "batch_size", None) or 1),
         rank,
         shuffle=sampler.shuffle,
         seed=sampler.seed,
@@ -79,7 +76,7 @@ def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int)
         sampler=_wrapped(sampler),
         seed_workers=own.num_workers > 0,
     )
-    return _with_sampler(own, elastic, plan)
+    return _with_sampler(own, elastic)
 
 
 def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
@@ -117,9 +114,7 @@ def _wrapped(sampler: Any) -> Sampler[Any] | None:
     return None
 
 
-def _with_sampler(
-    loader: DataLoader[Any], elastic: ElasticSampler, plan: BatchPlan
-) -> DataLoader[Any]:
+def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
     """Set a sampler in a loader that is nobody else's.
 
     torch forbids to assign these once a loader is made, so that they do not contradict each other.
@@ -127,11 +122,9 @@ def _with_sampler(
     """
     new: dict[str, Any] = {"sampler": elastic, "drop_last": False}
     if loader.batch_sampler is not None:
-        even = plan.is_even
-        size = plan.largest_micro_batch
-        new["batch_sampler"] = (
-            BatchSampler(elastic, size, drop_last=False) if even else ElasticBatchSampler(elastic)
-        )
+        size = elastic.plan.largest_micro_batch
+        plain = BatchSampler(elastic, size, drop_last=False)
+        new["batch_sampler"] = plain if elastic.plan.is_even else ElasticBatchSampler(elastic)
         new["batch_size"] = size
     for name, value in new.items():
         object.__setattr__(loader, name, value)
@@ -182,12 +175,5 @@ def length_of(loader: object) -> int | None:
 
 def resumable_part_of(loader: object) -> ResumesAtSample | None:
     """Return the part of a loader that can be told where to go on, if it has one."""
-    for part in (
-        loader,
-        getattr(loader, "batch_sampler", None),
-        getattr(loader, "sampler", None),
-        getattr(loader, "dataset", None),
-    ):
-        if isinstance(part, ResumesAtSample):
-            return part
-    return None
+    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))
+    return next((part for part in (loader, *parts) if isinstance(part, ResumesAtSample)), None)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position
+from lightning_elastic_zero.trainer.dataloader_resume import PendingResume
 from lightning_elastic_zero.trainer.logged_results import EPOCH_END, ResumableResults, SavedResult
 from lightning_elastic_zero.trainer.metric_internals import (
     continue_epoch,
@@ -44,8 +45,9 @@ class SavedMetrics:
     """The epoch had ended, and its values were about to be looked at."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], rank: int, world_size: int, saved: int) -> SavedMetrics:
-        """Make one of what was loaded on a rank of so many; another number of them had saved it."""
+    def of(cls, pending: PendingResume, rank: int) -> SavedMetrics:
+        """Make one of what was loaded on this rank; another number of them may have saved it."""
+        state, world_size, saved = pending.state, pending.world_size, pending.record.world_size
         ending = bool(state.get(ENDING))
         if saved == world_size:
             return cls({rank: state[RESULTS]} if RESULTS in state else {}, None, ending)
@@ -94,15 +96,6 @@ def _part(sources: list[SavedResult], shared: RankShare | None) -> SavedResult |
 def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
     """Return the names of the module's metrics that were logged as such."""
     return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
-
-
-def plain_displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what loggers and the progress bar show, as plain data."""
-    log, bar = displayed_metrics(trainer)
-    return {
-        "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
-        "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
-    }
 
 
 class EpochMetrics:
@@ -194,7 +187,7 @@ class EpochMetrics:
                 "metrics": plain,
                 "lacking": lacking,
                 "of_epoch": sorted(self._of_epoch),
-                **plain_displayed_metrics(trainer),
+                **displayed_metrics(trainer),
             }
         }
 

@@ -11,8 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.engine import weights_match_masters
-from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, plain_displayed_metrics
+from lightning_elastic_zero.trainer.epoch_metrics import RESULTS
 from lightning_elastic_zero.trainer.lightning_internals import known_callback_metrics
+from lightning_elastic_zero.trainer.metric_internals import displayed_metrics
 
 
 class LastFit:
@@ -33,7 +34,7 @@ class LastFit:
     def end(self, trainer: pl.Trainer) -> None:
         """Note at the end of a fit what an evaluation overwrites."""
         self._metrics = known_callback_metrics(trainer)
-        self._shown = plain_displayed_metrics(trainer)
+        self._shown = displayed_metrics(trainer)
 
     def forget(self) -> None:
         """Drop the engine: another fit begins, or a load overwrites its weights."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torchmetrics import Metric
 
@@ -53,10 +54,14 @@ def restore_metric(metric: Metric, attributes: Mapping[str, Any], updates: int) 
     metric._update_count, metric._computed = updates, None
 
 
-def displayed_metrics(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what loggers and the progress bar show by now: the public names may compute more."""
+def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what loggers and the progress bar show, as plain data; the public names compute it."""
     connector = trainer._logger_connector
-    return connector._logged_metrics, connector._progress_bar_metrics
+    log, bar = connector._logged_metrics, connector._progress_bar_metrics
+    return {
+        "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
+        "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
+    }
 
 
 def continue_epoch(trainer: pl.Trainer) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
@@ -32,6 +31,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     EXISTS_HOOK,
     LINK_HOOK,
     NAME_HOOK,
+    is_fitting,
     last_saved_step,
     name_checkpoint,
     numbers_names,
@@ -122,7 +122,7 @@ class ModelCheckpointHooks:
 
         With ``enable_version_counter=False`` a callback overwrites whatever has a name of its own.
         """
-        if numbers_names(callback) or not callback.dirpath or trainer.state.fn != TrainerFn.FITTING:
+        if numbers_names(callback) or not callback.dirpath or not is_fitting(trainer):
             return
         wrong: dict[str, str] = {}
         if trainer.is_global_zero:

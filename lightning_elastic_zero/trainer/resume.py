@@ -67,7 +67,8 @@ class RunResumer:
         """Where the run stands, and what belongs to that moment."""
         self._epoch_length: EpochLength | None = None
         self._step_intervals = StepIntervals(self.settings)
-        self._batches: BatchSettings | None = None
+        self.batches: BatchSettings | None = None
+        """How steps are made of samples."""
         self._pending: PendingResume | None = None
         self.overruled_orders: list[str] | None = None
         """What is said of each training loader's order; None where they were not asked for."""
@@ -76,7 +77,7 @@ class RunResumer:
 
     def set_batches(self, batches: BatchSettings, trainer: pl.Trainer) -> None:
         """Begin a fit whose steps are made of these batches."""
-        self._batches = batches
+        self.batches = batches
         self._pending = None
         self.recorder = RunRecorder(batches)
         self._epoch_length = EpochLength(self.settings, trainer, batches)
@@ -85,25 +86,20 @@ class RunResumer:
     @property
     def _is_planned(self) -> bool:
         """Whether there is a global batch."""
-        return self._batches is not None and self._batches.plan is not None
-
-    @property
-    def batches(self) -> BatchSettings | None:
-        """How steps are made of samples."""
-        return self._batches
+        return self.batches is not None and self.batches.plan is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
         """Make a loader one that can be taken up; Lightning prepared it before."""
-        if self._batches is None or self._epoch_length is None:
+        if self.batches is None or self._epoch_length is None:
             return loader
         if not trainer.training:
             return with_own_generator(loader, _seed(), rank)
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
             self._epoch_length.forget()
             self._loaders_made = 0  # they are made anew
-        loader = elastic_loader(loader, self._batches, rank, _seed())
+        loader = elastic_loader(loader, self.batches, rank, _seed())
         if (elastic := elastic_sampler_of(loader)) is None:
-            self._batches.check_fixed_batches(loader)
+            self.batches.check_fixed_batches(loader)
         else:
             self._check_first(elastic)
             kept = self._seeds[self._loaders_made : self._loaders_made + 1]
@@ -114,7 +110,7 @@ class RunResumer:
 
     def _check_first(self, elastic: ElasticSampler) -> None:
         """Refuse a first loader that is not cut as was settled by the batch size that it had."""
-        plan = self._batches.plan if self._batches is not None else None
+        plan = self.batches.plan if self.batches is not None else None
         if plan is not None and not self._loaders_made and elastic.plan != plan:
             msg = (
                 f"global_batch_size={plan.global_batch_size} was cut for another batch_size than "
@@ -125,7 +121,7 @@ class RunResumer:
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
         """Return the weight of the running micro-batch's loss, beside 1 / accumulation."""
-        plan = self._batches.plan if self._batches is not None else None
+        plan = self.batches.plan if self.batches is not None else None
         if plan is None or plan.is_even:
             return 1.0
         return plan.loss_weight(rank, trainer.fit_loop.batch_idx % plan.accumulate)
@@ -154,8 +150,8 @@ class RunResumer:
             if sampler
             else infer_progress(loops, manifest, int(state.get("global_step", 0)))
         )
-        batches = self._batches
-        position = record.at_batch_size(batches.global_batch_size if batches else None)
+        size = self.batches.global_batch_size if self.batches is not None else None
+        position = record.at_batch_size(size)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
         held = (own, list(states), loops.get(VALIDATION, {}))
         self._pending = PendingResume(
@@ -208,7 +204,7 @@ class RunResumer:
             self.recorder.mark_validated(trainer)
         live.restore_validation_counters()
         live.restore_metrics()
-        source = SavedMetrics.of(pending.state, rank, world_size, pending.record.world_size)
+        source = SavedMetrics.of(pending, rank)
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
         live.step_plateaus(position, self._step_intervals)
         live.restart_data(position)
@@ -233,7 +229,7 @@ class RunResumer:
         texts = [*start_warnings.shuffle_warnings(self.overruled_orders or (), loaders)]
         self.overruled_orders = None
         if self._on_unresumable_data == "refuse":
-            is_known = self._batches is not None and self._batches.global_batch_size is not None
+            is_known = self.batches is not None and self.batches.global_batch_size is not None
             texts += start_warnings.unresumable_warnings(
                 loaders, trainer.world_size, is_known=is_known
             )

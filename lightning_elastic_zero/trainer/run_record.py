@@ -143,7 +143,7 @@ class RunRecorder:
             steps_per_epoch=optimizer_steps_in(total, accumulate)
             if total != float("inf")
             else None,
-            planned_steps=_planned_steps(trainer, accumulate),
+            planned_steps=_planned_steps(trainer),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
             orders=tuple(s.latest_order() if s is not None else None for s in elastic),
             settings={name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS},
@@ -211,13 +211,13 @@ def _logger_step(trainer: pl.Trainer) -> int:
     return logged_steps(trainer) + ending
 
 
-def _planned_steps(trainer: pl.Trainer, accumulate: int) -> int | None:
+def _planned_steps(trainer: pl.Trainer) -> int | None:
     """Return the optimizer steps that the whole run is to take, where that is known."""
     batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     by_epochs = (
         None
         if batches == float("inf") or epochs is None or epochs < 0
-        else optimizer_steps_in(batches, accumulate) * epochs
+        else optimizer_steps_in(batches, trainer.accumulate_grad_batches) * epochs
     )
     if most < 0:
         return by_epochs

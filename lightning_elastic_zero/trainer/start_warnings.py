@@ -24,10 +24,8 @@ from lightning_elastic_zero.trainer.dataloaders import (
 REMEDIES = (
     "Give the data set, sampler or loader a method resume_at(epoch, samples); or pass "
     'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch"), and the epoch starts over; '
-    "or save at "
-    "the end of epochs only"
+    "or save at the end of epochs only"
 )
-
 
 BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""

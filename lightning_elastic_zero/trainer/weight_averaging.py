@@ -82,12 +82,7 @@ def with_module_weights(
     They were saved as masters, not in this dictionary, and are in the module by now: what hooks
     change here changes nothing. ``WeightAveraging`` loads the trained ones once more; its own load
     is strict, and comes when the engine has been changed. Where no average was saved, it begins one
-    with them.
-
-    Args:
-        state: what Lightning restores itself from.
-        module: with the weights.
-        fitting: whether it goes on training; an evaluation averages nothing.
+    with them; an evaluation averages nothing.
     """
     live = module.state_dict()
     beside = extra_weights(state)

@@ -66,7 +66,7 @@ def passed(
     returned = parameter.sum()
     returned.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     loss = returned / accumulate
-    with check.watch(loss, weight, accumulate, 8.0):
+    with check.watch(loss, weight * 8.0, accumulate):
         (loss * weight * 8.0).backward()  # type: ignore[no-untyped-call]
     assert parameter.grad is not None
     return float(parameter.grad[0])
