@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.trainer.state_dict_tracker import StateDictTracker
+from tests.outcome import warnings_heard
 
 Weights = dict[str, Any]
 
@@ -62,9 +62,8 @@ def test_what_is_left_out_is_what_was_taken_out(case: str) -> None:
     given["extra"] = {"calls": 3}  # as of a module's ``get_extra_state``
     tracker = StateDictTracker()
     handed = tracker.track(given)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings_heard() as warned:
         _, left_out = tracker.remove_tracked({"state_dict": change(handed)})
     assert left_out == gone
     assert len(warned) == bool(unclear)
-    assert all(name in str(of.message) for name in unclear for of in warned)
+    assert all(name in text for name in unclear for text in warned)

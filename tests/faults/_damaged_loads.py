@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from tests.engine._oracle import differences, dump
 from tests.engine._setup import Setup, engine_of, train
+from tests.outcome import NOTHING, error_text
 from tests.trainer._fits import FitSpec, error_of, fit
-
-NOTHING = "nothing was raised"
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,7 @@ def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome
         for step, path in enumerate(damaged):
             train(engine, setup, 100 + step, 101 + step)
             before = dump(engine, setup)
-            message = NOTHING
-            try:
-                load_checkpoint(engine, path)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                message = f"{type(error).__name__}: {error}"
+            message = error_text(partial(load_checkpoint, engine, path))
             wanted, after = saved if message == NOTHING else before, dump(engine, setup)
             same = wanted is None or after is None or not differences(wanted, after)
             found.append(Outcome(message, same))

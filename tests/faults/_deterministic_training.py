@@ -22,10 +22,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from tests.faults._save_steps import KillPoint, SaveStepTracer
 from tests.faults._state_digests import bits_of, digest
-from tests.trainer._fits import SMALL_BUCKETS
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
 
 SIZES = (30_000, 5, 50_001)
 GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 1000
@@ -218,17 +217,7 @@ def train(training: Training) -> Table:
             enable_version_counter=False,
         )
         callbacks.append(checkpoints)
-    options: dict[str, Any] = {**SMALL_BUCKETS, **training.strategy}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(stage=training.stage, **options),
-        max_epochs=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=training.saves,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = elastic(stage=training.stage, **training.strategy)
+    trainer = quiet_trainer(strategy, *callbacks, max_epochs=1)
     trainer.fit(DeterministicModel(), ckpt_path=training.ckpt_path)
     return ledger.held

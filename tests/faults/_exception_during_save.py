@@ -20,7 +20,7 @@ from tests.dist._launch import Job
 from tests.faults._deterministic_training import DeterministicModel, state_digests
 from tests.faults._fault_injection import on_nth_write
 from tests.timeouts import PROMPT_TIMEOUT_S
-from tests.trainer._fits import SMALL_BUCKETS
+from tests.trainer._quiet_trainer import SMALL_BUCKETS
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tests.faults._deterministic_training import DeterministicModel, Table, stat
 from tests.faults._fault_injection import Fault, hang_marker, inject_fault
 from tests.faults._save_modes import wait_for_published
 from tests.faults._state_digests import read_digests
-from tests.trainer._fits import SMALL_BUCKETS
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
 
 STEPS = 3
 SHORT = Timeouts(
@@ -184,19 +184,8 @@ def run_with_fault(fault_run: FaultRun) -> FaultRunResult:
     """Train through it, and give what this rank saw."""
     warnings.simplefilter("ignore")
     callback = SaveWithFault(fault_run)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(
-            stage=fault_run.stage, **{**SMALL_BUCKETS, **fault_run.strategy}
-        ),
-        max_steps=STEPS,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = elastic(stage=fault_run.stage, **fault_run.strategy)
+    trainer = quiet_trainer(strategy, callback, max_steps=STEPS)
     if fault_run.hears == END:
         callback._ask(lambda: trainer.fit(DeterministicModel()))
         callback.endured.seconds = time.monotonic() - callback.trained_at

@@ -13,7 +13,8 @@ import pytest
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 from tests.faults._corruptions import KINDS, Damage
-from tests.faults._damaged_loads import NOTHING, fit_from_each, load_each, save_two
+from tests.faults._damaged_loads import fit_from_each, load_each, save_two
+from tests.outcome import NOTHING
 from tests.tables import LOADS
 
 pytestmark = pytest.mark.engine

@@ -6,7 +6,6 @@ average where the weights are otherwise, and Lightning's own DeepSpeedStrategy, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.foreign._fixture_table import FixtureRow, small
 from tests.foreign._fixtures import Fixture
 from tests.foreign._resume_programs import ResumingModel, validate
 from tests.foreign._trainer_writers import LitNet, OnCPU
+from tests.outcome import warnings_heard
 
 pytestmark = pytest.mark.engine
 
@@ -138,10 +138,9 @@ def go_on(
     # DeepSpeed clips unless it is told not to, and what wrote the single file does not.
     config = {**setup.config(), "gradient_clipping": 0.0}
     strategy = ElasticDeepSpeedStrategy(config=config, on_unresumable_data="restart_epoch")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings_heard() as said:
         found = fit(setup, strategy, Look(setup, average), resume=path)
-    return (*found, [str(warning.message) for warning in said])
+    return (*found, said)
 
 
 def assert_same(wanted: Weights, found: Weights) -> None:

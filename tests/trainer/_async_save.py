@@ -21,7 +21,8 @@ from typing_extensions import override
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from lightning_elastic_zero.checkpoint import async_save, manager
 from tests.timeouts import PROMPT_TIMEOUT_S
-from tests.trainer._fits import SMALL_BUCKETS, Data, RegressionNet
+from tests.trainer._fits import Data, RegressionNet
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
 
 HELD_S = PROMPT_TIMEOUT_S
 
@@ -135,27 +136,19 @@ class AsyncSaveSpec:
             folder = str(Path(self.root) / "kept")
             kept = {"enable_version_counter": False, **self.checkpoint}
             callbacks.append(ModelCheckpoint(dirpath=folder, **kept))
-        options: dict[str, Any] = {
-            "stage": self.stage,
-            "async_save": self.async_save,
-            "max_snapshot_bytes": self.max_snapshot_bytes,
-            "allow_pickle": True,
-            **SMALL_BUCKETS,
+        strategy = elastic(
+            stage=self.stage,
+            async_save=self.async_save,
+            max_snapshot_bytes=self.max_snapshot_bytes,
+            allow_pickle=True,
             **self.net.strategy,
-        }
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=comm.get_world_size(),
-            strategy=ElasticDeepSpeedStrategy(**options),
+        )
+        trainer = quiet_trainer(
+            strategy,
+            *callbacks,
             precision=self.precision,
             max_epochs=self.epochs,
             accumulate_grad_batches=self.accumulate,
-            callbacks=callbacks,
-            enable_checkpointing=self.checkpoint is not None,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
         )
         return trainer, self.net(), Data(), director
 

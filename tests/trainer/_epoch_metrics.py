@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +15,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 from typing_extensions import override
 
-from tests.trainer._recorded_runs import (
-    EventRecorder,
-    IndexedSamples,
-    RecordingNet,
-    RunSpec,
-    loaders_of,
-    trainer_of,
-)
+from tests.outcome import warnings_heard
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import EventRecorder, RecordingNet, RunSpec, trainer_of
 
 CLASSES = 3
 
@@ -171,13 +165,11 @@ def values_of(run: RunSpec, said: str = "") -> LoggedValues:
     )
     trainer = trainer_of(run, [EventRecorder(run), Noting(values), stopping, checkpoints])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
+    with warnings_heard() as values.said:
+        trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     values.rates = net.rates
     values.stopped = stopping.stopped_epoch
     values.best = float(checkpoints.best_model_score or 0.0)
-    values.said = [str(w.message) for w in warned]
     return values
 
 

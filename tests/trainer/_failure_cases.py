@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from lightning_elastic_zero import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import SaveOptions, manager, save_engine
 from lightning_elastic_zero.coordination import Timeouts, connect_ranks
-from tests.trainer._fits import SMALL_BUCKETS, FitSpec, error_of, fit
+from tests.outcome import NOTHING, error_text, log_heard
+from tests.trainer._fits import FitSpec, error_of, fit
+from tests.trainer._quiet_trainer import SMALL_BUCKETS
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest time that ranks may wait for others to come."""
@@ -55,15 +56,6 @@ def engine(options: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - Deep
     made.backward(made(torch.ones(1, 9)).sum())
     made.step()
     return made
-
-
-def error_text(work: Callable[[], object]) -> str:
-    """Return the class and the message of what is raised."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def save_to(path: str) -> str:
@@ -182,15 +174,8 @@ def save_objects(root: str) -> str:
     """Save a state with objects in it; give what was said of them."""
     own = Path("of") / str(comm.get_rank())
     state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_elastic_zero")
-    logger.addHandler(handler)
-    try:
+    with log_heard("lightning_elastic_zero", logging.WARNING) as said:
         save_checkpoint(engine(), f"{root}/x.ckpt", state)
-    finally:
-        logger.removeHandler(handler)
     return "; ".join(["saved", *said])
 
 
@@ -205,4 +190,4 @@ def load_objects(root: str, allow: bool) -> str:
         assert found.client_state == expected
 
     said = error_text(load)
-    return "equal" if said == "nothing was raised" else said
+    return "equal" if said == NOTHING else said

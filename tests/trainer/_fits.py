@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.outcome import error_text
+from tests.trainer._quiet_trainer import SMALL_BUCKETS, elastic, quiet_trainer
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 24, 12, 13
-SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 
 
 class Norm(nn.BatchNorm1d):
@@ -182,31 +183,19 @@ class FitSpec:
     hidden: int = 31
     strict: bool = True
 
-    def _small_buckets(self) -> dict[str, Any]:
-        """Return the strategy's options, with buckets smaller than the default gigabyte."""
-        if "config" not in self.strategy:
-            return {**SMALL_BUCKETS, **self.strategy}
-        config = self.strategy["config"]
-        zero_config = {**SMALL_BUCKETS, **config["zero_optimization"]}
-        return {**self.strategy, "config": {**config, "zero_optimization": zero_config}}
-
     def make(self) -> tuple[pl.Trainer, RegressionNet, Data, WeightRecorder]:
         """Make the Trainer and what it works on."""
         warnings.simplefilter("ignore")
         watch = WeightRecorder()
         kept = {"enable_version_counter": False, **self.checkpoint}
         checkpoints = ModelCheckpoint(dirpath=self.root, **kept)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=comm.get_world_size(),
-            strategy=ElasticDeepSpeedStrategy(stage=self.stage, **self._small_buckets()),
-            max_epochs=self.epochs,
-            callbacks=[watch, checkpoints],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            **self.trainer,
+        options = dict(self.strategy)
+        if config := options.get("config"):
+            zero_config = {**SMALL_BUCKETS, **config["zero_optimization"]}
+            options["config"] = {**config, "zero_optimization": zero_config}
+        strategy = elastic(stage=self.stage, **options)
+        trainer = quiet_trainer(
+            strategy, watch, checkpoints, max_epochs=self.epochs, **self.trainer
         )
         net = RegressionNet(self.lr, self.seed, self.hidden)
         net.strict_loading = self.strict
@@ -250,11 +239,7 @@ def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
 
 def error_of(plan: FitSpec, verb: str = "fit") -> str:
     """Return the class and the message of what a Trainer raises."""
-    try:
-        fit(plan) if verb == "fit" else evaluate(plan, verb)
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return error_text(lambda: fit(plan) if verb == "fit" else evaluate(plan, verb))
 
 
 def listing(root: str) -> dict[str, bool]:

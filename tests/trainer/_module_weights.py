@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.outcome import warnings_heard
 from tests.trainer._fits import FitSpec, RegressionNet, digests, fit
 
 
@@ -85,15 +85,13 @@ def save_after_a_change(plan: FitSpec, how: str, path: str) -> dict[str, Any]:
         net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
     else:
         _, net, data, _ = replace(plan, seed=17).make()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings_heard(about="has other weights since") as said:
         trainer.test(net, data, verbose=False)
         trainer.save_checkpoint(path)
     tested = digests(net)
     del trainer, net, data
     trainer, net, data, _ = replace(plan, seed=18).make()
     trainer.test(net, data, ckpt_path=path, verbose=False)
-    said = [str(w.message) for w in warned if "has other weights since" in str(w.message)]
     return {"fitted": fitted, "tested": tested, "loaded": digests(net), "said": said}
 
 
@@ -101,13 +99,11 @@ def save_without_fit(
     plan: FitSpec, verb: str, path: str, precision: str | None = None
 ) -> dict[str, Any]:
     """Evaluate, with a checkpoint or without, and save what is there."""
-    with warnings.catch_warnings(record=True) as warned:
-        more = {"precision": precision} if precision else {}
-        trainer, net, data, _ = replace(plan, trainer=more).make()
-        warnings.simplefilter("always")
+    more = {"precision": precision} if precision else {}
+    trainer, net, data, _ = replace(plan, trainer=more).make()
+    with warnings_heard(about="nothing was trained here") as said:
         getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
         trainer.save_checkpoint(path)
-    said = [str(w.message) for w in warned if "nothing was trained here" in str(w.message)]
     return {"weights": digests(net), "said": said}
 
 
@@ -156,10 +152,8 @@ def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
     """Fit while a layer is frozen or unfrozen; give its weights, and what was said."""
     switch = Switch(thaw=thaw)
     trainer, net, data, _ = trainer_with(plan, switch)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings_heard(about="since the fit began") as said:
         trainer.fit(net, data)
-    said = [str(w.message) for w in warned if "since the fit began" in str(w.message)]
     return {"weights": switch.weights, "said": said}
 
 

@@ -8,40 +8,28 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import CombinedLoader
 from torch import distributed, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from tests.trainer._epoch_counting_data import counting_loader
+from tests.outcome import error_text, log_heard, warnings_heard
+from tests.trainer import _recorded_data
+from tests.trainer._epoch_counting_data import WIDTH
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.trainer._recorded_data import IndexedSamples
 
-WIDTH = 5
-SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class RunSpec:
     trainer: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     kind: str = "plain"
-    """Of the data: see ``loaders_of``."""
+    """Of the data: see ``_recorded_data.loaders_of``."""
     schedule: str = "none"
     rate: float = 0.01
     manual: bool = False
@@ -72,6 +60,16 @@ class RunSpec:
     noise: float = 0.0
     """Drawn for each sample as it is fetched: in the process that fetches it."""
     seed: int = 3
+
+    def resumed(self, moment: str, **changes: Any) -> RunSpec:
+        """Return the run that goes on from what this one saved at a moment, and saves nothing."""
+        path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
+        return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
+
+    def loaders(self) -> Any:  # noqa: ANN401
+        """Return the training loaders."""
+        kind, length, size = self.kind, self.length, self.batch_size
+        return _recorded_data.loaders_of(kind, length, size, self.noise, self.loader)
 
 
 @dataclass(frozen=True)
@@ -97,156 +95,9 @@ class RunRecord:
     """Every counter of the fit's loops, when each micro-batch begins, and at the end."""
 
 
-class IndexedSamples(Dataset[Any]):
-    """Samples that tell their index."""
-
-    def __init__(self, length: int, noise: float) -> None:
-        self.length, self.noise = length, noise
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        x = torch.randn(WIDTH, generator=generator)
-        return x + self.noise * torch.randn(WIDTH), index
-
-
-class Backwards(Sampler[int]):
-    """A sampler of a user's own."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.length).tolist()[::-1])
-
-
-class OwnGenerator(Sampler[int]):
-    """A sampler that draws from generators of its own, as users write them."""
-
-    def __init__(self, length: int, kind: str) -> None:
-        self.length, self.kind = length, kind
-        self.rng = np.random.default_rng(5)
-        self.parts: dict[str, Any] = {
-            "numbers": random.Random(5),
-            "torch": torch.Generator().manual_seed(5),
-        }
-        self.epochs = 0
-        self.begin = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        self.epochs += 1
-        match self.kind:
-            case "numpy":
-                return iter(self.rng.permutation(self.length).tolist())
-            case "random":
-                return iter(self.parts["numbers"].sample(range(self.length), self.length))
-            case "torch":
-                return iter(torch.randperm(self.length, generator=self.parts["torch"]).tolist())
-            case "counts":
-                begin = 7 * self.epochs
-            case "changed":
-                begin = self.begin
-            case "ranks, later":
-                begin = comm.get_rank() * (self.epochs > 1)
-            case _:
-                begin = comm.get_rank()
-        return iter([(begin + index) % self.length for index in range(self.length)])
-
-
-class Stream(IterableDataset[Any]):
-    """Every rank's part of some samples in a row, in each epoch the same."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.first = length, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self.first = self.first, 0
-        for index in range(first + comm.get_rank(), self.length, comm.get_world_size()):
-            yield torch.full((WIDTH,), float(index)), index
-
-
-class SeekableStream(Stream):
-    """One that can be told where to begin."""
-
-    def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin after so many samples."""
-        del epoch
-        self.first = samples
-
-
-class ContinuingStream(Stream):
-    """A stream that does not begin anew in each epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.first < self.length:
-            index = self.first + comm.get_rank()
-            self.first += comm.get_world_size()
-            yield torch.full((WIDTH,), float(index)), index
-
-
-class StatefulLoader(DataLoader[Any]):
-    """A loader that keeps what its rank has consumed."""
-
-    taken = 0
-    skip = 0
-
-    @override
-    def __iter__(self) -> Any:
-        skip, self.skip, self.taken = self.skip, 0, 0
-        for batch in super().__iter__():
-            self.taken += 1
-            if self.taken > skip:
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Keep it."""
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Skip it."""
-        self.skip = state_dict["taken"]
-
-
-class OwnBatchSampler(BatchSampler):
-    """A batch sampler of a user's own: each rank's samples, back to front."""
-
-    def __init__(self, length: int, size: int) -> None:
-        self.length, self.batch_size, self.drop_last = length, size, True
-        self.samples = 0
-        self.sampler = range(length)
-
-    def _own(self) -> list[list[int]]:
-        own = list(range(self.length))[::-1][comm.get_rank() :: comm.get_world_size()]
-        return [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
-
-    @override
-    def __len__(self) -> int:
-        return len(self._own())
-
-    @override
-    def __iter__(self) -> Iterator[list[int]]:
-        begin = self.samples // comm.get_world_size() // self.batch_size
-        self.samples = 0
-        return iter(self._own()[begin:])
-
-    def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin after so many samples."""
-        del epoch
-        self.samples = samples
-
-
-class PlaceLess(OwnBatchSampler):
-    """One that cannot be told where to begin."""
-
-    resume_at = None  # type: ignore[assignment]
+def from_step(values: Mapping[int, V], begin: int) -> dict[int, V]:
+    """Return what a run saw from a step on."""
+    return {step: value for step, value in values.items() if step >= begin}
 
 
 class RecordingNet(pl.LightningModule):
@@ -429,77 +280,12 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
-    """Return None in the place of the batch that has the 13th sample."""
-    return None if any(index == 12 for _, index in samples) else default_collate(samples)
-
-
-def loaders_of(run: RunSpec) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912, PLR0915 - a table
-    """Return the training loaders."""
-    data = IndexedSamples(run.length, run.noise)
-    made: Any = partial(DataLoader, batch_size=run.batch_size, **run.loader)
-    match run.kind:
-        case kind if kind.startswith("counting"):
-            return counting_loader(kind, run.length, run.batch_size)
-        case "plain" | "skips":
-            return made(data, shuffle=True)
-        case "positional":
-            return DataLoader(data, run.batch_size, True, **run.loader)
-        case "sampler":
-            return made(data, sampler=Backwards(run.length))
-        case "own generator":
-            return made(data, shuffle=True, generator=torch.Generator().manual_seed(5))
-        case "replacement":
-            return made(data, sampler=RandomSampler(data, replacement=True))
-        case "explicit SequentialSampler":
-            return made(data, sampler=SequentialSampler(data))
-        case "None instead of a batch":
-            return made(data, sampler=range(run.length), collate_fn=_none_for_one)
-        case "in order":
-            return made(data)
-        case "range":
-            return made(data, sampler=range(run.length))
-        case "numpy" | "random" | "torch" | "counts" | "ranks" | "ranks, later" | "changed":
-            return made(data, sampler=OwnGenerator(run.length, run.kind))
-        case "user's loader":
-            return DataLoader(data, batch_sampler=PlaceLess(run.length, run.batch_size))
-        case "no length":
-            return [torch.zeros(2, WIDTH)] * 4
-        case "iterable":
-            return DataLoader(Stream(run.length), batch_size=run.batch_size)
-        case "stateful":
-            return StatefulLoader(Stream(run.length), batch_size=run.batch_size)
-        case "seeks":
-            return DataLoader(SeekableStream(run.length), batch_size=run.batch_size)
-        case "goes on":
-            return DataLoader(ContinuingStream(run.length), batch_size=run.batch_size)
-        case "two, one uncut":
-            return [made(data, shuffle=True), DataLoader(Stream(run.length), batch_size=3)]
-        case "own distributed sampler":
-            shared: DistributedSampler[Any] = DistributedSampler(
-                data, comm.get_world_size(), comm.get_rank(), shuffle=False
-            )
-            return made(data, sampler=shared)
-        case "two, as long as the longer":
-            two = [made(data, shuffle=True), made(IndexedSamples(29, 0.0), shuffle=True)]
-            return CombinedLoader(two, "max_size")
-        case "own batches":
-            return DataLoader(data, batch_sampler=OwnBatchSampler(run.length, run.batch_size))
-        case "torchdata":
-            from torchdata.stateful_dataloader import StatefulDataLoader
-
-            return StatefulDataLoader(data, batch_size=run.batch_size, shuffle=True)
-        case "two":
-            return {"a": made(data, shuffle=True), "b": made(IndexedSamples(29, 0.0), shuffle=True)}
-    raise ValueError(run.kind)
-
-
 def fit(run: RunSpec) -> RunRecord:
     """Fit, and give what this rank saw, with the samples of all ranks."""
-    with warnings.catch_warnings(record=True) as warned, _heard() as said:
-        warnings.simplefilter("always")
+    of_lightning = "lightning.pytorch.utilities.rank_zero"
+    with warnings_heard() as warned, log_heard(of_lightning, logging.INFO) as said:
         seen = _fit(run)
-    return replace(seen, messages=[*(str(w.message) for w in warned), *said])
+    return replace(seen, messages=[*warned, *said])
 
 
 def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
@@ -510,30 +296,9 @@ def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
     return seen, [str(w.message) for w in warned]
 
 
-@contextmanager
-def _heard() -> Iterator[list[str]]:
-    """Hear what Lightning logs."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def error_of(run: RunSpec) -> str:
     """Return what a run raises."""
-    try:
-        fit(run)
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return error_text(lambda: fit(run))
 
 
 def fits(runs: list[RunSpec]) -> list[RunRecord]:
@@ -548,7 +313,7 @@ def _fit(run: RunSpec) -> RunRecord:
     net, watch = RecordingNet(run), EventRecorder(run)
     trainer = trainer_of(run, [watch])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
+    trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     if "after" in run.save:
         trainer.save_checkpoint(Path(run.root) / "after.ckpt")
     return gather_record(trainer, net, watch)
@@ -556,21 +321,9 @@ def _fit(run: RunSpec) -> RunRecord:
 
 def trainer_of(run: RunSpec, callbacks: list[Callback]) -> pl.Trainer:
     """Return a trainer."""
-    options = dict(SMALL_BUCKETS, **run.strategy)
-    if run.global_batch is not None:
-        options["global_batch_size"] = run.global_batch
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(stage=run.stage, **options),
-        max_epochs=run.epochs,
-        max_steps=run.max_steps,
-        callbacks=callbacks,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"num_sanity_val_steps": 0, "enable_checkpointing": False, **run.trainer},
-    )
+    strategy = elastic(stage=run.stage, global_batch_size=run.global_batch, **run.strategy)
+    options = {"max_epochs": run.epochs, "max_steps": run.max_steps, **run.trainer}
+    return quiet_trainer(strategy, *callbacks, **options)
 
 
 def gather_record(trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder) -> RunRecord:

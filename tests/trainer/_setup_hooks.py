@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
-    SMALL_BUCKETS,
     EventRecorder,
-    IndexedSamples,
     RecordingNet,
     RunRecord,
     RunSpec,
@@ -117,19 +115,8 @@ def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str 
     run = RunSpec(length=LENGTH, save=("step 1.2",) if save else (), root=save)
     asks, watch = Asks(asker), EventRecorder(run)
     net = (NetWithLoader if source == "module" else AskingNet)(run, asks)
-    options: dict[str, Any] = {"stage": 2, "global_batch_size": GLOBAL_BATCH, **SMALL_BUCKETS}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(**options),
-        max_epochs=EPOCHS,
-        callbacks=[AskingCallback(asks), watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    strategy = elastic(global_batch_size=GLOBAL_BATCH)
+    trainer = quiet_trainer(strategy, AskingCallback(asks), watch, max_epochs=EPOCHS)
     data: dict[str, Any] = {}
     if source == "datamodule":
         data["datamodule"] = AskingData(asks)

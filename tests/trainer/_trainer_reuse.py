@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
-    SMALL_BUCKETS,
     EventRecorder,
-    IndexedSamples,
     RecordingNet,
     RunRecord,
     RunSpec,
@@ -40,24 +39,13 @@ LENGTH, GLOBAL_BATCH = 48, 12
 
 def make_strategy(stage: int) -> ElasticDeepSpeedStrategy:
     """Return one whose batches differ from the Trainer's settings."""
-    options: dict[str, Any] = {"stage": stage, "global_batch_size": GLOBAL_BATCH, **SMALL_BUCKETS}
-    return ElasticDeepSpeedStrategy(**options)
+    return elastic(stage=stage, global_batch_size=GLOBAL_BATCH)
 
 
 def make_trainer(strategy: ElasticDeepSpeedStrategy, *callbacks: Callback, **options: Any) -> Any:  # noqa: ANN401
     """Make a Trainer whose integers count global batches."""
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=strategy,
-        callbacks=[*callbacks],
-        logger=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **{"max_epochs": 2, "limit_train_batches": 3, "val_check_interval": 2, **options},
-    )
+    few = {"max_epochs": 2, "limit_train_batches": 3, "val_check_interval": 2, **options}
+    return quiet_trainer(strategy, *callbacks, **few)
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:  # noqa: ANN401 (a Trainer)

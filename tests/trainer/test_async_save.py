@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.engine._worker_pool import Pools
+from tests.outcome import error_text
 from tests.trainer._async_save import (
     OTHER,
     AsyncSaveSpec,
@@ -193,12 +194,8 @@ def fail_at_the_end(run: AsyncSaveSpec) -> str:
     """Save with a writer that fails, and train to the end."""
     run.gate.touch()
     run.actions = {5: lambda trainer: trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))}
-    trainer, net, data, director = run.make()
-    try:
-        trainer.fit(net, data)
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
-        return f"{type(error).__name__}: {error}"
-    return f"nothing was raised but {director.errors}"
+    trainer, net, data, _ = run.make()
+    return error_text(lambda: trainer.fit(net, data))
 
 
 def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:

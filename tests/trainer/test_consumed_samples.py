@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine._worker_pool import Pools
 from tests.rotation import Rotation
-from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits
+from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step
 
 pytestmark = pytest.mark.engine
 
@@ -142,11 +142,6 @@ class Reference:
             if (index - place) % len(OTHER_WORLDS) == 0
         }
 
-    def resumed(self, point: str) -> RunSpec:
-        """Return the run that goes on from a save."""
-        path = Path(self.run.root) / f"{point.replace(' ', '-')}.ckpt"
-        return replace(self.run, save=(), ckpt_path=str(path))
-
 
 class References(dict[str, Reference]):
     """Every scenario, run once on two ranks when it is asked for, saving at every kind of point."""
@@ -179,13 +174,13 @@ def test_the_same_world_goes_on_bit_for_bit(
     reference = references[scenario]
     assert len(reference.points()) >= 9
     begins = reference.points() if points == "all" else reference.drawn(rotation, 2, scenario)
-    runs = [reference.resumed(point) for point in begins]
+    runs = [reference.run.resumed(point) for point in begins]
     for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
         whole = reference.seen[rank]
         for (point, begin), seen in zip(begins.items(), of_rank, strict=True):
-            assert seen.steps == _from(whole.steps, begin), point
-            assert seen.losses == _from(whole.losses, begin), point
-            assert seen.rates == _from(whole.rates, begin), point
+            assert seen.steps == from_step(whole.steps, begin), point
+            assert seen.losses == from_step(whole.losses, begin), point
+            assert seen.rates == from_step(whole.rates, begin), point
             assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
             assert len(seen.axis) == whole.global_step - begin, point
             assert seen.global_step == whole.global_step
@@ -211,22 +206,17 @@ def test_another_world_takes_the_same_steps(
         named = {f"{scenario} {world}": world for world in OTHER_WORLDS}
         world = named[rotation.chosen([*named], 1)[0]]
         points = reference.drawn(rotation, 1, f"{scenario} elsewhere")
-    runs = [reference.resumed(point) for point in points]
+    runs = [reference.run.resumed(point) for point in points]
     if reference.run.kind == "seeks" and world == 4:
         runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
     whole = reference.seen[0]
     of_rank = worlds.run(world, partial(fits, runs))[0]
     for (point, begin), seen in zip(points.items(), of_rank, strict=True):
-        assert seen.steps == _from(whole.steps, begin), point
-        assert seen.rates == _from(whole.rates, begin), point
+        assert seen.steps == from_step(whole.steps, begin), point
+        assert seen.rates == from_step(whole.rates, begin), point
         assert seen.global_step == whole.global_step, point
         assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
         _check_events(whole, seen, point)
-
-
-def _from(of_steps: dict[int, Any], begin: int) -> dict[int, Any]:
-    """Return what belongs to a step and those after it."""
-    return {step: value for step, value in of_steps.items() if step >= begin}
 
 
 def _check_events(whole: RunRecord, seen: RunRecord, point: str) -> None:
@@ -256,13 +246,12 @@ def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path:
     """From inside an epoch and inside a window of micro-batches, whatever the two accumulations."""
     saving = RunSpec(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
     whole = worlds.run(source, partial(fit, saving))[0]
-    for point, begin in (("step-0.3", 3), ("inside-1.1", 6)):
-        path = tmp_path / f"{point}.ckpt"
-        if not path.exists():
+    for point, begin in (("step 0.3", 3), ("inside 1.1", 6)):
+        resumed = saving.resumed(point)
+        if not Path(str(resumed.ckpt_path)).exists():
             continue  # this world has no window to be inside of
-        resumed = replace(saving, save=(), ckpt_path=str(path))
         seen = worlds.run(target, partial(fit, resumed))[0]
-        assert seen.steps == _from(whole.steps, begin)
+        assert seen.steps == from_step(whole.steps, begin)
         assert all(len(samples) == 12 for samples in seen.steps.values())
 
 
@@ -278,10 +267,9 @@ def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     path = next(tmp_path.glob("*0.2.ckpt"))
     second = replace(run, save=("inside 1.3",), root=str(tmp_path), ckpt_path=str(path))
     then = worlds.run(2, partial(fit, second))[0]
-    third = replace(run, ckpt_path=str(tmp_path / "inside-1.3.ckpt"))
-    last = worlds.run(3, partial(fit, third))[0]
-    assert then.steps == _from(whole.steps, 2)
-    assert last.steps == _from(whole.steps, 8)
+    last = worlds.run(3, partial(fit, second.resumed("inside 1.3")))[0]
+    assert then.steps == from_step(whole.steps, 2)
+    assert last.steps == from_step(whole.steps, 8)
     losses = {**whole.losses, **then.losses, **last.losses}
     near = max(abs(o.losses[s] - whole.losses[s]) for o in others for s in whole.losses)
     assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
@@ -297,14 +285,12 @@ def test_a_run_stopped_by_max_steps_goes_on(
     """In mid-epoch, where Lightning takes the epoch for done: by steps, and by epochs."""
     short = RunSpec(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
     worlds.run(2, partial(fit, short))
-    path = str(tmp_path / f"{point.replace(' ', '-')}.ckpt")
     for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
-        run = RunSpec(**limit)
-        whole = worlds.run(2, partial(fit, run))[0]
-        seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path)))[0]
-        assert seen.steps == _from(whole.steps, 8)
+        whole = worlds.run(2, partial(fit, RunSpec(**limit)))[0]
+        seen = worlds.run(world, partial(fit, short.resumed(point, **limit)))[0]
+        assert seen.steps == from_step(whole.steps, 8)
         assert seen.global_step == whole.global_step
-        assert world != 2 or seen.losses == _from(whole.losses, 8)
+        assert world != 2 or seen.losses == from_step(whole.losses, 8)
 
 
 @pytest.mark.rotating(1)
@@ -313,11 +299,11 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """More epochs than were planned, from what was saved when the run was done."""
-    worlds.run(2, partial(fit, RunSpec(save=("end",), root=str(tmp_path), epochs=1)))
+    short = RunSpec(save=("end",), root=str(tmp_path), epochs=1)
+    worlds.run(2, partial(fit, short))
     whole = worlds.run(2, partial(fit, RunSpec(epochs=3)))[0]
-    resumed = RunSpec(epochs=3, ckpt_path=str(tmp_path / "end.ckpt"))
-    seen = worlds.run(world, partial(fit, resumed))[0]
-    assert seen.steps == _from(whole.steps, 5)
+    seen = worlds.run(world, partial(fit, short.resumed("end", epochs=3)))[0]
+    assert seen.steps == from_step(whole.steps, 5)
     assert seen.epoch == whole.epoch
     assert not any("was planned for" in text for text in seen.messages)  # no schedule was
 
@@ -325,12 +311,11 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
 def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
     """A rate of np.float32 takes other steps than Python's float of the same value."""
     whole = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
-    again = replace(whole, save=(), ckpt_path=str(tmp_path / "step-0.2.ckpt"))
-    for of_whole, seen in worlds.run(2, partial(fits, [whole, again])):
+    for of_whole, seen in worlds.run(2, partial(fits, [whole, whole.resumed("step 0.2")])):
         assert {type(rate).__name__ for rate in of_whole.rates.values()} == {"float32"}
         assert {type(rate).__name__ for rate in seen.rates.values()} == {"float32"}
-        assert seen.rates == _from(of_whole.rates, 2)
-        assert seen.losses == _from(of_whole.losses, 2)
+        assert seen.rates == from_step(of_whole.rates, 2)
+        assert seen.losses == from_step(of_whole.losses, 2)
 
 
 @pytest.mark.rotating(2)
@@ -351,13 +336,13 @@ def test_a_new_rate_is_that_of_a_run_that_always_had_it(
     run, point, begin = plan
     saving = replace(run, rate=0.003, root=str(tmp_path), save=(point,))
     whole = worlds.run(2, partial(fits, [saving, run]))[0][1]
-    path = tmp_path / f"{point.replace(' ', '-')}.ckpt"
-    resumed = replace(run, strategy={"load_hyperparameters": False}, ckpt_path=str(path))
+    strategy = {"load_hyperparameters": False}
+    resumed = saving.resumed(point, rate=run.rate, strategy=strategy)
     for world in (2, 3):
         seen = worlds.run(world, partial(fit, resumed))[0]
-        assert seen.rates == _from(whole.rates, begin)
+        assert seen.rates == from_step(whole.rates, begin)
         assert len(set(seen.rates.values())) > 1
-        assert seen.steps == _from(whole.steps, begin)
+        assert seen.steps == from_step(whole.steps, begin)
 
 
 @pytest.mark.rotating(1)
@@ -370,8 +355,7 @@ def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Pat
     saving = RunSpec(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
     whole = worlds.run(2, partial(fit, saving))[0]
     other = worlds.run(target, partial(fit, replace(saving, save=())))[0]
-    path = str(tmp_path / "step-0.3.ckpt")
-    seen = worlds.run(target, partial(fit, replace(saving, save=(), ckpt_path=path)))[0]
+    seen = worlds.run(target, partial(fit, saving.resumed("step 0.3")))[0]
     apart = max(abs(whole.losses[step] - other.losses[step]) for step in whole.losses)
     distance = max(abs(whole.losses[step] - loss) for step, loss in seen.losses.items())
     assert set(seen.losses) == set(range(3, 40))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import RunRecord, RunSpec, error_of, fit, fits
+from tests.trainer._recorded_runs import RunRecord, RunSpec, error_of, fit, fits, from_step
 
 pytestmark = pytest.mark.engine
 
@@ -23,13 +23,8 @@ OWN = RunSpec(
 
 def saved(run: RunSpec, worlds: Pools, root: Path) -> tuple[RunRecord, RunSpec]:
     """Fit on two ranks, saving in mid-epoch; give that, and the run that goes on."""
-    whole = worlds.run(2, partial(fit, replace(run, save=(SAVE,), root=str(root))))[0]
-    return whole, replace(run, ckpt_path=str(root / "step-0.3.ckpt"))
-
-
-def later(seen: RunRecord, begin: int = 3) -> dict[int, list[int]]:
-    """Return the samples of later steps."""
-    return {step: ids for step, ids in seen.steps.items() if step >= begin}
+    saving = replace(run, save=(SAVE,), root=str(root))
+    return worlds.run(2, partial(fit, saving))[0], saving.resumed(SAVE)
 
 
 @pytest.mark.parametrize("kind", ["iterable", "own batches without a place"])
@@ -77,7 +72,7 @@ def test_users_data_that_can_be_placed(
     whole, resumed = saved(run, worlds, tmp_path)
     micro = 12 // world if kind == "own batches" else {4: 3}.get(world, 2)
     seen = worlds.run(world, partial(fit, replace(resumed, batch_size=micro)))[0]
-    assert seen.steps == later(whole)
+    assert seen.steps == from_step(whole.steps, 3)
     assert world != 2 or seen.losses == {s: v for s, v in whole.losses.items() if s >= 3}
 
 
@@ -86,7 +81,7 @@ def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path:
     run = RunSpec(kind="stateful", length=60)
     whole, resumed = saved(run, worlds, tmp_path)
     for seen in worlds.run(2, partial(fit, resumed)):
-        assert seen.steps == later(whole)
+        assert seen.steps == from_step(whole.steps, 3)
     assert len(whole.steps) == 10
     for message in worlds.run(3, partial(error_of, resumed)):
         assert "has one state per rank of 2; there are 3 now" in message
@@ -99,10 +94,9 @@ def test_a_loaders_own_state_is_that_of_the_last_step(
     """Inside a window of micro-batches, and although Lightning fetches a batch ahead."""
     run = RunSpec(kind="stateful", length=60, save=(point,), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
-    path = str(tmp_path / f"{point.replace(' ', '-')}.ckpt")
     epoch, step = point.split()[1].split(".")
-    for seen in worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path))):
-        assert seen.steps == later(whole, 5 * int(epoch) + int(step))
+    for seen in worlds.run(2, partial(fit, run.resumed(point))):
+        assert seen.steps == from_step(whole.steps, 5 * int(epoch) + int(step))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -110,7 +104,7 @@ def test_torchdatas_loader_goes_on_anywhere(world: int, worlds: Pools, tmp_path:
     """For data with a length its order is ours, and it needs no state of its own."""
     pytest.importorskip("torchdata")
     whole, resumed = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
-    assert worlds.run(world, partial(fit, resumed))[0].steps == later(whole)
+    assert worlds.run(world, partial(fit, resumed))[0].steps == from_step(whole.steps, 3)
 
 
 def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> None:
@@ -121,8 +115,8 @@ def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> No
         assert "the data is not that of the save (dataset_length was 53, is 70)" in message
     ended = replace(run, save=("epoch 0",), root=str(tmp_path), epochs=1)
     worlds.run(2, partial(fit, ended))
-    path = str(tmp_path / "epoch-0.ckpt")
-    seen = worlds.run(2, partial(fit, RunSpec(length=70, ckpt_path=path)))[0]
+    longer = ended.resumed("epoch 0", epochs=2, length=70)
+    seen = worlds.run(2, partial(fit, longer))[0]
     assert sorted(seen.steps) == [5, 6, 7, 8, 9, 10]
 
 
@@ -139,25 +133,21 @@ def test_a_samplers_own_generators_are_seeded(
     run = RunSpec(kind=kind, save=(SAVE_LATER,), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
     assert whole.steps[0] != whole.steps[5]  # epochs differ
-    path = str(tmp_path / "step-1.2.ckpt")
-    seen = worlds.run(world, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
-    assert seen.steps == later(whole, 7)
+    seen = worlds.run(world, partial(fit, run.resumed(SAVE_LATER)))[0]
+    assert seen.steps == from_step(whole.steps, 7)
 
 
 def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """In a new process it begins to count anew: said on every rank, and restarted where allowed."""
     run = RunSpec(kind="counts", save=(SAVE, SAVE_LATER), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
-    first, second = (str(tmp_path / f"step-{at}.ckpt") for at in ("0.3", "1.2"))
-    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=first)))[0]
-    assert seen.steps == later(whole)  # it counts alike until here
-    for message in worlds.run(2, partial(error_of, replace(run, save=(), ckpt_path=second))):
+    seen = worlds.run(2, partial(fit, run.resumed(SAVE)))[0]
+    assert seen.steps == from_step(whole.steps, 3)  # it counts alike until here
+    for message in worlds.run(2, partial(error_of, run.resumed(SAVE_LATER))):
         assert message.startswith("CheckpointMismatchError")
         assert "OwnGenerator put epoch 1 in another order than when it was saved" in message
         assert "set_epoch(epoch)" in message
-    allowed = replace(
-        run, save=(), ckpt_path=second, strategy={"on_unresumable_data": "restart_epoch"}
-    )
+    allowed = run.resumed(SAVE_LATER, strategy={"on_unresumable_data": "restart_epoch"})
     seen = worlds.run(2, partial(fit, allowed))[0]
     assert seen.global_step == 12
     assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
@@ -167,11 +157,10 @@ def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_p
     """It goes on where it counts alike; where it does not, that is said: data may change there."""
     run = RunSpec(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
     whole = worlds.run(2, partial(fit, run))[0]
-    first, second = (str(tmp_path / f"epoch-{at}.ckpt") for at in (0, 1))
-    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=first)))[0]
-    assert seen.steps == later(whole, 5)
+    seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
+    assert seen.steps == from_step(whole.steps, 5)
     assert not any("another order" in text for text in seen.messages)
-    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=second)))[0]
+    seen = worlds.run(2, partial(fit, run.resumed("epoch 1")))[0]
     assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
 
 
@@ -210,7 +199,7 @@ def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -
             assert whole.steps[of_epoch + step] == list(range(12 * step, 12 * (step + 1)))
     for world in (1, 2, 3):
         seen = worlds.run(world, partial(fit, resumed))[0]
-        assert seen.steps == later(whole)
+        assert seen.steps == from_step(whole.steps, 3)
         assert not any("shuffled" in text for text in (*whole.messages, *seen.messages))
 
 
@@ -244,9 +233,8 @@ def test_a_batch_fetched_ahead_of_the_end_is_not_trained_on(
     """Saved when an epoch's last batch had ended: the next step is the next epoch's first."""
     run = RunSpec(kind=kind, length=60, save=("step 0.5",), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
-    path = str(tmp_path / "step-0.5.ckpt")
-    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
-    assert seen.steps == later(whole, 5)
+    seen = worlds.run(2, partial(fit, run.resumed("step 0.5")))[0]
+    assert seen.steps == from_step(whole.steps, 5)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -255,7 +243,8 @@ def test_the_order_is_that_of_the_run_not_of_a_new_seed(
 ) -> None:
     """Who resumes with another seed, or forgot to seed, goes on in the order of before."""
     whole, resumed = saved(RunSpec(), worlds, tmp_path)
-    assert worlds.run(world, partial(fit, replace(resumed, seed=99)))[0].steps == later(whole)
+    seen = worlds.run(world, partial(fit, replace(resumed, seed=99)))[0]
+    assert seen.steps == from_step(whole.steps, 3)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,49 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
 
 from tests.engine._worker_pool import Pools
 from tests.trainer._fits import FitSpec, fit
-from tests.trainer._rounded_masters import masters_are_rounded
 
 pytestmark = pytest.mark.engine
+
+
+class Rounded(Callback):
+    """Sees whether the masters are what rounding to bf16 leaves of them."""
+
+    def __init__(self) -> None:
+        self.rounded: list[bool] = []
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Look."""
+        engine: Any = trainer.strategy.model
+        for master in engine.optimizer.single_partition_of_fp32_groups:
+            self.rounded.append(torch.equal(master, master.bfloat16().float()))
+
+
+def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
+    """Resume in bf16, with or without the fp32 masters of the checkpoint."""
+    zero = {"stage": 2, "load_from_fp32_weights": keep_fp32}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    plan = FitSpec(
+        root,
+        epochs=2,
+        ckpt_path=f"{root}/last.ckpt",
+        strategy={"config": config},
+        trainer={"precision": "bf16-mixed"},
+        checkpoint={"save_top_k": 0},
+    )
+    trainer, net, data, _ = plan.make()
+    seen = Rounded()
+    trainer.callbacks.append(seen)  # type: ignore[attr-defined]
+    trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+    return all(seen.rounded) and bool(seen.rounded)
 
 
 def test_load_from_fp32_weights(worlds: Pools, tmp_path: Path) -> None:

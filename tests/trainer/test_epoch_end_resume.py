@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import RunSpec, fit, fits
+from tests.trainer._recorded_runs import RunSpec, fit, fits, from_step
 
 pytestmark = pytest.mark.engine
 
-POINTS = {"step-1.3": 8, "validated-10": 10, "epoch-1": 10}
+POINTS = {"step 1.3": 8, "validated 10": 10, "epoch 1": 10}
 """In mid-epoch, at the end of an epoch's validation, and at its own end: with the next step."""
 
 RUN = RunSpec(
@@ -21,7 +21,7 @@ RUN = RunSpec(
     batch_size=6,
     epochs=4,
     validate=True,
-    save=tuple(point.replace("-", " ") for point in POINTS),
+    save=tuple(POINTS),
     trainer={"use_distributed_sampler": False},
 )
 
@@ -33,13 +33,11 @@ def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) 
     run = replace(RUN, kind=kind, root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0].steps
     assert len({tuple(whole[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
-    paths = [str(tmp_path / f"{point}.ckpt") for point in POINTS]
     for world in (1, 2, 3):
-        of_world = replace(run, save=(), batch_size=12 // world)
-        runs = [replace(of_world, ckpt_path=path) for path in paths]
+        runs = [run.resumed(point, batch_size=12 // world) for point in POINTS]
         resumed = worlds.run(world, partial(fits, runs))[0]
         for seen, begin in zip(resumed, POINTS.values(), strict=True):
-            assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+            assert seen.steps == from_step(whole, begin)
 
 
 @pytest.mark.rotating(1)
@@ -53,10 +51,10 @@ def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: P
     run = replace(RUN, kind=kind, epochs=3, root=str(tmp_path))
     run = replace(run, strategy={"logging_batch_size_per_gpu": 6})
     whole = worlds.run(2, partial(fit, run))[0].steps
-    runs = [replace(run, save=(), ckpt_path=str(tmp_path / f"{point}.ckpt")) for point in POINTS]
+    runs = [run.resumed(point) for point in POINTS]
     resumed = worlds.run(2, partial(fits, runs))[0]
     for seen, begin in zip(resumed, POINTS.values(), strict=True):
-        assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+        assert seen.steps == from_step(whole, begin)
     others = [replace(of, batch_size=4) for of in runs[1:]]
     others = [replace(of, strategy={"logging_batch_size_per_gpu": 4}) for of in others]
     for seen in worlds.run(3, partial(fits, others))[0]:
@@ -71,10 +69,9 @@ def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_pat
     run = replace(RUN, kind="counting, torchdata", length=240, epochs=2, trainer=trainer, save=save)
     run = replace(run, root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0].steps
-    paths = [str(tmp_path / f"{point.replace(' ', '-')}.ckpt") for point in save]
-    runs = [replace(run, save=(), ckpt_path=path) for path in paths]
+    runs = [run.resumed(point) for point in save]
     for seen, begin in zip(worlds.run(2, partial(fits, runs))[0], (2, 3, 3), strict=True):
-        assert seen.steps == {step: ids for step, ids in whole.items() if step >= begin}
+        assert seen.steps == from_step(whole, begin)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -82,8 +79,7 @@ def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_p
     """Its gradients do not flow into the next epoch: the resumed run takes the same steps."""
     run = RunSpec(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
     whole = worlds.run(2, partial(fit, run))[0]
-    path = str(tmp_path / "epoch-0.ckpt")
-    seen = worlds.run(2, partial(fit, replace(run, save=(), ckpt_path=path)))[0]
+    seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
     assert seen.buffer == whole.buffer
     assert seen.losses[3] == whole.losses[3]  # by the weights of step 2, the epoch's first
     said = [m for m in whole.messages if "ended within a window of micro-batches" in m]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine._worker_pool import Pools
 from tests.trainer._epoch_metrics import LoggedValues, all_values, values_of
-from tests.trainer._recorded_runs import RunSpec
+from tests.trainer._recorded_runs import RunSpec, from_step
 
 pytestmark = pytest.mark.engine
 
@@ -48,12 +48,8 @@ def saving(root: Path, **options: object) -> RunSpec:
 
 def resumed(run: RunSpec) -> dict[str, RunSpec]:
     """Return the runs that go on from what was saved, by moment."""
-    paths = {moment: Path(run.root) / f"{moment.replace(' ', '-')}.ckpt" for moment in run.save}
-    return {
-        moment: replace(run, save=(), ckpt_path=str(path))
-        for moment, path in paths.items()
-        if path.exists()
-    }
+    runs = {moment: run.resumed(moment) for moment in run.save}
+    return {moment: of for moment, of in runs.items() if Path(str(of.ckpt_path)).exists()}
 
 
 @pytest.mark.rotating(1)
@@ -85,7 +81,7 @@ def test_values_and_decisions_are_those_of_the_whole_run(
 def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> dict[str, object]:
     """Return what a run saw or decided otherwise, beside the whole run's."""
     first = min(seen.rates)
-    rates = {step: rate for step, rate in whole.rates.items() if step >= first}
+    rates = from_step(whole.rates, first)
     pairs = {
         "rates": (seen.rates, rates),
         "stopped": (seen.stopped, whole.stopped),

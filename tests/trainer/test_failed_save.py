@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.engine._worker_pool import Pools
+from tests.outcome import error_text
 from tests.trainer._async_save import AsyncSaveSpec, StepActor
 
 pytestmark = pytest.mark.engine
@@ -32,11 +33,7 @@ def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict
     trainer, net, data, director = run.make()
     kept = ModelCheckpoint(dirpath=f"{run.root}/kept", filename="{step}", **options)
     trainer.callbacks = [FailsFrom(director.gate, {}), kept]  # type: ignore[attr-defined]
-    said = ""
-    try:
-        trainer.fit(net, data)
-    except Exception as error:  # noqa: BLE001 - it is what tests look at
-        said = f"{type(error).__name__}: {error}"
+    said = error_text(lambda: trainer.fit(net, data))
     names = {"best": kept.best_model_path, "last": kept.last_model_path}
     ranked = {Path(path).name: float(score) for path, score in kept.best_k_models.items()}
     best = kept.best_model_score

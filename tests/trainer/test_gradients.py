@@ -9,14 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed import comm, zero
+from deepspeed import zero
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import SMALL_BUCKETS
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -85,26 +84,13 @@ def trained(
     **trainer: Any,
 ) -> tuple[list[float], list[tuple[int, int]]]:
     """Fit one epoch; give the weights, and the steps that Lightning and DeepSpeed counted."""
-    made = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(stage=stage, **{**SMALL_BUCKETS, **options}),
-        **{"max_epochs": 1, **trainer},
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    made = quiet_trainer(elastic(stage=stage, **options), **{"max_epochs": 1, **trainer})
     module = LinearNet()
     pl.seed_everything(0, verbose=False)
     loader: DataLoader[Any] = DataLoader(data(length), batch_size=batch_size, shuffle=True)
     if is_stream:
         loader = DataLoader(Stream(length), batch_size=batch_size)
     made.fit(module, loader)
-    engine = made.strategy.deepspeed_engine  # type: ignore[attr-defined]
-    full = engine.optimizer.single_partition_of_fp32_groups if stage < 3 else None
-    del full
-
     with zero.GatheredParameters(list(module.parameters())):
         weight = module.line.weight.detach().flatten().tolist()
     return weight, module.counted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing_extensions import override
 from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, concurrent_runs
 from lightning_elastic_zero.storage.process_identity import ProcessIdentity
 from tests.engine._worker_pool import Pools
+from tests.outcome import log_heard
 from tests.timeouts import HANG_TIMEOUT_S
 from tests.trainer._fits import FitSpec, error_of, fit, listing
 
@@ -101,18 +101,13 @@ def fit_twice(root: str) -> list[list[str]]:
     second = ModelCheckpoint(dirpath=root, filename="second", enable_version_counter=False)
     trainer.callbacks.append(second)  # type: ignore[attr-defined]
     said: list[list[str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said[-1].append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_elastic_zero.storage")
-    logger.addHandler(handler)
-    try:
-        for epochs in (1, 2):
-            said.append([])
+    for epochs in (1, 2):
+        with log_heard("lightning_elastic_zero.storage") as of_fit:
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(net, data)
-        trainer.validate(net, data, verbose=False)
-    finally:
-        logger.removeHandler(handler)
+            if epochs == 2:
+                trainer.validate(net, data, verbose=False)
+        said.append(of_fit)
     return said
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, warned_by_default
+from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step, warned_by_default
 
 pytestmark = pytest.mark.engine
 
@@ -37,9 +37,8 @@ def test_a_rate_that_gives_way_to_the_saved_one_is_said(worlds: Pools, tmp_path:
     for schedule, rate, taken in expected:
         run = RunSpec(schedule=schedule, root=str(tmp_path / schedule), validate=True)
         saves[schedule] = replace(run, save=("step 1.3",))
-        path = str(tmp_path / schedule / "step-1.3.ckpt")
         strategy = {} if taken else {"load_hyperparameters": False}
-        runs.append(replace(run, ckpt_path=path, rate=rate, strategy=strategy))
+        runs.append(run.resumed("step 1.3", rate=rate, strategy=strategy))
     worlds.run(1, partial(fits, list(saves.values())))
     first, second = worlds.run(2, partial(fits, runs))
     for (case, text), seen, other in zip(expected.items(), first, second, strict=True):
@@ -57,7 +56,7 @@ def test_where_an_epoch_has_ended_the_next_one_is_named(worlds: Pools, tmp_path:
     run = RunSpec(root=str(tmp_path), batch_size=12)
     (saved,) = worlds.run(1, partial(fit, replace(run, save=("epoch 0",))))
     assert said(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
-    (seen,) = worlds.run(1, partial(fit, replace(run, ckpt_path=str(tmp_path / "epoch-0.ckpt"))))
+    (seen,) = worlds.run(1, partial(fit, run.resumed("epoch 0")))
     assert said(seen, "on 1 device at step 5, epoch 1: ")
 
 
@@ -88,8 +87,7 @@ def test_a_loader_that_is_resumed_is_not_called_unresumable(worlds: Pools, tmp_p
         trainer={"use_distributed_sampler": False},
     )
     whole = worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))[0]
-    resumed = replace(run, ckpt_path=str(tmp_path / "step-0.2.ckpt"))
-    ((seen, warned),) = worlds.run(1, partial(warned_by_default, resumed))
-    assert seen.steps == {step: ids for step, ids in whole.steps.items() if step >= 2}
+    ((seen, warned),) = worlds.run(1, partial(warned_by_default, run.resumed("step 0.2")))
+    assert seen.steps == from_step(whole.steps, 2)
     assert warned
     assert not [text for text in warned if "is not resumable" in text]

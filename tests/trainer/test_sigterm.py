@@ -15,9 +15,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import SMALL_BUCKETS, IndexedSamples, RecordingNet, RunSpec
+from tests.trainer._quiet_trainer import elastic
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import RecordingNet, RunSpec
 from tests.trainer._trainer_reuse import LENGTH, make_trainer
 
 pytestmark = pytest.mark.engine
@@ -49,11 +50,10 @@ def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple
     ends: list[str] = []
 
     def made() -> Any:  # noqa: ANN401 (a Trainer)
-        options: dict[str, Any] = {"stage": 2, "async_save": background, **SMALL_BUCKETS}
         saves = ModelCheckpoint(
             root, every_n_train_steps=1, save_last="link", enable_version_counter=False
         )
-        strategy = ElasticDeepSpeedStrategy(global_batch_size=12, **options)
+        strategy = elastic(global_batch_size=12, async_save=background)
         return make_trainer(strategy, terminates, saves, max_epochs=1, limit_train_batches=4)
 
     net = RecordingNet(RunSpec(length=LENGTH))

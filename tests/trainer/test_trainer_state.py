@@ -23,9 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import SMALL_BUCKETS, IndexedSamples, RecordingNet, RunSpec
+from tests.outcome import NOTHING, error_text
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import RecordingNet, RunSpec
 
 pytestmark = pytest.mark.engine
 
@@ -62,19 +64,9 @@ def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any
     saving = ModelCheckpoint(
         dirpath=root, every_n_train_steps=1, save_top_k=-1, filename="{step}", monitor=None
     )
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(
-            **{"stage": options.pop("stage", 2), "global_batch_size": 12, **SMALL_BUCKETS}
-        ),
-        max_epochs=epochs,
-        callbacks=[*callbacks, saving],
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        **{"logger": False, "enable_progress_bar": False, **options},
-    )
+    strategy = elastic(stage=options.pop("stage", 2), global_batch_size=12)
+    counted = {"max_epochs": epochs, "log_every_n_steps": 1, **options}
+    return quiet_trainer(strategy, *callbacks, saving, **counted)
 
 
 def fit(trainer: pl.Trainer, path: str | None = None) -> RecordingNet:
@@ -125,11 +117,8 @@ def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
             state = average._average_model.state_dict()
             seen[trainer.global_step] = {name: value.tolist() for name, value in state.items()}
 
-    try:
-        fit(trainer_of(root, 2, [average, Look()], stage=stage), path)
-    except Exception as error:  # noqa: BLE001 - it is what a test looks at
-        return {"error": f"{type(error).__name__}: {error}"}
-    return seen
+    said = error_text(lambda: fit(trainer_of(root, 2, [average, Look()], stage=stage), path))
+    return seen if said == NOTHING else {"error": said}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from typing_extensions import override
 
 from lightning_elastic_zero import save_checkpoint
 from tests.engine._worker_pool import Pools
-from tests.trainer import _failure_cases
+from tests.outcome import NOTHING, error_text, log_heard, warnings_heard
 from tests.trainer._async_save import AsyncSaveSpec
-from tests.trainer._fits import SMALL_BUCKETS, Data, FitSpec, RegressionNet, error_of
+from tests.trainer._failure_cases import engine as engine_with_a_step
+from tests.trainer._fits import Data, FitSpec, RegressionNet, error_of
+from tests.trainer._quiet_trainer import SMALL_BUCKETS, quiet_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -40,12 +41,12 @@ def snapshot(*folders: Path) -> dict[str, bytes]:
 
 def save_as_deepspeed_does(root: str) -> str:
     """Save twice with DeepSpeed, then with this library into the same folder."""
-    engine = _failure_cases.engine()
+    engine = engine_with_a_step()
     for tag in ("global_step1", "global_step2"):
         engine.save_checkpoint(root, tag=tag)
     before = snapshot(Path(root))
     comm.barrier()
-    said = _failure_cases.error_text(lambda: save_checkpoint(engine, root))
+    said = error_text(lambda: save_checkpoint(engine, root))
     comm.barrier()
     assert snapshot(Path(root)) == before
     comm.barrier()
@@ -140,18 +141,8 @@ def fit_with_stock(root: str, epochs: int) -> None:
     """Fit with Lightning's own strategy."""
     warnings.simplefilter("ignore")
     options: dict[str, Any] = {"stage": 2, **SMALL_BUCKETS}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=Stock(**options),
-        max_epochs=epochs,
-        callbacks=[ModelCheckpoint(dirpath=root, **NAMES)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(RegressionNet(), Data())
+    saves = ModelCheckpoint(dirpath=root, **NAMES)
+    quiet_trainer(Stock(**options), saves, max_epochs=epochs).fit(RegressionNet(), Data())
 
 
 class Puts(Callback):
@@ -185,21 +176,15 @@ class Fit:
         """Fit; return where it came to, what its callback names, and what was said."""
         trainer, _, data, _ = self.plan.make()
         trainer.callbacks.extend(self.puts)  # type: ignore[attr-defined]
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lightning_elastic_zero").addHandler(handler)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_heard() as warned, log_heard("lightning_elastic_zero") as said:
             trainer.fit(Worse(), data, ckpt_path=self.plan.ckpt_path)
-        logging.getLogger("lightning_elastic_zero").removeHandler(handler)
         callback = trainer.checkpoint_callback
         assert isinstance(callback, ModelCheckpoint)
         return {
             "step": trainer.global_step,
             "last": Path(callback.last_model_path).name,
             "best": Path(callback.best_model_path).name,
-            "said": "\n".join([*said, *(str(warning.message) for warning in caught)]),
+            "said": "\n".join([*said, *warned]),
         }
 
 
@@ -246,10 +231,8 @@ def test_a_file_put_into_the_last_one(worlds: Pools, tmp_path: Path, *, async_sa
     assert (kept[0] / "manifest.json").is_file()
     if kept[0].name == "last.ckpt":
         assert {of_rank["last"] for of_rank in found} == {"last-v1.ckpt"}
-        error_text = (
-            f"{kept[0]} is kept, and the next one has another name: it holds what no save wrote"
-        )
-        assert f"{error_text}: model.bin" in found[0]["said"]
+        text = f"{kept[0]} is kept, and the next one has another name: it holds what no save wrote"
+        assert f"{text}: model.bin" in found[0]["said"]
     else:
         assert f"last.ckpt is kept as {kept[0]}: it holds what no save" in found[0]["said"]
 
@@ -294,5 +277,5 @@ def test_other_names_are_no_obstacle(worlds: Pools, tmp_path: Path) -> None:
     """A pretrained file beside the checkpoints is left alone, and refuses nothing."""
     (tmp_path / "resnet-50.ckpt").write_text(MINE)
     for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2))):
-        assert said == "nothing was raised"
+        assert said == NOTHING
     assert (tmp_path / "resnet-50.ckpt").read_text() == MINE

@@ -6,30 +6,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
-from deepspeed import comm
 from torch.utils.data import DataLoader
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from tests.engine._worker_pool import Pools
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
-    SMALL_BUCKETS,
-    IndexedSamples,
     RecordingNet,
     RunRecord,
     RunSpec,
     error_of,
     fit,
     fits,
+    from_step,
 )
 
 pytestmark = pytest.mark.engine
-
-
-def later(seen: RunRecord, begin: int) -> dict[int, list[int]]:
-    """Return the samples of later steps."""
-    return {step: ids for step, ids in seen.steps.items() if step >= begin}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -42,17 +35,8 @@ def test_the_loaders_word_counts_for_its_batch_size(world: int, worlds: Pools) -
 
 def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
     """Fit one trainer again and again; give steps and batches of each fit's epoch."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=comm.get_world_size(),
-        strategy=ElasticDeepSpeedStrategy(stage=2, global_batch_size=12, **dict(SMALL_BUCKETS)),  # type: ignore[arg-type]
-        max_epochs=1,
-        limit_train_batches=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = elastic(global_batch_size=12)
+    trainer = quiet_trainer(strategy, max_epochs=1, limit_train_batches=3)
     net, found, before = RecordingNet(RunSpec()), [], 0
     for epoch, size in enumerate(batch_sizes):
         trainer.fit_loop.max_epochs = epoch + 1
@@ -83,8 +67,7 @@ def test_a_validation_before_a_window_is_not_done_again(
     run = RunSpec(validate=True, trainer={"val_check_interval": 0.5})
     saving = replace(run, save=("inside 0.2",), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, saving))[0]
-    path = str(tmp_path / "inside-0.2.ckpt")
-    seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path)))[0]
+    seen = worlds.run(world, partial(fit, saving.resumed("inside 0.2")))[0]
     assert seen.events == whole.events[whole.events.index("validate at 2") + 1 :]
 
 
@@ -104,9 +87,8 @@ def test_loaders_made_anew_keep_order_and_interval(
     assert [e for e in whole.events if "valid" in e] == [
         f"validate at {step}" for step in (2, 4, 7, 9, 12, 14)
     ]
-    path = str(tmp_path / "step-0.2.ckpt")
-    seen = worlds.run(world, partial(fit, replace(run, ckpt_path=path, seed=99)))[0]
-    assert seen.steps == later(whole, 2)
+    seen = worlds.run(world, partial(fit, saving.resumed("step 0.2", seed=99)))[0]
+    assert seen.steps == from_step(whole.steps, 2)
     assert seen.events == whole.events[len(whole.events) - len(seen.events) :]
 
 
@@ -134,7 +116,7 @@ def test_a_batch_that_is_none_is_counted_and_resumed(
     assert len(paths) == (4 if batch_size == 12 else 6)
     runs = [replace(run, ckpt_path=str(path)) for path in paths]
     for path, seen in zip(paths, worlds.run(1, partial(fits, runs))[0], strict=True):
-        assert seen.steps == later(whole, min(seen.steps)), path.name
+        assert seen.steps == from_step(whole.steps, min(seen.steps)), path.name
         for mine, all_of in ((seen.losses, whole.losses), (seen.rates, whole.rates)):
             assert mine == {step: all_of[step] for step in seen.steps}, path.name
         assert seen.events == whole.events[len(whole.events) - len(seen.events) :], path.name
@@ -164,19 +146,16 @@ def test_states_of_loaders_go_on_twice(worlds: Pools, tmp_path: Path) -> None:
     """A run that was taken up saves them again, also right after its start."""
     run = RunSpec(kind="stateful", length=60, root=str(tmp_path))
     whole = worlds.run(2, partial(fit, replace(run, save=("step 0.2",))))[0]
-    again = replace(run, save=("inside 0.2",), ckpt_path=str(tmp_path / "step-0.2.ckpt"))
-    worlds.run(2, partial(fit, again))
-    last = replace(run, ckpt_path=str(tmp_path / "inside-0.2.ckpt"))
-    for seen in worlds.run(2, partial(fit, last)):
-        assert seen.steps == later(whole, 2)
+    worlds.run(2, partial(fit, run.resumed("step 0.2", save=("inside 0.2",))))
+    for seen in worlds.run(2, partial(fit, run.resumed("inside 0.2"))):
+        assert seen.steps == from_step(whole.steps, 2)
 
 
 def test_an_epoch_that_is_shorter_now_ends(worlds: Pools, tmp_path: Path) -> None:
     """What was trained of it is more than it has now: the next one begins, with whole steps."""
-    worlds.run(2, partial(fit, RunSpec(save=("step 0.3",), root=str(tmp_path))))
-    path = str(tmp_path / "step-0.3.ckpt")
-    seen = worlds.run(2, partial(fit, RunSpec(ckpt_path=path, trainer={"limit_train_batches": 2})))[
-        0
-    ]
+    run = RunSpec(save=("step 0.3",), root=str(tmp_path))
+    worlds.run(2, partial(fit, run))
+    shorter = run.resumed("step 0.3", trainer={"limit_train_batches": 2})
+    seen = worlds.run(2, partial(fit, shorter))[0]
     assert {step: len(ids) for step, ids in seen.steps.items()} == {3: 12, 4: 12}
     assert any("it ends here" in text for text in seen.messages)

@@ -1,0 +1,246 @@
+"""Training data of every kind, whose samples tell their index."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+from typing_extensions import override
+
+from tests.trainer._epoch_counting_data import WIDTH, counting_loader
+
+
+class IndexedSamples(Dataset[Any]):
+    """Samples that tell their index."""
+
+    def __init__(self, length: int, noise: float) -> None:
+        self.length, self.noise = length, noise
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(WIDTH, generator=generator)
+        return x + self.noise * torch.randn(WIDTH), index
+
+
+class Backwards(Sampler[int]):
+    """A sampler of a user's own."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.length).tolist()[::-1])
+
+
+class OwnGenerator(Sampler[int]):
+    """A sampler that draws from generators of its own, as users write them."""
+
+    def __init__(self, length: int, kind: str) -> None:
+        self.length, self.kind = length, kind
+        self.rng = np.random.default_rng(5)
+        self.parts: dict[str, Any] = {
+            "numbers": random.Random(5),
+            "torch": torch.Generator().manual_seed(5),
+        }
+        self.epochs = 0
+        self.begin = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        match self.kind:
+            case "numpy":
+                return iter(self.rng.permutation(self.length).tolist())
+            case "random":
+                return iter(self.parts["numbers"].sample(range(self.length), self.length))
+            case "torch":
+                return iter(torch.randperm(self.length, generator=self.parts["torch"]).tolist())
+            case "counts":
+                begin = 7 * self.epochs
+            case "changed":
+                begin = self.begin
+            case "ranks, later":
+                begin = comm.get_rank() * (self.epochs > 1)
+            case _:
+                begin = comm.get_rank()
+        return iter([(begin + index) % self.length for index in range(self.length)])
+
+
+class Stream(IterableDataset[Any]):
+    """Every rank's part of some samples in a row, in each epoch the same."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.first = length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for index in range(first + comm.get_rank(), self.length, comm.get_world_size()):
+            yield torch.full((WIDTH,), float(index)), index
+
+
+class SeekableStream(Stream):
+    """One that can be told where to begin."""
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin after so many samples."""
+        del epoch
+        self.first = samples
+
+
+class ContinuingStream(Stream):
+    """A stream that does not begin anew in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.first < self.length:
+            index = self.first + comm.get_rank()
+            self.first += comm.get_world_size()
+            yield torch.full((WIDTH,), float(index)), index
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A loader that keeps what its rank has consumed."""
+
+    taken = 0
+    skip = 0
+
+    @override
+    def __iter__(self) -> Any:
+        skip, self.skip, self.taken = self.skip, 0, 0
+        for batch in super().__iter__():
+            self.taken += 1
+            if self.taken > skip:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Keep it."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Skip it."""
+        self.skip = state_dict["taken"]
+
+
+class OwnBatchSampler(BatchSampler):
+    """A batch sampler of a user's own: each rank's samples, back to front."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length, self.batch_size, self.drop_last = length, size, True
+        self.samples = 0
+        self.sampler = range(length)
+
+    def _own(self) -> list[list[int]]:
+        own = list(range(self.length))[::-1][comm.get_rank() :: comm.get_world_size()]
+        return [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._own())
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        begin = self.samples // comm.get_world_size() // self.batch_size
+        self.samples = 0
+        return iter(self._own()[begin:])
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin after so many samples."""
+        del epoch
+        self.samples = samples
+
+
+class PlaceLess(OwnBatchSampler):
+    """One that cannot be told where to begin."""
+
+    resume_at = None  # type: ignore[assignment]
+
+
+def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
+    """Return None in the place of the batch that has the 13th sample."""
+    return None if any(index == 12 for _, index in samples) else default_collate(samples)
+
+
+def loaders_of(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
+    kind: str, length: int, size: int, noise: float, options: dict[str, Any]
+) -> Any:  # noqa: ANN401
+    """Return the training loaders of a kind, of so many samples in batches of a size."""
+    data = IndexedSamples(length, noise)
+    made: Any = partial(DataLoader, batch_size=size, **options)
+    match kind:
+        case kind if kind.startswith("counting"):
+            return counting_loader(kind, length, size)
+        case "plain" | "skips":
+            return made(data, shuffle=True)
+        case "positional":
+            return DataLoader(data, size, True, **options)
+        case "sampler":
+            return made(data, sampler=Backwards(length))
+        case "own generator":
+            return made(data, shuffle=True, generator=torch.Generator().manual_seed(5))
+        case "replacement":
+            return made(data, sampler=RandomSampler(data, replacement=True))
+        case "explicit SequentialSampler":
+            return made(data, sampler=SequentialSampler(data))
+        case "None instead of a batch":
+            return made(data, sampler=range(length), collate_fn=_none_for_one)
+        case "in order":
+            return made(data)
+        case "range":
+            return made(data, sampler=range(length))
+        case "numpy" | "random" | "torch" | "counts" | "ranks" | "ranks, later" | "changed":
+            return made(data, sampler=OwnGenerator(length, kind))
+        case "user's loader":
+            return DataLoader(data, batch_sampler=PlaceLess(length, size))
+        case "no length":
+            return [torch.zeros(2, WIDTH)] * 4
+        case "iterable":
+            return DataLoader(Stream(length), batch_size=size)
+        case "stateful":
+            return StatefulLoader(Stream(length), batch_size=size)
+        case "seeks":
+            return DataLoader(SeekableStream(length), batch_size=size)
+        case "goes on":
+            return DataLoader(ContinuingStream(length), batch_size=size)
+        case "two, one uncut":
+            return [made(data, shuffle=True), DataLoader(Stream(length), batch_size=3)]
+        case "own distributed sampler":
+            shared: DistributedSampler[Any] = DistributedSampler(
+                data, comm.get_world_size(), comm.get_rank(), shuffle=False
+            )
+            return made(data, sampler=shared)
+        case "two, as long as the longer":
+            two = [made(data, shuffle=True), made(IndexedSamples(29, 0.0), shuffle=True)]
+            return CombinedLoader(two, "max_size")
+        case "own batches":
+            return DataLoader(data, batch_sampler=OwnBatchSampler(length, size))
+        case "torchdata":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(data, batch_size=size, shuffle=True)
+        case "two":
+            return {"a": made(data, shuffle=True), "b": made(IndexedSamples(29, 0.0), shuffle=True)}
+    raise ValueError(kind)
