@@ -129,7 +129,7 @@ class RunResumer:
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
         """Note what has been summed up, when a batch has come and its hooks are still to run."""
         self._step_intervals.restore(trainer)
-        self.recorder.before_batch_transfer(trainer)
+        self.recorder.epoch_metrics.note(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Compute what is due after a batch that was fetched and is about to be trained on."""

@@ -83,10 +83,6 @@ class RunRecorder:
             module = trainer.lightning_module
             self._step_state = StepState.of(module, self._states_of_loaders.now(trainer), device)
 
-    def before_batch_transfer(self, trainer: pl.Trainer) -> None:
-        """Note what has been summed up, when a batch has come and its hooks are still to run."""
-        self.epoch_metrics.note(trainer)
-
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Note what loaders keep, when a batch was fetched and is about to be trained on."""
         self.epoch_metrics.note(trainer)  # of steps that take their batches themselves
