@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_elastic_zero.data_progress.position import DataProgress, Position
-from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.manifest import Progress
 
 EPOCHS = "epoch_progress"
 BATCHES = "epoch_loop.batch_progress"
@@ -63,10 +63,9 @@ def _is_finished(progress: Mapping[str, Any]) -> bool:
 
 
 def infer_progress(
-    fit_loop: Mapping[str, Any], manifest: Manifest, global_step: int
+    fit_loop: Mapping[str, Any], progress: Progress, world_size: int, global_step: int
 ) -> DataProgress:
     """Infer how far a run is that another program saved, from what it counted."""
-    progress = manifest.progress
     # DeepSpeed's own config says it; counters cannot where epochs end within a window.
     accumulate = max(1, progress.gradient_accumulation_steps)
     taken = fit_loop[STEPS]["optimizer"]["step"]["total"]["completed"]
@@ -78,7 +77,7 @@ def infer_progress(
         global_step=global_step,
         global_batch_size=progress.global_batch_size,
         accumulate=accumulate,
-        world_size=manifest.world_size,
+        world_size=world_size,
     )
 
 

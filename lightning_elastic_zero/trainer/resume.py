@@ -144,11 +144,11 @@ class RunResumer:
         loops = state.get("loops", {}).get("fit_loop")
         if loops is None or "epoch_progress" not in loops:
             return
-        sampler = manifest.progress.sampler
+        sampler, steps = manifest.progress.sampler, int(state.get("global_step", 0))
         record = (
             DataProgress.from_plain(sampler, f"{where}/manifest.json")
             if sampler
-            else infer_progress(loops, manifest, int(state.get("global_step", 0)))
+            else infer_progress(loops, manifest.progress, manifest.world_size, steps)
         )
         size = self.batches.global_batch_size if self.batches is not None else None
         position = record.at_batch_size(size)

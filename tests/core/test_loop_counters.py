@@ -12,10 +12,12 @@ from lightning_elastic_zero.data_progress import (
     DataProgress,
     Position,
     fit_loop_at,
+    infer_progress,
     read_position,
     validation_counters_at,
 )
 from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.manifest import Progress
 
 
 def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
@@ -85,6 +87,25 @@ def loops(
 def test_positions_are_read(state: dict[str, Any], validating: bool, expected: Position) -> None:
     """Every moment of a fit at which a checkpoint can be taken, with 2 micro-batches per step."""
     assert read_position(state, 2, batches=10, validating=validating) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "steps", "expected"), [(4, 3, 4), (1, 3, 2), (1, 4, 1), (1, 0, 1), (0, 0, 1)]
+)
+def test_another_programs_accumulation_is_inferred(told: int, steps: int, expected: int) -> None:
+    """As DeepSpeed was told, else from micro-batches per step; the position follows from it."""
+    state = loops((1, 1, 0, 0), (6, 6, 6, 6))
+    taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    taken["total"]["completed"] = steps
+    progress = Progress(gradient_accumulation_steps=told, global_batch_size=12)
+    found = infer_progress(state, progress, 2, 7)
+    assert found == DataProgress(
+        Position(0, 6 // expected),
+        global_step=7,
+        global_batch_size=12,
+        accumulate=expected,
+        world_size=2,
+    )
 
 
 @given(
