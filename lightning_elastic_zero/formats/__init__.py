@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TypedDict
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
-from lightning_elastic_zero.formats.dcp_detection import is_dcp
+from lightning_elastic_zero.formats.dcp.detection import is_dcp
 from lightning_elastic_zero.formats.deepspeed.constants import LATEST, TAG
 from lightning_elastic_zero.formats.deepspeed.tag_folder import (
     find_tag_folder,
     is_deepspeed,
     read_tag_folder,
 )
-from lightning_elastic_zero.formats.deepspeed.universal_source import UniversalSource, is_universal
-from lightning_elastic_zero.formats.deepspeed.zero_source import ZeroSource
-from lightning_elastic_zero.formats.dumps.source import DumpsSource
+from lightning_elastic_zero.formats.deepspeed.universal_reader import UniversalReader, is_universal
+from lightning_elastic_zero.formats.deepspeed.zero_reader import ZeroReader
+from lightning_elastic_zero.formats.dumps.reader import DumpsReader
 from lightning_elastic_zero.formats.dumps.table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic.reader import ElasticReader
-from lightning_elastic_zero.formats.full_state.source import SingleFileSource
+from lightning_elastic_zero.formats.full_state.single_file import SingleFileReader
 from lightning_elastic_zero.formats.path_suggestions import (
     describe_checkpoints_in,
     describe_content,
@@ -31,9 +31,9 @@ from lightning_elastic_zero.formats.reader import (
     ReadRequest,
     SharedState,
     SourceInfo,
+    as_format_error,
 )
 from lightning_elastic_zero.formats.renamed_reader import RenamedReader
-from lightning_elastic_zero.formats.source import SourceReader, as_format_error
 from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
 from lightning_elastic_zero.storage import ignore_progress, read_file
 
@@ -127,17 +127,20 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
             with as_format_error(path):
-                return SourceReader(DumpsSource(path, **options))
+                return DumpsReader(path, **options)
         if folder := find_tag_folder(path):
-            kind = UniversalSource if is_universal(folder) else ZeroSource
+            kind = UniversalReader if is_universal(folder) else ZeroReader
             with as_format_error(folder):
-                return SourceReader(kind(read_tag_folder(folder), **options))
+                return kind(read_tag_folder(folder), **options)
         if is_dcp(path):
+            # Imported here, as that takes a second.
+            from lightning_elastic_zero.formats.dcp.reader import DcpReader  # noqa: PLC0415
+
             with as_format_error(path):
-                return _sharded(path, options)
+                return DcpReader(path, **options)
     else:
         with as_format_error(path):
-            return SourceReader(SingleFileSource(path, **options))
+            return SingleFileReader(path, **options)
     why = (
         f"{describe_content(path)}. It is no checkpoint, or one that was never finished. A folder "
         "with dumps of optimizer.state_dict() becomes one by describe_dumps"
@@ -147,10 +150,3 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
         f"{describe_checkpoints_in(path) or why}"
     )
     raise CheckpointFormatError(msg)
-
-
-def _sharded(path: Path, options: _Options) -> CheckpointReader:
-    """Open a directory of ``torch.distributed.checkpoint``, which takes a second to import."""
-    from lightning_elastic_zero.formats.dcp import DcpReader  # noqa: PLC0415 (see above)
-
-    return DcpReader(path, **options)

@@ -6,7 +6,7 @@ import difflib
 import itertools
 from pathlib import Path
 
-from lightning_elastic_zero.formats.dcp_detection import METADATA_NAME
+from lightning_elastic_zero.formats.dcp.detection import METADATA_NAME
 from lightning_elastic_zero.formats.deepspeed.constants import LATEST
 from lightning_elastic_zero.formats.deepspeed.tag_folder import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.dumps.table import TABLE_NAME

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import torch
+import xxhash
 
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats.open_files import OpenFiles
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest, Plain
+from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
 WEIGHT = ""
 """The key of the weights themselves in a ``ReadRequest``: masters, or frozen weights."""
+
+COMPARED_ELEMENTS = 1 << 20
+"""Elements of two copies of a weight that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +81,77 @@ class SourceInfo:
     where the state is wanted. Empty where it does, or before the two have met."""
 
 
-class CheckpointReader(Protocol):
+class StoredTensors(Protocol):
+    """An open file, or directory, whose tensors are read by runs."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+    def read_into(
+        self,
+        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
+        on_bytes: Callable[[int], None] = ...,
+    ) -> int:
+        """Fill 1-D tensors with runs of stored ones; return the bytes read from disk."""
+        ...
+
+    def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 (whatever was saved)
+        """Return a part of what was saved with the values of its tensors."""
+        ...
+
+
+Location: TypeAlias = "tuple[StoredTensors, StoredRun]"
+"""An open file, and a run of one of its tensors."""
+
+
+class CheckpointReader(ABC):
     """An open checkpoint of some format, read by one rank.
+
+    A format understands its files, and says where in them a run of elements lies; how runs are
+    read, and compared with what lies beside them, is the same for all.
 
     Used in this order: the manifest and the layouts are there at once, from small files;
     ``check_all`` on one rank; ``bind`` and ``verify`` on all; ``check`` touches the files that this
     rank will read, without reading data; ``read`` is called for the runs of one source rank after
     the other; ``close`` at the end.
+
+    Attributes:
+        files: the checkpoint's, a few of them open.
+        found: what kind of checkpoint it is, and what it does not hold.
+        manifest: what it says of itself; of what other software wrote, what could be found out.
     """
 
-    @property
-    def found(self) -> SourceInfo:
-        """What kind of checkpoint it is, and what it does not hold."""
-        ...
+    files: OpenFiles[Any]
+    found: SourceInfo
+    manifest: Manifest
 
-    @property
-    def manifest(self) -> Manifest:
-        """What the checkpoint says of itself; foreign formats build one from what they find."""
-        ...
+    # -- checks before anything is changed -------------------------------------------------------
 
     def check_all(self) -> None:
         """Check, on one rank, that every file is there and belongs to the others.
 
         Raises:
             CheckpointCorruptedError: one is missing, cut short, or of another save.
+            CheckpointFormatError: one cannot be understood.
         """
-        ...
+        with as_format_error(self.files.folder):
+            self.check_files()
 
-    def bind(self, live: Manifest) -> None:
+    def check_files(self) -> None:  # noqa: B027 (a format may have nothing to do)
+        """Check what was not checked when the checkpoint was opened (for ``check_all``)."""
+
+    def bind(self, live: Manifest) -> None:  # noqa: B027 (as above)
         """Match the checkpoint with a live model: some formats tell positions, not names.
 
         Raises:
             CheckpointMismatchError: the positions cannot be those of this model.
         """
-        ...
+
+    def names(self) -> Sequence[str]:
+        """Return the files that belong to it, relative to its folder."""
+        return ()
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Verify this rank's share of what is not verified while it is read.
@@ -109,18 +159,11 @@ class CheckpointReader(Protocol):
         Raises:
             CheckpointCorruptedError: bytes are not those that were written.
         """
-        ...
+        for name in self.names()[rank::world_size]:
+            self.files.get(name).verify(on_bytes)
 
-    def layout(self) -> Layout:
-        """Which files hold which elements of masters and optimizer state."""
-        ...
-
-    def frozen_layout(self) -> Layout:
-        """Which files hold which elements of the frozen weights."""
-        ...
-
-    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
-        """Check size and identity of every file that is going to be read.
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:  # noqa: B027 (as above)
+        """Check size and identity of every file that is going to be read, if they were recorded.
 
         Args:
             masters: the source ranks whose masters and optimizer states are wanted.
@@ -129,24 +172,130 @@ class CheckpointReader(Protocol):
         Raises:
             CheckpointCorruptedError: one is missing, cut short, or of another save.
         """
-        ...
+
+    # -- runs of elements ------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """Return which files hold which elements of masters and optimizer state."""
+        return self.manifest.layout()
+
+    def frozen_layout(self) -> Layout:
+        """Return which files hold which elements of the weights that no optimizer owns."""
+        return self.manifest.frozen_layout()
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        return frozenset(p.name for p in self.manifest.frozen)
+
+    @abstractmethod
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        """Return where a run lies; ``key`` as in ``ReadRequest``."""
+
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
+        """Return where the low-precision weights of a run of masters lie, if the files do."""
+        del transfer
+        return None
 
     def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets; return the bytes read from disk.
+        """Fill all targets, file by file; return the bytes read from disk.
 
         Raises:
-            CheckpointCorruptedError: what is on disk is not what was written.
+            CheckpointCorruptedError: what is on disk is not what was written; or masters do not
+                round to the low-precision weights that lie beside them: files of two checkpoints
+                were mixed, or an order is not what it says.
         """
-        ...
+        # In this order the runs of a file come one after the other in every format, so that few
+        # files are open at once.
+        in_order = sorted(
+            requests, key=lambda r: (r.transfer.source_rank, r.transfer.name in self._frozen)
+        )
+        bytes_read = 0
+        # Located one by one: the tensors of a file that was closed meanwhile are useless.
+        located = ((*self.locate(r.key, r.transfer), r.slot) for r in in_order)
+        for file, of_file in itertools.groupby(located, key=lambda found: found[0]):
+            bytes_read += file.read_into([(slot, run) for _, run, slot in of_file], on_bytes)
+        return bytes_read + sum(
+            self._check_rounding(r, *rounded)
+            for r in requests
+            if r.key == WEIGHT and (rounded := self.locate_rounded(r.transfer))
+        )
 
+    def _check_rounding(self, request: ReadRequest, file: StoredTensors, run: StoredRun) -> int:
+        """Compare masters that were read with low-precision weights; return the bytes read."""
+        bytes_read = 0
+        dtype = run.tensor.dtype
+        if not _comparable(request.target.dtype, dtype):
+            return 0
+        for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
+            low = torch.empty(stop - start, dtype=dtype)
+            bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))])
+            master = request.slot[start - run.start : stop - run.start].cpu()
+            if not same_rounded(master, low):
+                msg = (
+                    f"{self.files.folder}: the master weights of {request.transfer.name} do not "
+                    f"round to the {dtype} weights in {file.path.relative_to(self.files.folder)}: "
+                    "the files are of two runs or steps, or a conversion has cut them in the wrong "
+                    "places, as ds_to_universal does with round_robin_gradients. Resume from "
+                    "another checkpoint"
+                )
+                raise CheckpointCorruptedError(msg)
+        return bytes_read
+
+    @abstractmethod
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
-        ...
 
+    # -- what is held once -----------------------------------------------------------------------
+
+    @abstractmethod
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return what is held once, and what was kept for this rank where ranks match."""
-        ...
 
     def close(self) -> None:
         """Close the files."""
-        ...
+        self.files.close()
+
+
+def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
+    """Whether masters that were read into a type can be compared with weights of another.
+
+    fp16 and bf16 cannot: masters that were rounded to one do not round to the other as they were.
+    """
+    return target == low or target.itemsize != low.itemsize
+
+
+def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
+    """Whether two tensors are alike in the narrower one's type; NaN equals NaN."""
+    narrow = low.dtype if low.dtype.itemsize <= master.dtype.itemsize else master.dtype
+    return torch.equal(
+        torch.nan_to_num(master.to(narrow), nan=0.5), torch.nan_to_num(low.to(narrow), nan=0.5)
+    )
+
+
+@contextmanager
+def as_format_error(path: Path) -> Iterator[None]:
+    """Turn what a file raises that holds something else than it should into an error that says so.
+
+    Raises:
+        CheckpointFormatError: an entry is missing, or of another type.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        msg = (
+            f"{path} cannot be understood: it lacks or garbles {error!r}. It was written by a "
+            "release that is not known, or is damaged; resume from another checkpoint"
+        )
+        raise CheckpointFormatError(msg) from error
+
+
+def file_list_digest(
+    folder: Path, names: Iterable[str], on_progress: Callable[[], None] = ignore_progress
+) -> str:
+    """Return a digest of which files there are and how large: ranks must see the same ones."""
+    digest = xxhash.xxh3_128()
+    for name in names:
+        path = folder / name
+        digest.update(f"{name} {path.stat().st_size if path.exists() else 'missing'}\n".encode())
+        on_progress()
+    return digest.hexdigest()

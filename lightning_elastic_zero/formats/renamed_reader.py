@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_elastic_zero.formats.full_state.source import WEIGHTS
-from lightning_elastic_zero.formats.reader import (
-    CheckpointReader,
-    ReadRequest,
-    SharedState,
-    SourceInfo,
-)
+from lightning_elastic_zero.formats.full_state.single_file import WEIGHTS
+from lightning_elastic_zero.formats.reader import CheckpointReader, Location, SharedState
 from lightning_elastic_zero.key_mapping import KeyMapping
-from lightning_elastic_zero.layout import Fragment, Layout
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import Scalar
 
+Named = TypeVar("Named", Fragment, Transfer)
 
-class RenamedReader:
-    """An open checkpoint (``CheckpointReader``) that speaks the model's names."""
+
+class RenamedReader(CheckpointReader):
+    """An open checkpoint that speaks the model's names."""
 
     def __init__(self, source: CheckpointReader, renaming: KeyMapping, where: str) -> None:
         """Keep an open checkpoint.
@@ -28,6 +25,7 @@ class RenamedReader:
         Raises:
             CheckpointMismatchError: two of its names would become one, or some name is not there.
         """
+        self.files = source.files
         self._source = source
         self._renaming = renaming
         manifest = source.manifest
@@ -35,7 +33,11 @@ class RenamedReader:
         names = [p.name for p in manifest.parameters]
         self._here = renaming.table([*names, *aliases, *manifest.module_buffers], where)
         self._saved = {here: saved for saved, here in self._here.items()}
-        self._manifests = manifest, _with_names(manifest, self._name)
+        self._describe()
+
+    def _describe(self) -> None:
+        self.found = self._source.found
+        self.manifest = _with_names(self._source.manifest, self._name)
 
     def _name(self, saved: str) -> str:
         return self._here.get(saved) or self._renaming.here(saved)
@@ -46,53 +48,45 @@ class RenamedReader:
             return self._saved[here]
         return f"{here} (here)" if here in self._here else here
 
-    @property
-    def found(self) -> SourceInfo:
-        """What kind of checkpoint it is."""
-        return self._source.found
+    def _as_saved(self, at: Named) -> Named:
+        return replace(at, name=self._saved_name(at.name))
 
-    @property
-    def manifest(self) -> Manifest:
-        """What it says of itself, under the model's names."""
-        if self._manifests[0] is not (found := self._source.manifest):  # it has met the model
-            self._manifests = found, _with_names(found, self._name)
-        return self._manifests[1]
-
-    def check_all(self) -> None:
+    def check_files(self) -> None:
         """Check that every file is there."""
-        self._source.check_all()
+        self._source.check_files()
 
     def bind(self, live: Manifest) -> None:
         """Bind the checkpoint to the model, under the names that it knows."""
         self._source.bind(_with_names(live, self._saved_name))
+        self._describe()
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Verify this rank's share."""
         self._source.verify(rank, world_size, on_bytes)
 
     def layout(self) -> Layout:
-        """Which files hold which elements of masters and optimizer state."""
+        """Return which files hold which elements of masters and optimizer state."""
         return _RenamedLayout(self._source.layout(), self._name, self._saved_name)
 
     def frozen_layout(self) -> Layout:
-        """Which files hold which elements of the frozen weights."""
+        """Return which files hold which elements of the frozen weights."""
         return _RenamedLayout(self._source.frozen_layout(), self._name, self._saved_name)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Check the files that are going to be read."""
         self._source.check(masters, frozen)
 
-    def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets."""
-        saved = [
-            replace(r, transfer=replace(r.transfer, name=self._saved_name(r.transfer.name)))
-            for r in requests
-        ]
-        return self._source.read(saved, on_bytes)
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        """Return where a run lies."""
+        return self._source.locate(key, self._as_saved(transfer))
+
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
+        """Return where the low-precision weights of a run lie."""
+        return self._source.locate_rounded(self._as_saved(transfer))
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
-        return self._source.scalars(replace(at, name=self._saved_name(at.name)))
+        return self._source.scalars(self._as_saved(at))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return what is held once; of the trainer's state, weights that lie in it are renamed."""
@@ -104,10 +98,6 @@ class RenamedReader:
 
     def _renamed(self, of: Mapping[str, Any]) -> dict[str, Any]:
         return {self._name(name): value for name, value in of.items()}
-
-    def close(self) -> None:
-        """Close the files."""
-        self._source.close()
 
 
 @dataclass(frozen=True, slots=True)

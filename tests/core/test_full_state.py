@@ -94,7 +94,7 @@ def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
     tree = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     state = {index: {"step": 1.0, "exp_avg": tree[name]} for index, name in enumerate(("a", "b"))}
     optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
-    whole = FullState(tree, [optimizer], "", Progress(), Writer(), ordered=ordered)
+    whole = FullState(tree, [optimizer], "", ordered=ordered)
     bound = bind(whole, live_of(tree, {"a", "b"}))
     if alike and not ordered:
         assert "nothing says in which order the parameters were saved: a and b" in bound.unmatched

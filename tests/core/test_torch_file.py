@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,7 @@ class TestReading:
             small=torch.arange(300, dtype=torch.int16).to(torch.uint16),
             nested=[{"a": (1, "b", None, torch.arange(3))}, torch.Size([2, 3])],
             empty=torch.zeros(0, 4),
+            counter=Counter({"a": 2, "b": 3}),
             parameter=torch.nn.Parameter(torch.randn(3)),
         )
         record = write_tree(tmp_path, tree)
@@ -242,7 +243,8 @@ def _assert_same(found: object, expected: object) -> None:
         )
         assert bits(found.detach()) == bits(expected.detach())
     elif isinstance(expected, dict):
-        assert isinstance(found, dict)
+        assert type(found) is type(expected)
+        assert list(found) == list(expected)
         for key, value in expected.items():
             _assert_same(found[key], value)
     elif type(expected) in {list, tuple}:

@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.planner import (
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroError
 from lightning_elastic_zero.formats.dcp.entry_checksums import verify_entries
+from lightning_elastic_zero.formats.dcp.tree import Leaf
 from lightning_elastic_zero.formats.safe_pickle.policy import DAMAGED, PicklePolicy
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
-from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.formats.torch_file import StoredRun, tensors_of, with_copies
 from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
 from lightning_elastic_zero.tensor_state import check_cast
 
@@ -67,14 +68,7 @@ class _ChunkRead:
         first, last = self.rows() if self.shape else (0, 0)
         starts = [first, *[0] * (len(self.shape) - 1)] if self.shape else []
         sizes = [last - first, *self.chunk.sizes[1:]] if self.shape else []
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=self.index,
-            dest_offsets=torch.Size(starts),
-            storage_index=self.index,
-            storage_offsets=torch.Size(starts),
-            lengths=torch.Size(sizes),
-        )
+        return _item(self.index, LoadItemType.TENSOR, starts, sizes)
 
     def take(self, box: torch.Tensor) -> int:
         """Copy what runs want of a box; return the bytes."""
@@ -87,6 +81,13 @@ class _ChunkRead:
                 slot[start - run.start : stop - run.start].copy_(flat[at : at + stop - start])
                 copied += (stop - start) * box.element_size()
         return copied
+
+
+def _item(
+    index: MetadataIndex, kind: LoadItemType, starts: Sequence[int], sizes: Sequence[int]
+) -> ReadItem:
+    offsets = torch.Size(starts)
+    return ReadItem(kind, index, offsets, index, offsets, torch.Size(sizes))
 
 
 def overlaps(
@@ -125,13 +126,13 @@ class Chunks:
 
     def __init__(
         self,
-        folder: Path,
+        path: Path,
         metadata: Metadata,
         policy: PicklePolicy,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
         """Prepare reading by what ``read_metadata`` returned; every read calls ``on_progress``."""
-        self.folder = folder
+        self.path = path
         self.tensors = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             for key, entry in metadata.state_dict_metadata.items()
@@ -141,7 +142,7 @@ class Chunks:
         self._on_work = on_progress
         self._metadata = metadata
         self._policy = policy
-        self._reader = FileSystemReader(folder)
+        self._reader = FileSystemReader(path)
         self._reader.fs = _BoundedReadFileSystem(on_progress)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._ends: dict[str, int] = {}
@@ -162,23 +163,19 @@ class Chunks:
         """
         wrong = []
         for name, end in sorted(self._ends.items()):
-            path = self.folder / name
+            path = self.path / name
             size = path.stat().st_size if path.is_file() else None
             self._on_work()
             if size is None or size < end:
                 wrong.append(f"{name} ({'missing' if size is None else f'{size} of {end} bytes'})")
         if wrong:
             msg = (
-                f"{self.folder} is incomplete: {', '.join(wrong)}. Copy all files of this "
+                f"{self.path} is incomplete: {', '.join(wrong)}. Copy all files of this "
                 "checkpoint again, or resume from another one"
             )
             raise CheckpointCorruptedError(msg)
 
     # -- tensors ---------------------------------------------------------------------------------
-
-    def key_of(self, tensor: object) -> str:
-        """Return the name of one of ``tensors``; empty for anything else."""
-        return self._key_of.get(id(tensor), "")
 
     def read_into(
         self,
@@ -206,7 +203,7 @@ class Chunks:
             entry = self._metadata.state_dict_metadata[key]
             assert isinstance(entry, TensorStorageMetadata)  # noqa: S101 (for the type checker)
             dtype = entry.properties.dtype
-            check_cast(dtype, slot.dtype, f"{self.folder}: {key}")
+            check_cast(dtype, slot.dtype, f"{self.path}: {key}")
             shape, held = tuple(entry.size), 0
             for chunk in entry.chunks:
                 found = overlaps(run, shape, chunk.offsets, chunk.sizes)
@@ -218,13 +215,13 @@ class Chunks:
                 held += count
             if held != run.stop - run.start:
                 msg = (
-                    f"{self.folder}: the chunks of {key} hold {held} of the elements "
+                    f"{self.path}: the chunks of {key} hold {held} of the elements "
                     f"[{run.start}, {run.stop}): the checkpoint is damaged, or of ranks that "
                     "overlap. Resume from another one"
                 )
                 raise CheckpointCorruptedError(msg)
         if lost := [index for index in jobs if index not in self._metadata.storage_data]:
-            msg = f"{self.folder}: no file holds {lost[0].fqn} at {tuple(lost[0].offset or ())}"
+            msg = f"{self.path}: no file holds {lost[0].fqn} at {tuple(lost[0].offset or ())}"
             raise CheckpointCorruptedError(msg)
         return dict(sorted(jobs.items(), key=lambda job: self._place(job[0])))
 
@@ -232,38 +229,34 @@ class Chunks:
         info = self._metadata.storage_data[index]
         return info.relative_path, info.offset
 
-    def load(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return whole tensors, with their values, by their names in the metadata."""
-        found = {key: torch.empty_like(self.tensors[key], device="cpu") for key in keys}
+    def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 (whatever is asked for)
+        """Return a tree with values in the place of ``tensors``; all else stays what it is."""
+        copies = {
+            id(tensor): torch.empty_like(tensor, device="cpu")
+            for tensor in tensors_of(subtree)
+            if id(tensor) in self._key_of
+        }
         self.read_into(
-            (t.view(-1), StoredRun(self.tensors[key], 0, t.numel()))
-            for key, t in found.items()
-            if t.numel()
+            (copy.view(-1), StoredRun(self.tensors[self._key_of[held]], 0, copy.numel()))
+            for held, copy in copies.items()
+            if copy.numel()
         )
-        return found
+        return with_copies(subtree, copies)
 
-    # -- objects ---------------------------------------------------------------------------------
-
-    def objects(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Return what was saved as objects.
+    def values_of(self, leaves: Iterable[Leaf]) -> dict[str, Any]:
+        """Return what leaves hold, by their names.
 
         Raises:
-            CheckpointCorruptedError: they are damaged.
-            UnsupportedError: one needs a class that is not allowed.
+            CheckpointCorruptedError: it is damaged.
+            UnsupportedError: it needs a class that is not allowed.
         """
-        indices = [MetadataIndex(key) for key in keys]
-        items = [
-            ReadItem(
-                type=LoadItemType.BYTE_IO,
-                dest_index=index,
-                dest_offsets=torch.Size((0,)),
-                storage_index=index,
-                storage_offsets=torch.Size((0,)),
-                lengths=torch.Size((0,)),
-            )
-            for index in indices
-        ]
-        planner = _ObjectPlanner(self.folder, self._policy)
+        tensors = {leaf.key: leaf.tensor for leaf in leaves}
+        objects = self._objects(key for key, tensor in tensors.items() if tensor is None)
+        return {**self.load_tree(tensors), **objects}
+
+    def _objects(self, keys: Iterable[str]) -> dict[str, Any]:
+        items = [_item(MetadataIndex(key), LoadItemType.BYTE_IO, [0], [0]) for key in keys]
+        planner = _ObjectPlanner(self.path, self._policy)
         self._read(sorted(items, key=lambda item: self._place(item.storage_index)), planner)
         return planner.found
 
@@ -274,7 +267,7 @@ class Chunks:
             raise
         except _UNREADABLE as error:
             msg = (
-                f"{self.folder} is damaged: its files cannot be read ({error!r}). Resume from "
+                f"{self.path} is damaged: its files cannot be read ({error!r}). Resume from "
                 "another checkpoint, or copy this one again from where it is whole"
             )
             raise CheckpointCorruptedError(msg) from error
@@ -294,7 +287,7 @@ class Chunks:
             if not getattr(info, "transform_descriptors", None)
         )
         for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
-            verify_entries(self.folder / name, [place[1:] for place in of_file], on_bytes)
+            verify_entries(self.path / name, [place[1:] for place in of_file], on_bytes)
 
 
 class _BoundedReadFileSystem(FileSystem):

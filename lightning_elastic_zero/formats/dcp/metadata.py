@@ -17,7 +17,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.dcp_detection import METADATA_NAME
+from lightning_elastic_zero.formats.dcp.detection import METADATA_NAME
 from lightning_elastic_zero.formats.safe_pickle.allowed_calls import takes_nothing, takes_sizes
 from lightning_elastic_zero.formats.safe_pickle.array_builders import require
 from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.dcp.chunks import Chunks
-from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves, Path
+from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves, TreePath
 from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT, MEMBERS
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import canonical_repr
@@ -29,8 +29,8 @@ def state_dict_of(
     Raises:
         CheckpointMismatchError: hyperparameters were kept by parameter, and differ within a group.
     """
-    values = _values([leaf for _, leaf in leaves.groups], chunks)
-    states = _values([leaf for _, leaf in leaves.state if leaf.tensor is None], chunks)
+    values = chunks.values_of(leaf for _, leaf in leaves.groups)
+    states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
     if leaves.flattened:
         named = _by_name(leaves.state, states, names)
         groups = _groups_by_name(_by_name(leaves.groups, values, names), named, live)
@@ -47,12 +47,6 @@ def state_dict_of(
     return {"state": _as_the_groups_say(state, groups), "param_groups": groups}
 
 
-def _values(leaves: list[Leaf], chunks: Chunks) -> dict[str, Any]:
-    tensors = [leaf.key for leaf in leaves if leaf.tensor is not None]
-    objects = chunks.objects([leaf.key for leaf in leaves if leaf.tensor is None])
-    return {**objects, **chunks.load(tensors)}
-
-
 def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dict[Any, Any]:
     """Return positions as the numbers that they were: torch writes each key of a dict as text."""
     numbers = {str(key): key for g in groups for key in g["params"] if isinstance(key, int)}
@@ -60,7 +54,7 @@ def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dic
 
 
 def _by_name(
-    leaves: list[tuple[Path, Leaf]], values: Mapping[str, Any], names: Iterable[str]
+    leaves: list[tuple[TreePath, Leaf]], values: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, StateDict]:
     """Part ``<parameter>.<key>``: no parameter's name, with a dot, begins another one's."""
     known = set(names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
 from lightning_elastic_zero.manifest import Manifest
 
-Path: TypeAlias = "tuple[str | int, ...]"
+TreePath: TypeAlias = "tuple[str | int, ...]"
 
 GROUPS, STATE = "param_groups", "state"
 
@@ -28,7 +28,7 @@ class Leaf:
 
     key: str
     """Its name in the metadata."""
-    path: Path
+    path: TreePath
     """Where it was in the tree that was saved."""
     tensor: torch.Tensor | None
     """Shape and type, without values; None: it is an object."""
@@ -38,8 +38,8 @@ class Leaf:
 class OptimizerLeaves:
     """An optimizer's leaves, by their paths below ``state`` and ``param_groups``."""
 
-    state: list[tuple[Path, Leaf]] = field(default_factory=list)
-    groups: list[tuple[Path, Leaf]] = field(default_factory=list)
+    state: list[tuple[TreePath, Leaf]] = field(default_factory=list)
+    groups: list[tuple[TreePath, Leaf]] = field(default_factory=list)
     flattened: bool = False
     """Paths are strings with dots, and hyperparameters are kept by parameter
     (``flatten_optimizer_state_dict``)."""
@@ -49,9 +49,9 @@ class OptimizerLeaves:
 class Tree:
     """A directory's leaves, sorted."""
 
-    models: Mapping[Path, Mapping[str, Leaf]]
-    """Subtrees with tensors right below them: each leaf by its name."""
-    optimizers: Mapping[Path, OptimizerLeaves]
+    models: Mapping[TreePath, Mapping[str, torch.Tensor]]
+    """Subtrees with tensors right below them, by their names."""
+    optimizers: Mapping[TreePath, OptimizerLeaves]
     rest: tuple[Leaf, ...]
     """All that is in no optimizer: the models' leaves too."""
 
@@ -77,22 +77,22 @@ def knows_order(metadata: Metadata) -> bool:
 def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
     """Find the optimizers, and what may be models."""
     leaves = list(leaves)
-    optimizers: dict[Path, OptimizerLeaves] = {}
+    optimizers: dict[TreePath, OptimizerLeaves] = {}
     for leaf in leaves:
         if (found := _groups_prefix(leaf.path)) is not None:
             prefix, flattened = found
             optimizers.setdefault(prefix, OptimizerLeaves(flattened=flattened))
-    models: dict[Path, dict[str, Leaf]] = {}
+    models: dict[TreePath, dict[str, torch.Tensor]] = {}
     rest = []
     for leaf in leaves:
         if not _put_into(optimizers, leaf):
             rest.append(leaf)
             if leaf.tensor is not None and isinstance(leaf.path[-1], str):
-                models.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf
+                models.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.tensor
     return Tree(models, optimizers, tuple(rest))
 
 
-def _groups_prefix(path: Path) -> tuple[Path, bool] | None:
+def _groups_prefix(path: TreePath) -> tuple[TreePath, bool] | None:
     """Return the optimizer's place, if a leaf is one of its hyperparameters, and its manner."""
     for index, part in enumerate(path[:-1]):
         if part == GROUPS and isinstance(path[index + 1], int):
@@ -102,7 +102,7 @@ def _groups_prefix(path: Path) -> tuple[Path, bool] | None:
     return None
 
 
-def _put_into(optimizers: Mapping[Path, OptimizerLeaves], leaf: Leaf) -> bool:
+def _put_into(optimizers: Mapping[TreePath, OptimizerLeaves], leaf: Leaf) -> bool:
     """Add a leaf to its optimizer's, if it has one."""
     for length in range(len(leaf.path)):
         prefix, below = leaf.path[:length], leaf.path[length:]
@@ -118,7 +118,7 @@ def _put_into(optimizers: Mapping[Path, OptimizerLeaves], leaf: Leaf) -> bool:
     return False
 
 
-def choose_model(tree: Tree, live: Manifest, where: FilePath) -> Path:
+def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
     """Return the subtree that holds the live model's parameters.
 
     Raises:
@@ -150,11 +150,11 @@ def choose_model(tree: Tree, live: Manifest, where: FilePath) -> Path:
     raise CheckpointMismatchError(msg)
 
 
-def largest_model(tree: Tree) -> Path:
+def largest_model(tree: Tree) -> TreePath:
     """Return the subtree with the most tensors; the top where there is none."""
     return max(tree.models, key=lambda path: len(tree.models[path]), default=())
 
 
-def format_tree_path(path: Path) -> str:
+def format_tree_path(path: TreePath) -> str:
     """Return a path as a person writes it."""
     return ".".join(map(str, path)) or "the top level"

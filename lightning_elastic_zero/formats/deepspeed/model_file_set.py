@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -10,14 +11,12 @@ import torch
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.deepspeed.model_file import ModelFile
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
-from lightning_elastic_zero.formats.deepspeed.zero_shard import numel_of
 from lightning_elastic_zero.formats.open_files import ForeignFiles
-from lightning_elastic_zero.formats.reader import SharedState
-from lightning_elastic_zero.formats.source import NamedRun
+from lightning_elastic_zero.formats.reader import Location, SharedState
 from lightning_elastic_zero.formats.torch_file import StoredRun
-from lightning_elastic_zero.layout import Layout, Transfer
+from lightning_elastic_zero.layout import Transfer
 from lightning_elastic_zero.manifest import Parameter, Plain
-from lightning_elastic_zero.partition import frozen_partition, piece_numel
+from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.tensor_state import dtype_name
 
 
@@ -35,11 +34,6 @@ class ModelFileSet:
         self.partitioned = not folder.model
         """Whether the weights are partitioned (ZeRO-3)."""
         self.first = ModelFile(files, self.name(0))
-        shapes = [(name, numel_of(shape)) for name, shape in self.first.frozen.items()]
-        self._frozen_numel = dict(shapes)
-        ranks = self.first.world_size if self.partitioned else 1
-        self.frozen_layout: Layout = frozen_partition(shapes, ranks)
-        """Which rank's file holds which elements of the weights that no optimizer owns."""
 
     def name(self, rank: int) -> str:
         """Return the name of a rank's file.
@@ -106,24 +100,25 @@ class ModelFileSet:
             for name, shape, group in (*owned, *frozen)
         )
 
-    def locate_frozen(self, transfer: Transfer) -> NamedRun:
+    def locate_frozen(self, transfer: Transfer) -> Location:
         """Return where a run of a weight that no optimizer owns lies."""
         rank, start = transfer.source_rank, transfer.start
-        name, numel = self.name(rank), transfer.stop - transfer.start
-        tensor = self.first.frozen_tensor(self._files.tree(name), transfer.name)
+        file = self._files.get(self.name(rank))
+        tensor = self.first.frozen_tensor(file.tree, transfer.name)
         if self.partitioned:
-            whole = self._frozen_numel[transfer.name]
+            whole = math.prod(self.first.frozen[transfer.name])
             start -= rank * piece_numel(whole, self.first.world_size)
-        return name, StoredRun(tensor.view(-1), start, start + numel)
+        return file, StoredRun(tensor.view(-1), start, start + transfer.stop - transfer.start)
 
-    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
         """Return where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
         if self.partitioned or transfer.name in self.first.frozen:
             return None
-        tensor = self._files.tree(self.first.name)["module"].get(transfer.name)
+        file = self._files.get(self.first.name)
+        tensor = file.tree["module"].get(transfer.name)
         if not isinstance(tensor, torch.Tensor) or not tensor.numel():
             return None
-        return self.first.name, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
+        return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def module_state(
         self, rank: int, world_size: int, loss_scaler: Mapping[str, Plain]

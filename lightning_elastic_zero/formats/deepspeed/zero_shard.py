@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -102,10 +103,7 @@ def is_vector(value: object) -> bool:
 
 def numel_of(shape: Sequence[int]) -> int:
     """Return the elements of a shape."""
-    numel = 1
-    for size in shape:
-        numel *= int(size)
-    return numel
+    return math.prod(map(int, shape))
 
 
 @dataclass(frozen=True, slots=True)

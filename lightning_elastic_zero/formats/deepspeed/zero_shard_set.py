@@ -50,7 +50,7 @@ from lightning_elastic_zero.formats.deepspeed.zero_shard import (
 )
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_file import StoredRun
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
 from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, plain, state_key
@@ -115,7 +115,7 @@ class ZeroShardSet:
         self.master_dtype = flats[0].dtype if flats else torch.float32
         self.group_of = group_of_flats(param_groups_of(first), self.stage, len(flats))
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
-        self._layout = zero_layout(self.stage, self.buffers, world_size)
+        zero_layout(self.stage, self.buffers, world_size)  # refuses what cannot lie there
         self.groups = self._groups(first)
         self._stateless = {
             i for i, b in enumerate(self.buffers) if b.names and not self._state(first, i)
@@ -123,10 +123,6 @@ class ZeroShardSet:
         self._hyperparameter_differences = HyperparameterDifferences(
             self._hyperparameters(0), where
         )
-
-    def layout(self) -> Layout:
-        """Which rank's shard holds which elements."""
-        return self._layout
 
     # -- what the first shard says ---------------------------------------------------------------
 
@@ -235,7 +231,6 @@ class ZeroShardSet:
         self.group_of = tuple(found.pop() for found in groups)
         first = self._shard(0)
         self.buffers = tuple(self._buffer(first, i) for i in range(len(self._shapes)))
-        self._layout = zero_layout(self.stage, self.buffers, self.world_size)
         self.groups = self._groups(first)
 
     # -- where things lie ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lightning_elastic_zero.formats.dumps.order_search import (
     find_order,
     format_names,
 )
-from lightning_elastic_zero.formats.dumps.source import DumpsSource
+from lightning_elastic_zero.formats.dumps.reader import DumpsReader
 from lightning_elastic_zero.formats.dumps.table import (
     FORMAT,
     TABLE_NAME,
@@ -38,7 +38,7 @@ from lightning_elastic_zero.formats.dumps.table import (
 )
 from lightning_elastic_zero.formats.dumps.weight_comparison import ModelTable, WeightComparison
 from lightning_elastic_zero.formats.open_files import ForeignFiles, foreign_files
-from lightning_elastic_zero.formats.source import SourceReader, as_format_error
+from lightning_elastic_zero.formats.reader import as_format_error
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
 
@@ -102,11 +102,11 @@ def describe_dumps(
     finally:
         files.close()
     with as_format_error(path):
-        source = DumpsSource(path, table, allow_pickle=allow_pickle)
-    with closing(SourceReader(source)) as reader:
+        reader = DumpsReader(path, table, allow_pickle=allow_pickle)
+    with closing(reader):
         reader.check_all()
     _write(path, table)
-    return source.manifest
+    return reader.manifest
 
 
 # -- which files -----------------------------------------------------------------------------------

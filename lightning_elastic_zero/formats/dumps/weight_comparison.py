@@ -11,10 +11,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.deepspeed.zero_shard import shard_metadata
 from lightning_elastic_zero.formats.dumps.table import ParameterRow, find_tensor, state_dict_in
 from lightning_elastic_zero.formats.open_files import ForeignFiles
-from lightning_elastic_zero.formats.source import (
-    COMPARED_ELEMENTS,
-    same_rounded,
-)
+from lightning_elastic_zero.formats.reader import COMPARED_ELEMENTS, same_rounded
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, spans
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,24 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 )
 from lightning_elastic_zero.formats.elastic.client_state import Objects, join_objects
 from lightning_elastic_zero.formats.open_files import OpenFiles
-from lightning_elastic_zero.formats.reader import WEIGHT, ReadRequest, SharedState, SourceInfo
+from lightning_elastic_zero.formats.reader import (
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+)
 from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
 from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
-from lightning_elastic_zero.layout import Fragment, Layout
+from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.storage import FileRecord, ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
-log = logging.getLogger(__name__)
 
-
-class ElasticReader:
-    """A published checkpoint of our own format (``CheckpointReader``)."""
+class ElasticReader(CheckpointReader):
+    """A published checkpoint of our own format."""
 
     def __init__(
         self,
@@ -54,35 +56,17 @@ class ElasticReader:
             allow_pickle: read client objects of any class.
             on_progress: called after every read, and every look at a file.
         """
+        self.found = SourceInfo(f"{FORMAT} checkpoint")
         self.manifest = manifest
-        self._directory = directory
+        self.files = OpenFiles(directory, self._open, on_progress=on_progress)
         self._allow_pickle = allow_pickle
-        self._on_work = on_progress
         self._entries = {entry.name: entry for entry in manifest.files}
-        self._files = OpenFiles(directory, self._open, on_progress=on_progress)
         self._optimized = {p.name for p in manifest.optimized}
         self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
         self._layout = manifest.layout()
-        self._frozen_layout = manifest.frozen_layout()
-
-    @property
-    def found(self) -> SourceInfo:
-        """The kind of checkpoint, which lacks nothing."""
-        return SourceInfo(f"{FORMAT} checkpoint")
-
-    def bind(self, live: Manifest) -> None:
-        """Do nothing: the manifest names everything."""
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Do nothing: every byte is verified when it is read."""
-
-    def layout(self) -> Layout:
-        """Which files hold which elements of masters and optimizer state."""
-        return self._layout
-
-    def frozen_layout(self) -> Layout:
-        """Which files hold which elements of the frozen weights."""
-        return self._frozen_layout
 
     # -- checks before the first byte is read ------------------------------------------------
 
@@ -97,8 +81,8 @@ class ElasticReader:
         names += [model_file(rank, self.manifest.stage) for rank in models]
         self._check_sizes(names)
 
-    def check_all(self) -> None:
-        """Check every file that the manifest names: once, on one rank.
+    def check_files(self) -> None:
+        """Check every file that the manifest names.
 
         Raises:
             CheckpointCorruptedError: as ``check``.
@@ -109,7 +93,7 @@ class ElasticReader:
         wrong = [text for name in names if (text := self._wrong_size(name))]
         if wrong:
             msg = (
-                f"{self._directory} is damaged: {'; '.join(wrong)}. "
+                f"{self.files.folder} is damaged: {'; '.join(wrong)}. "
                 "Resume from another checkpoint, or copy these files again from where they are "
                 "whole"
             )
@@ -117,9 +101,9 @@ class ElasticReader:
 
     def _wrong_size(self, name: str) -> str:
         entry = self._entry(name)
-        self._on_work()
+        self.files.on_progress()
         try:
-            size_bytes = (self._directory / name).stat().st_size
+            size_bytes = (self.files.folder / name).stat().st_size
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if size_bytes == entry.size_bytes:
@@ -128,42 +112,31 @@ class ElasticReader:
 
     # -- runs of elements --------------------------------------------------------------------
 
-    def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets, file by file; return the bytes read from disk.
-
-        Raises:
-            CheckpointCorruptedError: what is on disk is not what was written.
-        """
-        in_order = sorted(requests, key=self._file_of)
-        bytes_read = 0
-        for name, of_file in itertools.groupby(in_order, key=self._file_of):
-            file = self._files.get(name)
-            wanted = [(request.slot, self._locate(file, request)) for request in of_file]
-            bytes_read += file.read_into(wanted, on_bytes)
-        return bytes_read
-
-    def _file_of(self, request: ReadRequest) -> str:
-        transfer, manifest = request.transfer, self.manifest
-        if request.key == WEIGHT and transfer.name not in self._optimized:
-            return model_file(transfer.source_rank, manifest.stage)
-        return optimizer_file(transfer.source_rank, manifest.precision)
-
-    def _locate(self, file: TorchFile, request: ReadRequest) -> StoredRun:
-        """Return where in the file a run lies."""
-        transfer = request.transfer
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
         if transfer.name not in self._optimized:
-            pieces = file.tree[FROZEN]
-            stored, base = (
-                pieces[transfer.name].view(-1),
-                self._frozen_start(transfer.name, transfer.source_rank),
-            )
-        elif request.key == WEIGHT:
+            file = self.files.get(model_file(transfer.source_rank, self.manifest.stage))
+            stored = file.tree[FROZEN][transfer.name].view(-1)
+            base = self._frozen_start(transfer.name, transfer.source_rank)
+            return file, self._run(file, stored, base, transfer)
+        file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
+        if key == WEIGHT:
             stored = file.tree[OPTIMIZER][fp32_key(self.manifest.stage)][transfer.source_buffer]
             base = transfer.start - transfer.source_offset
         else:
             shards = file.tree[OPTIMIZER][STATES][transfer.source_buffer]
-            stored = shards[transfer.name][request.key]
+            stored = shards[transfer.name][key]
             base = file.tree[OURS]["fragments"][transfer.source_buffer][transfer.name][0]
+        return file, self._run(file, stored, base, transfer)
+
+    def _run(
+        self, file: TorchFile, stored: torch.Tensor, base: int, transfer: Transfer
+    ) -> StoredRun:
+        """Return the part of a stored tensor, whose first element is the parameter's ``base``-th.
+
+        Raises:
+            CheckpointFormatError: it has fewer elements than the manifest says.
+        """
         start, stop = transfer.start - base, transfer.stop - base
         if not 0 <= start <= stop <= stored.numel():
             msg = (
@@ -182,20 +155,18 @@ class ElasticReader:
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
-        file = self._files.get(optimizer_file(at.rank, self.manifest.precision))
+        file = self.files.get(optimizer_file(at.rank, self.manifest.precision))
         shard = file.tree[OPTIMIZER][STATES][at.buffer][at.name]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
         keys = [key.name for key in group.state if key.kind == "scalar"]
-        return {
-            key: file.load(shard[key]) if isinstance(shard[key], torch.Tensor) else shard[key]
-            for key in keys
-        }
+        found: dict[str, Scalar] = file.load_tree({key: shard[key] for key in keys})
+        return found
 
     # -- what is held once -------------------------------------------------------------------
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return what is held once, with what this rank had of its own where ranks match."""
-        file = self._files.get(model_file(0, self.manifest.stage))
+        file = self.files.get(model_file(0, self.manifest.stage))
         ours = file.tree[OURS]
         module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
         client = file.load_tree(ours["client_state"])
@@ -208,18 +179,18 @@ class ElasticReader:
             module.update(own["buffers"])
             client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
             if "objects" in own:
-                where = f"rank {rank}'s own objects in {self._directory}"
+                where = f"rank {rank}'s own objects in {self.files.folder}"
                 client = join_objects(client, self._build(own["objects"], where))
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of)
 
     def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
         """Return an entry of the client state as a rank had it; None where it had none."""
-        file = self._files.get(model_file(0, self.manifest.stage))
+        file = self.files.get(model_file(0, self.manifest.stage))
         holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
         for key in reversed(path):
             holder = {key: holder}
         if rank and "client_state" in self.manifest.rank_state:
-            file = self._files.get(optimizer_file(rank, self.manifest.precision))
+            file = self.files.get(optimizer_file(rank, self.manifest.precision))
             own = [
                 (tuple(at), file.load_tree(value))
                 for at, value in file.tree[OURS]["own"]["client_state"]
@@ -230,13 +201,13 @@ class ElasticReader:
 
     def _own(self, rank: int) -> dict[str, Any]:
         """Return what a rank kept for itself because it differed from rank 0's."""
-        file = self._files.get(optimizer_file(rank, self.manifest.precision))
+        file = self.files.get(optimizer_file(rank, self.manifest.precision))
         own: dict[str, Any] = file.load_tree(file.tree[OURS]["own"])
         return own
 
     def _objects(self) -> Objects:
         """Return the client objects, if they are harmless or allowed."""
-        file = self._files.get(CLIENT_OBJECTS)
+        file = self.files.get(CLIENT_OBJECTS)
         # What is refused is named by itself; what fails in Python's own unpickler is one of these.
         these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
         where = f"{file.path}{these}"
@@ -257,7 +228,7 @@ class ElasticReader:
             CheckpointFormatError: it names no such file.
         """
         if name not in self._entries:
-            msg = f"{self._directory}: the manifest names no {name}: it was not written whole"
+            msg = f"{self.files.folder}: the manifest names no {name}: it was not written whole"
             raise CheckpointFormatError(msg)
         return self._entries[name]
 
@@ -269,7 +240,9 @@ class ElasticReader:
         """
         entry = self._entry(name)
         record = FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
-        file = TorchFile.open(self._directory, record, self.manifest.save_id, self._on_work)
+        file = TorchFile.open(
+            self.files.folder, record, self.manifest.save_id, self.files.on_progress
+        )
         try:
             self._check_save(file, name)
         except BaseException:
@@ -289,7 +262,7 @@ class ElasticReader:
         held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
         if held != wanted:
             msg = (
-                f"{self._directory / name} belongs to save {held[0]!r} of step {held[1]}, the "
+                f"{self.files.folder / name} belongs to save {held[0]!r} of step {held[1]}, the "
                 f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
                 "were mixed; resume from another checkpoint"
             )
@@ -312,10 +285,6 @@ class ElasticReader:
                 f"{stamp['rank']}: one of them was changed; resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
 
 
 def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever was saved)

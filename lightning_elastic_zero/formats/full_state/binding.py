@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -27,9 +26,6 @@ from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.tensor_state import dtype_name, plain, precision_of
 
-NO_STATE = "optimizer state"
-"""What ``SourceInfo.lacks`` says of weights alone."""
-
 CURRENT, AVERAGING = "current_model_state", "averaging_state"
 """Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
 average then."""
@@ -44,10 +40,16 @@ class FullState:
     optimizers: Sequence[Mapping[str, Any]]
     """State dicts of torch optimizers; their tensors need no values, but for hyperparameters."""
     save_id: str
-    progress: Progress
-    writer: Writer
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """What the trainer saved beside them; its tensors need no values."""
     ordered: bool = True
     """False: nothing says in which order the model's parameters were."""
+    kind: str = ""
+    """As in ``SourceInfo``."""
+    lacks: tuple[str, ...] = ()
+    """What is not held, beside what no checkpoint of these kinds holds."""
+    unmatched: str = ""
+    """Why the optimizers' state was left out; empty where it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     named, unmatched = _groups(full_state, live, canonical, order)
     groups, states = named
     manifest = _manifest(full_state, weight_of, buffers, groups)
-    return BoundState(manifest, weight_of, states, tuple(ties), unmatched)
+    return BoundState(manifest, weight_of, states, tuple(ties), full_state.unmatched or unmatched)
 
 
 def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str, str]) -> set[str]:
@@ -176,6 +178,8 @@ def _manifest(
     )
     held = {p.name for p in parameters}
     groups = tuple(replace(g, names=tuple(n for n in g.names if n in held)) for g in groups)
+    step = full_state.trainer.get("global_step")
+    version = full_state.trainer.get("pytorch-lightning_version")
     dtype = _dtype_of([p for p in parameters if p.group is not None] or parameters)
     return Manifest(
         save_id=full_state.save_id,
@@ -193,8 +197,9 @@ def _manifest(
         ),
         module_buffers=buffers,
         files=(),
-        progress=full_state.progress,
-        writer=full_state.writer,
+        # Samples and passes are DeepSpeed's own counts.
+        progress=Progress(global_steps=step if type(step) is int else 0),
+        writer=Writer(lightning=str(version or "")),
         weights_only=not full_state.optimizers,
     )
 
@@ -207,33 +212,3 @@ def _dtype_of(parameters: Sequence[Parameter]) -> torch.dtype:
         if dtype.is_floating_point:
             numels[dtype] = numels.get(dtype, 0) + parameter.numel
     return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
-
-
-def progress_of(state: Mapping[str, Any]) -> Progress:
-    """Return how far Lightning counted; samples and passes are DeepSpeed's own counts."""
-    step = state.get("global_step")
-    return Progress(global_steps=step if type(step) is int else 0)
-
-
-def writer_of(state: Mapping[str, Any]) -> Writer:
-    """Return who wrote a checkpoint."""
-    return Writer(lightning=str(state.get("pytorch-lightning_version") or ""))
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of the same type hold the same bits."""
-    flats = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(*flats)
-
-
-def refuse_untied(where: Path, first: str, other: str) -> NoReturn:
-    """Raise for a weight that is tied here and was not when it was saved.
-
-    Raises:
-        CheckpointMismatchError: always.
-    """
-    msg = (
-        f"{where}: {first} and {other} are one tied weight here, and have different values in the "
-        "checkpoint: untie them, or resume from a checkpoint of this model"
-    )
-    raise CheckpointMismatchError(msg)

@@ -10,7 +10,12 @@ reads what is no zip.
 from __future__ import annotations
 
 from lightning_elastic_zero.formats.torch_file.legacy import LegacyFile, is_legacy
-from lightning_elastic_zero.formats.torch_file.reading import StoredRun, TorchFile
+from lightning_elastic_zero.formats.torch_file.reading import (
+    StoredRun,
+    TorchFile,
+    tensors_of,
+    with_copies,
+)
 from lightning_elastic_zero.formats.torch_file.writing import (
     PiecewiseSource,
     TensorSource,
@@ -25,4 +30,6 @@ __all__ = [
     "TorchFile",
     "TorchFileWriter",
     "is_legacy",
+    "tensors_of",
+    "with_copies",
 ]

@@ -211,9 +211,9 @@ class TorchFile:
         Raises:
             CheckpointCorruptedError: bytes of the file are not what was written.
         """
-        tensors = {id(tensor): tensor for tensor in _tensors_of(subtree)}
+        tensors = {id(tensor): tensor for tensor in tensors_of(subtree)}
         copies = self._load_all(tensors.values())
-        return _replaced(subtree, dict(zip(tensors, copies, strict=True)))
+        return with_copies(subtree, dict(zip(tensors, copies, strict=True)))
 
     def _load_all(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         copies, jobs = [], []
@@ -301,25 +301,33 @@ def _union(places: Iterable[FileSlice]) -> list[tuple[int, int]]:
     return runs
 
 
-def _tensors_of(tree: object) -> Iterator[torch.Tensor]:
+def tensors_of(tree: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in dicts, lists and tuples."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _tensors_of(value)
+            yield from tensors_of(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _tensors_of(value)
+            yield from tensors_of(value)
 
 
-def _replaced(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:  # noqa: ANN401
+def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return a tree with other tensors in the place of those, by their ids.
+
+    Dicts, lists and tuples are new, and of the types that they were; all else is shared.
+    """
     if isinstance(tree, torch.Tensor):
-        return copies[id(tree)]
+        return copies.get(id(tree), tree)
     if isinstance(tree, dict):
         # A copy keeps what a dict's own kind has besides its items.
         result = copy.copy(tree)
-        result.update((key, _replaced(value, copies)) for key, value in tree.items())
+        for key, value in tree.items():
+            result[key] = with_copies(
+                value, copies
+            )  # A Counter would count what it is updated with.
         return result
     if type(tree) in {list, tuple}:
-        return type(tree)(_replaced(value, copies) for value in tree)
+        return type(tree)(with_copies(value, copies) for value in tree)
     return tree

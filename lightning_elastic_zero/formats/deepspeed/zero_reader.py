@@ -23,16 +23,22 @@ from lightning_elastic_zero.formats.full_state.torch_optimizer import (
     format_names,
 )
 from lightning_elastic_zero.formats.open_files import foreign_files
-from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.formats.reader import (
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+    file_list_digest,
+)
+from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar, dtype_name, precision_of
 
 
-class ZeroSource:
-    """A tag's folder of stock DeepSpeed (``Source``)."""
+class ZeroReader(CheckpointReader):
+    """A tag's folder of stock DeepSpeed."""
 
     def __init__(
         self,
@@ -110,7 +116,7 @@ class ZeroSource:
         shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
         return [*self._models.names(), *shards]
 
-    def check_all(self) -> None:
+    def check_files(self) -> None:
         """Check that every rank's files are there and of one save.
 
         Raises:
@@ -188,14 +194,6 @@ class ZeroSource:
             ),
         )
 
-    def layout(self) -> Layout:
-        """Which rank's shard holds which elements of masters and optimizer state."""
-        return self._shards.layout()
-
-    def frozen_layout(self) -> Layout:
-        """Which rank's model file holds which elements of the weights that no optimizer owns."""
-        return self._models.frozen_layout
-
     def bind(self, live: Manifest) -> None:
         """Use the live parameter groups, where the shards do not say which there were."""
         unknown = self._shards.stage == STAGE_WEIGHTS and not self.found.hyperparameters
@@ -203,13 +201,14 @@ class ZeroSource:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
             self.manifest = self._manifest()
 
-    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+    def locate(self, key: str, transfer: Transfer) -> Location:
         """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._models.first.frozen:
             return self._models.locate_frozen(transfer)
-        return self._shard_name(transfer.source_rank), self._shards.locate(key, transfer)
+        file = self.files.get(self._shard_name(transfer.source_rank))
+        return file, self._shards.locate(key, transfer)
 
-    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
         """Return where the low-precision weights of a run of masters lie."""
         return self._models.locate_rounded(transfer)
 

@@ -31,8 +31,14 @@ from lightning_elastic_zero.formats.dumps.table import (
     state_dict_in,
 )
 from lightning_elastic_zero.formats.open_files import foreign_files
-from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
+from lightning_elastic_zero.formats.reader import (
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+    file_list_digest,
+)
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
@@ -44,8 +50,8 @@ NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of 
 """What ``optimizer.state_dict()`` and ``model.state_dict()`` never hold."""
 
 
-class DumpsSource:
-    """A described folder of dumps (``Source``)."""
+class DumpsReader(CheckpointReader):
+    """A described folder of dumps."""
 
     def __init__(
         self,
@@ -81,7 +87,6 @@ class DumpsSource:
         self._check_groups()
         self._names = {row.name: (row.name, *row.aliases) for row in self._rows()}
         self._unowned = {row.name for row in self._table.frozen}
-        self._frozen = frozen_partition(((row.name, row.numel) for row in self._table.frozen), 1)
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
         self.found = SourceInfo(
@@ -145,21 +150,17 @@ class DumpsSource:
             ),
         )
 
-    # -- Source ----------------------------------------------------------------------------------
+    # -- CheckpointReader ------------------------------------------------------------------------
 
     def names(self) -> Sequence[str]:
         """Return the files that belong to it, relative to its folder."""
         return [self._table.model.name, *(file.name for file in self._table.dumps)]
 
-    def layout(self) -> Layout:
-        """Which rank's dump holds which elements of masters and optimizer state."""
-        return self._shards.layout()
-
     def frozen_layout(self) -> Layout:
-        """Weights that no optimizer owns are whole, in the model file."""
-        return self._frozen
+        """Return where weights that no optimizer owns are: whole, in the model file."""
+        return frozen_partition(((row.name, row.numel) for row in self._table.frozen), 1)
 
-    def check_all(self) -> None:
+    def check_files(self) -> None:
         """Check on one rank that the dumps are of one run and of one step.
 
         Raises:
@@ -167,22 +168,21 @@ class DumpsSource:
         """
         self._shards.check_all()
 
-    def bind(self, live: Manifest) -> None:
-        """Do nothing: the table names the parameters."""
-
-    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+    def locate(self, key: str, transfer: Transfer) -> Location:
         """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._unowned:
             return self._low(transfer)
-        return self._dump(transfer.source_rank), self._shards.locate(key, transfer)
+        file = self.files.get(self._dump(transfer.source_rank))
+        return file, self._shards.locate(key, transfer)
 
-    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
         """Return where the weights of a run of masters lie in the model file."""
         return None if transfer.name in self._unowned else self._low(transfer)
 
-    def _low(self, transfer: Transfer) -> NamedRun:
+    def _low(self, transfer: Transfer) -> Location:
         tensor = self._tensor(transfer.name, self._weights())
-        return self._table.model.name, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
+        file = self.files.get(self._table.model.name)
+        return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def _weights(self) -> Mapping[str, Any]:
         name = self._table.model.name

@@ -25,10 +25,16 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFo
 from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
 from lightning_elastic_zero.formats.deepspeed.model_file_set import ModelFileSet
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder, check_saved_name
-from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, numel_of
+from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, is_vector, numel_of
 from lightning_elastic_zero.formats.open_files import foreign_files
-from lightning_elastic_zero.formats.reader import WEIGHT, SharedState, SourceInfo
-from lightning_elastic_zero.formats.source import NamedRun, file_list_digest
+from lightning_elastic_zero.formats.reader import (
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+    file_list_digest,
+)
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
@@ -45,8 +51,8 @@ def is_universal(folder: Path) -> bool:
     return (folder / OPTIMIZER_STATE).is_file()
 
 
-class UniversalSource:
-    """A Universal Checkpoint (``Source``)."""
+class UniversalReader(CheckpointReader):
+    """A Universal Checkpoint."""
 
     def __init__(
         self,
@@ -83,7 +89,8 @@ class UniversalSource:
         self._layout = PerParameterPartition(buffers, 1)
         self._keys = self._find_keys()
         self.manifest = self._manifest(buffers)
-        self.found = SourceInfo("Universal Checkpoint (ds_to_universal)", self._lacks())
+        lacks = (*self._models.lacks(), "optimizer states that are not Adam's")
+        self.found = SourceInfo("Universal Checkpoint (ds_to_universal)", lacks)
 
     @property
     def _optimizer(self) -> Mapping[str, Any]:
@@ -115,9 +122,6 @@ class UniversalSource:
         """Return the files."""
         states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
         return [*self._models.names(), OPTIMIZER_STATE, *states]
-
-    def _lacks(self) -> tuple[str, ...]:
-        return (*self._models.lacks(), "optimizer states that are not Adam's")
 
     def _manifest(self, buffers: Sequence[FlatBuffer]) -> Manifest:
         first = self._models.first
@@ -176,7 +180,7 @@ class UniversalSource:
         """Return a flat buffer's scalar states: ZeRO-3's are where they were, others' apart."""
         if self._stage == STAGE_WEIGHTS:
             state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
-            scalars = {k: v for k, v in state.items() if not _is_vector(v)}
+            scalars = {k: v for k, v in state.items() if not is_vector(v)}
             return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
         name = next(iter(self._shapes[flat]))
         if "step" not in self._keys[name]:
@@ -203,9 +207,9 @@ class UniversalSource:
             raise CheckpointFormatError(msg)
         return tensor.view(-1)
 
-    # -- Source ----------------------------------------------------------------------------------
+    # -- CheckpointReader ------------------------------------------------------------------------
 
-    def check_all(self) -> None:
+    def check_files(self) -> None:
         """Check that every file is there, and has the size of its parameter.
 
         Raises:
@@ -227,26 +231,19 @@ class UniversalSource:
             for key in (WEIGHT, *sorted(wanted)):
                 self._tensor(name, key)
 
-    def bind(self, live: Manifest) -> None:
-        """Do nothing: the files name their parameters."""
-
     def layout(self) -> Layout:
         """Each parameter is whole, in files of its own."""
         return self._layout
 
-    def frozen_layout(self) -> Layout:
-        """Which rank's model file holds which elements of the weights that no optimizer owns."""
-        return self._models.frozen_layout
-
-    def locate(self, key: str, transfer: Transfer) -> NamedRun:
+    def locate(self, key: str, transfer: Transfer) -> Location:
         """Return where a run of masters, of a state or of a frozen weight lies."""
         if key == WEIGHT and transfer.name in self._models.first.frozen:
             return self._models.locate_frozen(transfer)
         tensor = self._tensor(transfer.name, key)
-        run = StoredRun(tensor, transfer.start, transfer.stop)
-        return self._file(transfer.name, key), run
+        file = self.files.get(self._file(transfer.name, key))
+        return file, StoredRun(tensor, transfer.start, transfer.stop)
 
-    def locate_rounded(self, transfer: Transfer) -> NamedRun | None:
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
         """Return where the low-precision weights of a run of masters lie."""
         return self._models.locate_rounded(transfer)
 
@@ -258,7 +255,3 @@ class UniversalSource:
         """Return buffers and the trainer's state."""
         scaler = loss_scaler_fields(self._optimizer.get("loss_scaler"))
         return self._models.module_state(rank, world_size, scaler)
-
-
-def _is_vector(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0

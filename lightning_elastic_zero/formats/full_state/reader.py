@@ -1,0 +1,127 @@
+"""What single files and directories of chunks share: one holder has each tensor whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.full_state.binding import FullState, bind, unbound
+from lightning_elastic_zero.formats.open_files import ForeignFiles
+from lightning_elastic_zero.formats.reader import (
+    COMPARED_ELEMENTS,
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+    StoredTensors,
+)
+from lightning_elastic_zero.formats.shared_tensors import storage_location
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.layout import Fragment, Transfer, spans
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.tensor_state import Scalar
+
+NO_STATE = "optimizer state"
+"""What ``SourceInfo.lacks`` says of weights alone."""
+
+
+class FullStateReader(CheckpointReader):
+    """A checkpoint of whole tensors by name, read by ranges: no rank reads the others' parts."""
+
+    def __init__(self, path: Path, files: ForeignFiles, tensors: StoredTensors) -> None:
+        """Keep the files.
+
+        Args:
+            path: the checkpoint's, for messages.
+            files: of ``torch.save``.
+            tensors: what has the tensors of ``FullState``.
+        """
+        self.files = files
+        self._path = path
+        self._tensors = tensors
+
+    def _take(self, full_state: FullState, live: Manifest | None = None) -> None:
+        """Describe what was found, in the words of a live model where there is one.
+
+        Raises:
+            CheckpointMismatchError: a weight that is tied here has two values.
+            UnsupportedError: a hyperparameter is no plain data.
+        """
+        bound = unbound(full_state) if live is None else bind(full_state, live)
+        for first, other in bound.ties:
+            if not self._is_same(full_state.weights[first], full_state.weights[other]):
+                msg = (
+                    f"{self._path}: {first} and {other} are one tied weight here, and have "
+                    "different values in the checkpoint: untie them, or resume from a checkpoint "
+                    "of this model"
+                )
+                raise CheckpointMismatchError(msg)
+        self._weights = full_state.weights
+        self._bound = bound
+        self._scalars: Mapping[str, Mapping[str, Scalar]] | None = None
+        self.manifest = bound.manifest
+        without_state = (NO_STATE,) if bound.manifest.weights_only else ()
+        self.found = SourceInfo(
+            kind=full_state.kind,
+            lacks=("RNG states", *without_state, *full_state.lacks),
+            hyperparameters=any(g.hyperparameters for g in bound.manifest.groups),
+            progress="global_step" in full_state.trainer,
+            unmatched=bound.unmatched,
+        )
+
+    def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two tensors hold the same bits, compared a bounded part at a time."""
+        if storage_location(one) == storage_location(other):
+            return True
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return all(
+            torch.equal(self._bits(one, start, stop), self._bits(other, start, stop))
+            for start, stop in spans(0, one.numel(), COMPARED_ELEMENTS)
+        )
+
+    def _bits(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        found = torch.empty(stop - start, dtype=tensor.dtype)
+        self._tensors.read_into([(found, StoredRun(tensor, start, stop))])
+        return found.view(torch.uint8)
+
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        """Return where a run of a weight or of a state lies."""
+        if key == WEIGHT:
+            tensor = self._weights[self._bound.weight_of[transfer.name]]
+        else:
+            tensor = self._bound.states[transfer.name][key]
+        return self._tensors, StoredRun(tensor, transfer.start, transfer.stop)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Return the scalar optimizer states of a parameter."""
+        if self._scalars is None:
+            # All at once: each by itself would read a chunk of the file for a few bytes.
+            kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
+            self._scalars = self._tensors.load_tree(
+                {
+                    name: {k: v for k, v in state.items() if kinds.get(k) == "scalar"}
+                    for name, state in self._bound.states.items()
+                }
+            )
+        return self._scalars.get(at.name, {})
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        """Return buffers, and all that is neither weights nor optimizer state."""
+        del rank, world_size
+        held = {name: self._weights[name] for name in self.manifest.module_buffers}
+        return SharedState(
+            buffers=self._tensors.load_tree(held),
+            client_state=self.load_client_state(),
+            loss_scaler={},
+            lr_scheduler=None,
+        )
+
+    def load_client_state(self) -> dict[str, Any]:
+        """Return all that is neither weights nor optimizer state."""
+        raise NotImplementedError

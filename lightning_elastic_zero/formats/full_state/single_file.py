@@ -1,0 +1,155 @@
+"""Reads single files of ``torch.save``: Lightning's (DDP, FSDP full, consolidated), or weights.
+
+The file's tree is ``{"state_dict": {name: tensor}, "optimizer_states": [...], ...}``, or names and
+tensors alone. Who reads what of them is worked out with the live model (``binding``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
+from lightning_elastic_zero.formats.full_state.binding import AVERAGING, CURRENT, FullState
+from lightning_elastic_zero.formats.full_state.reader import FullStateReader
+from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
+from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.formats.reader import file_list_digest
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.storage import ignore_progress
+
+KIND = "single file of torch.save"
+
+WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
+
+
+class SingleFileReader(FullStateReader):
+    """A file of ``torch.save`` that holds a whole model."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        allow_pickle: bool = False,
+        on_progress: Callable[[], None] = ignore_progress,
+    ) -> None:
+        """Understand a file from its index.
+
+        Raises:
+            CheckpointFormatError: it is not of ``torch.save``, is damaged, or holds no model.
+            UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
+                ranges can be read.
+        """
+        files = foreign_files(path.parent, allow_pickle=allow_pickle, on_progress=on_progress)
+        self._file = files.get(path.name)
+        super().__init__(path, files, self._file)
+        tree = self._file.tree
+        weights, trainer = _parts(tree, path)
+        weights = _checked(weights, path)
+        self._average = _checked(tree[WEIGHTS], path) if CURRENT in trainer else None
+        averaged = " with averaged weights (taken: the trained weights)"
+        self._full_state = FullState(
+            weights=weights,
+            optimizers=self._optimizers(tree),
+            save_id=file_list_digest(path.parent, [path.name]),
+            trainer=trainer,
+            kind=f"{KIND}{'' if self._average is None else averaged}",
+        )
+        self._take(self._full_state)
+
+    def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the optimizers' state dicts: hyperparameters with values, states without."""
+        found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
+        return [
+            {
+                "state": saved["state"],
+                "param_groups": self._file.load_tree(list(saved["param_groups"])),
+            }
+            for saved in found or ()
+            if is_optimizer(saved)
+        ]
+
+    def names(self) -> Sequence[str]:
+        """Return the one file."""
+        return [self._path.name]
+
+    def bind(self, live: Manifest) -> None:
+        """Find out what is a weight, a buffer, an alias, and whose each optimizer state is.
+
+        An evaluation is of the average, where there is one, as with Lightning's own strategies.
+
+        Raises:
+            CheckpointMismatchError: a weight that is tied here has two values in the file.
+            UnsupportedError: a hyperparameter is no plain data.
+        """
+        if self._average is not None and not live.groups:
+            kind = f"{KIND} with averaged weights (taken: the average)"
+            self._full_state = replace(self._full_state, weights=self._average, kind=kind)
+        self._take(self._full_state, live)
+
+    def load_client_state(self) -> dict[str, Any]:
+        """Return all that is neither weights nor optimizer state."""
+        found: dict[str, Any] = self._file.load_tree(self._full_state.trainer)
+        return found
+
+
+def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Part a tree into the weights, and all that is neither weights nor optimizer state.
+
+    Raises:
+        CheckpointFormatError: it holds no weights.
+    """
+    if not isinstance(tree, Mapping):
+        _refuse(path, f"holds a {type(tree).__name__}, not a dict with a `{WEIGHTS}`")
+    weights = tree.get(WEIGHTS)
+    if isinstance(weights, Mapping):
+        if not weights:
+            _refuse(path, f"has an empty `{WEIGHTS}`: its weights were saved elsewhere, or not")
+        if isinstance(current := tree.get(CURRENT), Mapping) and AVERAGING in tree:
+            # The optimizer's state is that of the trained weights; the average, and what else it
+            # keeps, is the callback's, which looks for all three.
+            rest = {k: v for k, v in tree.items() if k not in (CURRENT, OPTIMIZERS)}
+            return current, {**rest, CURRENT: {}}
+        return weights, {k: v for k, v in tree.items() if k not in (WEIGHTS, OPTIMIZERS)}
+    if OPTIMIZER in tree or "param_shapes" in tree:
+        _refuse(path, "is one file of DeepSpeed's: pass the checkpoint's directory")
+    if tree and all(isinstance(tensor, torch.Tensor) for tensor in tree.values()):
+        return tree, {}
+    entries = ", ".join(sorted(map(repr, tree))[:10])
+    return _refuse(path, f"has no `{WEIGHTS}` with the model's weights; its entries are {entries}")
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    msg = (
+        f"{path} {what}. A single file has to be Lightning's, or a dict of names and tensors: "
+        "resume from another checkpoint"
+    )
+    raise CheckpointFormatError(msg)
+
+
+def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights, if each is a tensor of which ranges can be read.
+
+    Raises:
+        UnsupportedError: one is not.
+    """
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            what = f"a {type(tensor).__name__}"
+        elif tensor.layout != torch.strided or not tensor.is_contiguous():
+            what = f"a tensor of layout {tensor.layout} that is not contiguous"
+        elif not isinstance(name, str):
+            what = "a tensor that is named by no string"
+        else:
+            continue
+        msg = (
+            f"{path}: {name!r} is {what}, and only contiguous tensors are read: save the model "
+            "again without it, or call .contiguous() on it before"
+        )
+        raise UnsupportedError(msg)
+    return {name: tensor.detach() for name, tensor in weights.items()}
