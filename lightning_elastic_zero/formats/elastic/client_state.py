@@ -215,7 +215,7 @@ def rank_differences(
     """
     of_first: dict[Path, list[str | int]] = {}
     for text in first:
-        *parent, key = _path_of(text)
+        *parent, key = json.loads(text) if text.startswith("[") else (text,)
         of_first.setdefault(tuple(parent), []).append(key)
     return tuple(_changes(state, (), first, of_first))
 
@@ -262,11 +262,7 @@ def _is_branch(value: object) -> bool:
 
 
 def _fingerprint(value: object, path: Path) -> str:
-    return _kind(value) if _is_branch(value) else _digest(value, path)
-
-
-def _kind(node: object) -> str:
-    return type(node).__name__
+    return type(value).__name__ if _is_branch(value) else _digest(value, path)
 
 
 def _text(path: Path) -> str:
@@ -274,11 +270,6 @@ def _text(path: Path) -> str:
     if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
         return path[0]
     return json.dumps(path)
-
-
-def _path_of(text: str) -> Path:
-    """Undo ``_text``."""
-    return tuple(json.loads(text)) if text.startswith("[") else (text,)
 
 
 def _digest(value: object, path: Path) -> str:
@@ -333,6 +324,13 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield data[start : start + _HASHED_BYTES].cpu().numpy().data
 
 
+def _refusal(value: object, path: Path, what: str) -> SaveError:
+    return SaveError(
+        f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that {what} keep it "
+        "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
+    )
+
+
 def pickled(value: object, path: Path) -> bytes:
     """Pickle an object of the client state, its tensors as ones of the host.
 
@@ -342,12 +340,7 @@ def pickled(value: object, path: Path) -> bytes:
     try:
         return host_pickle(value)
     except Exception as error:
-        msg = (
-            f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that cannot be "
-            f"pickled ({error}): keep it out of save_hyperparameters(ignore=[...]) or of the "
-            "callback's state_dict()"
-        )
-        raise SaveError(msg) from error
+        raise _refusal(value, path, f"cannot be pickled ({error}):") from error
 
 
 def check_pickle(value: object, path: Path) -> None:
@@ -360,12 +353,8 @@ def check_pickle(value: object, path: Path) -> None:
     try:
         pickle.loads(data)  # noqa: S301 - just pickled
     except Exception as error:
-        msg = (
-            f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that can be "
-            f"pickled but not be made of its pickle ({error}): no load could restore it; keep it "
-            "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
-        )
-        raise SaveError(msg) from error
+        why = f"can be pickled but not be made of its pickle ({error}): no load could restore it;"
+        raise _refusal(value, path, why) from error
 
 
 def host_pickle(value: object) -> bytes:

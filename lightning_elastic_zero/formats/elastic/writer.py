@@ -139,10 +139,12 @@ class _RankWriter:
             own["objects"] = _pickle(client.own_objects)
         if self.rank != 0:
             own["buffers"] = _copies(state.module_buffers)
+        # Which run of each parameter a flat buffer holds.
+        fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
         tree = {
             OPTIMIZER: inner,
             "ds_version": manifest.writer.deepspeed,
-            OURS: {**self._stamp(), "fragments": _fragment_table(state), "own": own},
+            OURS: {**self._stamp(), "fragments": fragments, "own": own},
         }
         return self._save(optimizer_file(self.rank, manifest.precision), tree, builder)
 
@@ -263,11 +265,6 @@ def _frozen(
     """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it."""
     placed = builder.add(PiecewiseSource([piece], piece.dtype))
     return placed if shape is None else placed.view(shape)
-
-
-def _fragment_table(state: RankState) -> list[dict[str, list[int]]]:
-    """Describe which run of each parameter a flat buffer holds: ``{name: [start, stop]}``."""
-    return [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
 
 
 def _shapes(manifest: Manifest, names: tuple[str, ...]) -> OrderedDict[str, torch.Size]:

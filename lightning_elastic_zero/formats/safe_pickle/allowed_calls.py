@@ -13,7 +13,7 @@ import collections
 import datetime as dt
 import decimal
 import fractions
-import importlib
+import pkgutil
 import re
 import types
 import uuid
@@ -200,14 +200,9 @@ def set_fields(instance: object, state: object) -> None:
         vars(instance).update(fields)
 
 
-def _named(name: str) -> object:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
 CLIENT_OBJECTS = PicklePolicy(
     {
-        **{name: (_named(name), rule) for name, rule in ALLOWED_CALLS.items()},
+        **{name: (pkgutil.resolve_name(name), rule) for name, rule in ALLOWED_CALLS.items()},
         **{name: (builder, lambda _: True) for name, builder in BUILDERS.items()},
     },
     dict.fromkeys((*ATTRIBUTE_CLASSES, uuid.UUID), set_fields),
