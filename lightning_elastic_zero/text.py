@@ -1,4 +1,4 @@
-"""How a sentence names ranks."""
+"""How a sentence names ranks, and other things of which there may be many."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def format_by_rank(texts: dict[int, str], world_size: int) -> str:
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
     return "\n".join([f"{where}:", *lines])
+
+
+def format_names(names: Iterable[str], limit: int = 10) -> str:
+    """List names, the first of them where there are many."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

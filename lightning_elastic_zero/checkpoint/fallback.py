@@ -19,7 +19,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
 )
 from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.formats.elastic.verify import verify_files
+from lightning_elastic_zero.formats.elastic.reader import verify_files
 from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.storage import SUMS_SUFFIX, check_local_path
 

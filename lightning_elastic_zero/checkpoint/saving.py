@@ -42,7 +42,6 @@ from lightning_elastic_zero.checkpoint.types import (
 )
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.deepspeed.constants import LATEST, RECOVERY_SCRIPT, TAG
 from lightning_elastic_zero.formats.elastic.client_state import (
     dotted,
     fingerprints,
@@ -65,6 +64,7 @@ from lightning_elastic_zero.storage import (
     write_durably,
     write_shared,
 )
+from lightning_elastic_zero.storage.file_ownership import LATEST, RECOVERY_SCRIPT, TAG
 from lightning_elastic_zero.tensor_state import RankState
 
 

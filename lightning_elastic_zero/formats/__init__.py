@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.dcp.detection import is_dcp
-from lightning_elastic_zero.formats.deepspeed.constants import LATEST, TAG
 from lightning_elastic_zero.formats.deepspeed.tag_folder import (
+    check_saved_name,
     find_tag_folder,
     is_deepspeed,
     read_tag_folder,
@@ -20,6 +20,7 @@ from lightning_elastic_zero.formats.dumps.reader import DumpsReader
 from lightning_elastic_zero.formats.dumps.table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic.reader import ElasticReader
 from lightning_elastic_zero.formats.full_state.single_file import SingleFileReader
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.path_suggestions import (
     describe_checkpoints_in,
     describe_content,
@@ -34,8 +35,10 @@ from lightning_elastic_zero.formats.reader import (
     as_format_error,
 )
 from lightning_elastic_zero.formats.renamed_reader import RenamedReader
-from lightning_elastic_zero.manifest import MANIFEST_NAME, manifest_from_json
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE, PicklePolicy
+from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from lightning_elastic_zero.storage import ignore_progress, read_file
+from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
 
 __all__ = [
     "WEIGHT",
@@ -68,19 +71,15 @@ def open_checkpoint(
         dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
         msg = f"there is no checkpoint at {path}{dangling or describe_similar_paths(path)}"
         raise CheckpointNotFoundError(msg)
-    options: _Options = {"allow_pickle": allow_pickle, "on_progress": on_progress}
-    own = _own(path, options)
+    manifest = _own_manifest(path)
     on_progress()
-    return own or _foreign(path, options)
+    if manifest is not None:
+        return ElasticReader(path, manifest, allow_pickle=allow_pickle, on_progress=on_progress)
+    return _foreign(path, FOREIGN_TREE.with_any_class(allow_pickle), on_progress)
 
 
-class _Options(TypedDict):
-    allow_pickle: bool
-    on_progress: Callable[[], None]
-
-
-def _own(path: Path, options: _Options) -> ElasticReader | None:
-    """Open a checkpoint of this library's, or give None where there is no manifest."""
+def _own_manifest(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint of this library's; None where there is none."""
     manifest = path / MANIFEST_NAME
     try:
         # Bytes, and line ends left as they are: the digest is of all of them.
@@ -91,7 +90,7 @@ def _own(path: Path, options: _Options) -> ElasticReader | None:
         msg = f"{manifest} cannot be read ({error}): resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     _check_latest(path)
-    return ElasticReader(path, manifest_from_json(text, str(manifest)), **options)
+    return manifest_from_json(text, str(manifest))
 
 
 def _check_latest(path: Path) -> None:
@@ -114,12 +113,13 @@ def _check_latest(path: Path) -> None:
     raise CheckpointFormatError(msg)
 
 
-def _foreign(path: Path, options: _Options) -> CheckpointReader:
+def _foreign(path: Path, policy: PicklePolicy, on_progress: Callable[[], None]) -> CheckpointReader:
     """Open a checkpoint that other software wrote.
 
     Raises:
         CheckpointFormatError: it is of no kind that is known.
     """
+    files = partial(foreign_files, policy=policy, on_progress=on_progress)
     if path.is_dir():
         # DeepSpeed may have saved another tag into a checkpoint of ours: that is one by itself.
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
@@ -127,20 +127,21 @@ def _foreign(path: Path, options: _Options) -> CheckpointReader:
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
             with as_format_error(path):
-                return DumpsReader(path, **options)
+                return DumpsReader(files(path))
         if folder := find_tag_folder(path):
             kind = UniversalReader if is_universal(folder) else ZeroReader
             with as_format_error(folder):
-                return kind(read_tag_folder(folder), **options)
+                tag = read_tag_folder(folder)
+                return kind(tag, files(folder, check_saved_name=check_saved_name))
         if is_dcp(path):
             # Imported here, as that takes a second.
             from lightning_elastic_zero.formats.dcp.reader import DcpReader  # noqa: PLC0415
 
             with as_format_error(path):
-                return DcpReader(path, **options)
+                return DcpReader(files(path), policy)
     else:
         with as_format_error(path):
-            return SingleFileReader(path, **options)
+            return SingleFileReader(path, files(path.parent))
     why = (
         f"{describe_content(path)}. It is no checkpoint, or one that was never finished. A folder "
         "with dumps of optimizer.state_dict() becomes one by describe_dumps"

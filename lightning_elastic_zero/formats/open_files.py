@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE, PicklePolicy
 from lightning_elastic_zero.formats.torch_file import LegacyFile, TorchFile, is_legacy
-from lightning_elastic_zero.storage import ignore_progress
+from lightning_elastic_zero.storage import RangeFile, ignore_progress
 
 MAX_OPEN = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
@@ -90,8 +90,8 @@ def _any_name(path: Path, saved_as: str) -> None:
 
 def foreign_files(
     folder: Path,
+    policy: PicklePolicy = FOREIGN_TREE,
     *,
-    allow_pickle: bool = False,
     limit: int = MAX_OPEN,
     on_progress: Callable[[], None] = ignore_progress,
     check_saved_name: Callable[[Path, str], None] = _any_name,
@@ -100,13 +100,12 @@ def foreign_files(
 
     Args:
         folder: the checkpoint's own.
-        allow_pickle: build objects of any class, which can run code.
+        policy: what their pickles may ask for.
         limit: how many are kept open at once.
         on_progress: called after every read.
         check_saved_name: called with each file that is opened, and the name under which it was
             saved.
     """
-    policy = FOREIGN_TREE.with_any_class(allow_pickle)
 
     def open_file(name: str) -> TorchFile | LegacyFile:
         path = folder / name
@@ -115,7 +114,7 @@ def foreign_files(
         file: TorchFile | LegacyFile = (
             LegacyFile(path, policy, on_progress)
             if legacy
-            else TorchFile.open_unverified(path, policy, on_progress)
+            else TorchFile(RangeFile(path, on_progress), policy)
         )
         try:
             check_saved_name(path, file.saved_as)

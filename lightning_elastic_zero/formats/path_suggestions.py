@@ -7,10 +7,11 @@ import itertools
 from pathlib import Path
 
 from lightning_elastic_zero.formats.dcp.detection import METADATA_NAME
-from lightning_elastic_zero.formats.deepspeed.constants import LATEST
 from lightning_elastic_zero.formats.deepspeed.tag_folder import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.dumps.table import TABLE_NAME
 from lightning_elastic_zero.manifest import MANIFEST_NAME
+from lightning_elastic_zero.storage.file_ownership import LATEST
+from lightning_elastic_zero.text import format_names
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
 """Files by which a directory shows what it is."""
@@ -26,8 +27,7 @@ def describe_checkpoints_in(folder: Path) -> str:
     """Describe which checkpoints a folder holds; nothing where it holds none."""
     if not (names := _checkpoints(folder)):
         return ""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"it holds the checkpoints {', '.join(names[:MAX_NAMES])}{more}. Pass one of them"
+    return f"it holds the checkpoints {format_names(names, MAX_NAMES)}. Pass one of them"
 
 
 def describe_content(folder: Path) -> str:
@@ -39,8 +39,7 @@ def describe_content(folder: Path) -> str:
     if not entries:
         return "it is empty"
     names = sorted(entry.name for entry in entries)
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"there are {', '.join(names[:MAX_NAMES])}{more} in it"
+    return f"there are {format_names(names, MAX_NAMES)} in it"
 
 
 def describe_similar_paths(path: Path) -> str:

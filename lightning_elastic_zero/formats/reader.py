@@ -25,6 +25,10 @@ from lightning_elastic_zero.tensor_state import Scalar
 WEIGHT = ""
 """The key of the weights themselves in a ``ReadRequest``: masters, or frozen weights."""
 
+FRESH_OPTIMIZER_HINT = (
+    "pass load_optimizer_state=False to go on from the saved weights with a fresh optimizer"
+)
+
 COMPARED_ELEMENTS = 1 << 20
 """Elements of two copies of a weight that are compared at a time."""
 
@@ -177,11 +181,19 @@ class CheckpointReader(ABC):
 
     def layout(self) -> Layout:
         """Return which files hold which elements of masters and optimizer state."""
-        return self.manifest.layout()
+        return self.layout_of(self.manifest)
 
     def frozen_layout(self) -> Layout:
         """Return which files hold which elements of the weights that no optimizer owns."""
-        return self.manifest.frozen_layout()
+        return self.frozen_layout_of(self.manifest)
+
+    def layout_of(self, manifest: Manifest) -> Layout:
+        """Return ``layout``, with the names of a manifest that is this one but for names."""
+        return manifest.layout()
+
+    def frozen_layout_of(self, manifest: Manifest) -> Layout:
+        """Return ``frozen_layout`` in the same way."""
+        return manifest.frozen_layout()
 
     @cached_property
     def _frozen(self) -> frozenset[str]:
@@ -299,3 +311,28 @@ def file_list_digest(
         digest.update(f"{name} {path.stat().st_size if path.exists() else 'missing'}\n".encode())
         on_progress()
     return digest.hexdigest()
+
+
+def differing_sizes(
+    folder: Path,
+    recorded: Iterable[tuple[str, int]],
+    on_progress: Callable[[], None] = ignore_progress,
+) -> list[str]:
+    """Describe the files that are missing, or have another size than was recorded.
+
+    Args:
+        folder: what names are relative to.
+        recorded: each file's name, and its bytes.
+        on_progress: called after every look at a file.
+    """
+    wrong = []
+    for name, size_bytes in recorded:
+        on_progress()
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error.strerror})")
+        else:
+            if found != size_bytes:
+                wrong.append(f"{name} has {found} bytes, recorded are {size_bytes}")
+    return wrong

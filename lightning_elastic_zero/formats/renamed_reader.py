@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning_elastic_zero.formats.full_state.single_file import WEIGHTS
@@ -64,13 +64,13 @@ class RenamedReader(CheckpointReader):
         """Verify this rank's share."""
         self._source.verify(rank, world_size, on_bytes)
 
-    def layout(self) -> Layout:
+    def layout_of(self, manifest: Manifest) -> Layout:
         """Return which files hold which elements of masters and optimizer state."""
-        return _RenamedLayout(self._source.layout(), self._name, self._saved_name)
+        return self._source.layout_of(manifest)
 
-    def frozen_layout(self) -> Layout:
+    def frozen_layout_of(self, manifest: Manifest) -> Layout:
         """Return which files hold which elements of the frozen weights."""
-        return _RenamedLayout(self._source.frozen_layout(), self._name, self._saved_name)
+        return self._source.frozen_layout_of(manifest)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Check the files that are going to be read."""
@@ -98,29 +98,6 @@ class RenamedReader(CheckpointReader):
 
     def _renamed(self, of: Mapping[str, Any]) -> dict[str, Any]:
         return {self._name(name): value for name, value in of.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _RenamedLayout:
-    """A layout (``Layout``) under other names."""
-
-    held: Layout
-    here: Callable[[str], str]
-    saved: Callable[[str], str]
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that hold something."""
-        return self.held.world_size
-
-    def on_rank(self, rank: int) -> Sequence[Fragment]:
-        """Return all that one rank holds."""
-        return [replace(f, name=self.here(f.name)) for f in self.held.on_rank(rank)]
-
-    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
-        """Yield the runs that hold a part of a parameter."""
-        for fragment in self.held.covering(self.saved(name), start, stop):
-            yield replace(fragment, name=name)
 
 
 def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:

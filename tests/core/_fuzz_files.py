@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
 from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
+from lightning_elastic_zero.storage import RangeFile
 from tests.core._fuzz_runner import refuse_much_memory
 
 
@@ -58,7 +59,7 @@ def check(data: bytes) -> None:
         path = Path(folder) / "a.pt"
         path.write_bytes(data)
         try:
-            with contextlib.closing(TorchFile.open_unverified(path, PLAIN_DATA)) as file:
+            with contextlib.closing(TorchFile(RangeFile(path), PLAIN_DATA)) as file:
                 _read(file, len(data))
         except ElasticZeroError as error:
             refuse_much_memory(error)

@@ -9,7 +9,6 @@ import time
 from collections import Counter, OrderedDict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,28 +27,23 @@ from lightning_elastic_zero.formats.torch_file import (
     StoredRun,
     TorchFile,
     TorchFileWriter,
+    is_legacy,
 )
-from lightning_elastic_zero.storage import CHUNK_BYTES, ChecksummedWriter, FileRecord, range_file
-
-SAVE_ID = "5a7e"
-NAME = "checkpoint/shard.pt"
-
-
-def any_bits(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Make elements of every bit pattern: NaN with payloads, infinities, denormals among them."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (numel * dtype.itemsize,)
-    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
+from lightning_elastic_zero.storage import (
+    CHUNK_BYTES,
+    ChecksummedWriter,
+    FileRecord,
+    RangeFile,
+    range_file,
+)
+from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes: NaN equals itself only so."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileRecord:
-    """Write a file of a tree, and of what its stand-ins stand for."""
-    return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
+def open_unverified(path: Path) -> TorchFile | LegacyFile:
+    """Open a file that nobody has recorded anything of."""
+    if is_legacy(path):
+        return LegacyFile(path, PLAIN_DATA)
+    return TorchFile(RangeFile(path), PLAIN_DATA)
 
 
 def write_bytes(directory: Path, data: bytes) -> FileRecord:
@@ -87,7 +81,7 @@ class TestReading:
             patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
             builder = TorchFileWriter()
             tree = [builder.add(PiecewiseSource([one], stored)) for one in live]
-            with TorchFile.open(Path(folder), write_tree(Path(folder), tree, builder)) as file:
+            with open_verified(Path(folder), write_tree(Path(folder), tree, builder)) as file:
                 for which, start, stop in wanted:
                     slot = target[at : at + stop - start]
                     pieces.append((slot, StoredRun(file.tree[which], start, stop)))
@@ -100,7 +94,7 @@ class TestReading:
     def test_casts_only_where_types_differ(self, tmp_path: Path) -> None:
         """A target of another type gets what ``Tensor.to`` gives."""
         live = torch.randn(100_000)
-        with TorchFile.open(tmp_path, write_tree(tmp_path, {"a": live})) as file:
+        with open_verified(tmp_path, write_tree(tmp_path, {"a": live})) as file:
             for dtype in (torch.bfloat16, torch.float64):
                 target = torch.zeros(100_000, dtype=dtype)
                 file.read_into([(target, StoredRun(file.tree["a"], 0, 100_000))])
@@ -128,8 +122,7 @@ class TestReading:
             tmp_path / "a.pt",
             _use_new_zipfile_serialization=not legacy,
         )
-        kind: Any = LegacyFile if legacy else TorchFile.open_unverified
-        file, target = kind(tmp_path / "a.pt", PLAIN_DATA), torch.zeros(8, dtype=wanted)
+        file, target = open_unverified(tmp_path / "a.pt"), torch.zeros(8, dtype=wanted)
         with pytest.raises(CheckpointMismatchError, match=f"elements of {stored} where {wanted}"):
             file.read_into([(target, StoredRun(file.tree["a"], 0, 8))])
         assert not target.any()
@@ -143,7 +136,7 @@ class TestReading:
         builder, live = TorchFileWriter(), any_bits(1 << 22)
         tree = {"a": builder.add(PiecewiseSource([live], live.dtype))}
         told: list[int] = []
-        with TorchFile.open(tmp_path, write_tree(tmp_path, tree, builder)) as file:
+        with open_verified(tmp_path, write_tree(tmp_path, tree, builder)) as file:
             opening = file.bytes_read
             assert opening < 3 * CHUNK_BYTES
             target = torch.zeros(1 << 20)
@@ -155,7 +148,7 @@ class TestReading:
 
     def test_the_tree_has_no_values_to_take_by_mistake(self, tmp_path: Path) -> None:
         """A tensor of the tree has shape and type, and refuses to be computed with."""
-        with TorchFile.open(tmp_path, write_tree(tmp_path, {"a": torch.ones(2, 3)})) as file:
+        with open_verified(tmp_path, write_tree(tmp_path, {"a": torch.ones(2, 3)})) as file:
             tensor = file.tree["a"]
         assert (tensor.shape, tensor.dtype, tensor.device.type) == ((2, 3), torch.float32, "meta")
         with pytest.raises(RuntimeError, match="meta"):
@@ -167,7 +160,7 @@ class TestReading:
         tree = {"x": any_bits(77, torch.int8), "a": live, "b": live.view(100, 100)[3]}
         record = write_tree(tmp_path, tree)
         data = (tmp_path / record.name).read_bytes()
-        with TorchFile.open(tmp_path, record, SAVE_ID) as file:
+        with open_verified(tmp_path, record, SAVE_ID) as file:
             for tensor, expected in (
                 (file.tree["x"], tree["x"]),
                 (file.tree["a"][50:90], live[50:90]),
@@ -198,9 +191,9 @@ class TestReading:
         )
         record = write_tree(tmp_path, tree)
         expected = torch.load(tmp_path / record.name, weights_only=True)
-        with TorchFile.open(tmp_path, record) as file:
+        with open_verified(tmp_path, record) as file:
             found = file.load_tree(file.tree)
-            assert bits(file.load(file.tree["view"])) == bits(flat[10:20])
+            assert bits(file.load_tree(file.tree["view"])) == bits(flat[10:20])
         assert type(found) is OrderedDict
         assert list(found) == list(expected)
         _assert_same(found, expected)
@@ -210,8 +203,7 @@ class TestReading:
         """A run beyond its tensor, or beside its target, is refused before a byte is written."""
         path = tmp_path / "a.pt"
         torch.save(torch.zeros(10), path, _use_new_zipfile_serialization=not legacy)
-        kind: Any = LegacyFile if legacy else TorchFile.open_unverified
-        with contextlib.closing(kind(path, PLAIN_DATA)) as file:
+        with contextlib.closing(open_unverified(path)) as file:
             for start, stop in ((-1, 3), (4, 3), (0, 11), (10, 11)):
                 with pytest.raises(ValueError, match="is not within"):
                     file.read_into([(torch.ones(5), StoredRun(file.tree, start, stop))])
@@ -228,8 +220,8 @@ class TestReading:
         times_s = []
         for _ in range(3):
             start_s = time.process_time()
-            TorchFile.open(tmp_path, record).close()
-            times_s.append(time.process_time() - start_s)
+            with open_verified(tmp_path, record):
+                times_s.append(time.process_time() - start_s)
         assert min(times_s) < 1
 
 
@@ -266,7 +258,7 @@ class TestDamage:
             path.write_bytes(data[:position] + bytes([changed]) + data[position + 1 :])
             with (
                 pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: its bytes"),
-                TorchFile.open(tmp_path, record) as file,
+                open_verified(tmp_path, record) as file,
             ):
                 file.load_tree(file.tree)
 
@@ -276,25 +268,25 @@ class TestDamage:
         path = tmp_path / record.name
         path.write_bytes(path.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged"):
-            TorchFile.open(tmp_path, record)
+            open_verified(tmp_path, record)
 
     def test_cut_short(self, tmp_path: Path) -> None:
         """A file that lost its end is an error on opening, not a signal on reading."""
         record = write_tree(tmp_path, {"a": any_bits(100_000)})
         os.truncate(tmp_path / record.name, record.size_bytes // 2)
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: it has"):
-            TorchFile.open(tmp_path, record)
+            open_verified(tmp_path, record)
 
     def test_another_save(self, tmp_path: Path) -> None:
         """A file of another save is refused by name."""
         record = write_tree(tmp_path, {})
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.* save '5a7e', .* '0ther'"):
-            TorchFile.open(tmp_path, record, "0ther")
+            open_verified(tmp_path, record, "0ther")
 
     def test_not_a_zip(self, tmp_path: Path) -> None:
         """Sound bytes that are no zip are the wrong format, not damage."""
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt is not a file of torch\.save"):
-            TorchFile.open(tmp_path, write_bytes(tmp_path, b"hello" * 100))
+            open_verified(tmp_path, write_bytes(tmp_path, b"hello" * 100))
 
     def test_zip_of_something_else(self, tmp_path: Path) -> None:
         """A zip that torch did not write is told apart."""
@@ -303,15 +295,18 @@ class TestDamage:
             [sys.executable, "-m", "zipfile", "-c", data, __file__], check=True, cwd=tmp_path
         )
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt is a zip, but not of torch"):
-            TorchFile.open(tmp_path, write_bytes(tmp_path, data.read_bytes()))
+            open_verified(tmp_path, write_bytes(tmp_path, data.read_bytes()))
 
     def test_classes_that_are_not_plain_data(self, tmp_path: Path) -> None:
         """A class that ``weights_only`` refuses is named, unless it was allowed."""
         record = write_tree(tmp_path, {"x": Fraction(1, 3)})
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt .*fractions\.Fraction"):
-            TorchFile.open(tmp_path, record)
-        with torch.serialization.safe_globals([Fraction]):
-            assert TorchFile.open(tmp_path, record).tree == {"x": Fraction(1, 3)}
+            open_verified(tmp_path, record)
+        with (
+            torch.serialization.safe_globals([Fraction]),
+            open_verified(tmp_path, record) as file,
+        ):
+            assert file.tree == {"x": Fraction(1, 3)}
 
     def test_a_pickle_cannot_reach_beyond_its_storage(self, tmp_path: Path) -> None:
         """A tensor that claims more than its record holds is refused, not read from next door."""
@@ -322,7 +317,7 @@ class TestDamage:
         assert changed != data
         (tmp_path / NAME).unlink()
         (tmp_path / f"{NAME}.sums").unlink()
-        with TorchFile.open(tmp_path, write_bytes(tmp_path, changed)) as file:
+        with open_verified(tmp_path, write_bytes(tmp_path, changed)) as file:
             assert file.tree["a"].shape == (9,)
             with pytest.raises(CheckpointFormatError, match="does not fit into its record"):
-                file.load(file.tree["a"])
+                file.load_tree(file.tree["a"])

@@ -14,14 +14,12 @@ from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.torch_file import (
     PiecewiseSource,
     StoredRun,
-    TorchFile,
     TorchFileWriter,
+    writing,
 )
-from lightning_elastic_zero.storage import FileRecord
+from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
 
 ROOT = Path(__file__).parents[2]
-SAVE_ID = "5a7e"
-NAME = "checkpoint/shard.pt"
 
 DTYPES = [
     torch.float32,
@@ -35,31 +33,17 @@ DTYPES = [
 ]
 
 
-def any_bits(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Make elements of every bit pattern: NaN with payloads, infinities, denormals among them."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (numel * dtype.itemsize,)
-    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes: NaN equals itself only so."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileRecord:
-    """Write a file of a tree, and of what its stand-ins stand for."""
-    return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
-
-
 class TestWriting:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_anybody_can_load_it(self, tmp_path: Path, dtype: torch.dtype) -> None:
+    def test_anybody_can_load_it(
+        self, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """``torch.load(weights_only=True)`` gives every bit of pieces, zeros and plain tensors."""
         live, plain = any_bits(5000, dtype), any_bits(300, dtype, seed=1)
         builder = TorchFileWriter()
         pieces: list[torch.Tensor | int] = [live[:7], 5, live[7:4000], 0, live[4000:]]
-        flat = builder.add(PiecewiseSource(pieces, dtype, chunk_elements=64))
+        monkeypatch.setattr(writing, "COPY_BYTES", 64 * dtype.itemsize)
+        flat = builder.add(PiecewiseSource(pieces, dtype))
         empty = builder.add(PiecewiseSource([], dtype))
         tree = {"a": flat[:10].view(2, 5), "rest": [flat[10:]], "plain": plain, "empty": empty}
         record = write_tree(tmp_path, tree, builder)
@@ -183,10 +167,12 @@ class TestWriting:
 
 MEMORY = """
 import sys, tempfile, torch
+from contextlib import closing
 from pathlib import Path
 from lightning_elastic_zero.formats.torch_file import (
     PiecewiseSource, StoredRun, TorchFile, TorchFileWriter
 )
+from lightning_elastic_zero.storage import VerifiedFile
 
 # Where deterministic algorithms are asked for, torch.empty fills what it gives.
 torch.use_deterministic_algorithms(True)
@@ -210,7 +196,7 @@ with tempfile.TemporaryDirectory() as folder:
     record = builder.write(tree, Path(folder), "a.pt", save_id="x", on_bytes=watch)
     assert record.size_bytes > 512 << 20
     writing, peak = peak - base, 0
-    with TorchFile.open(Path(folder), record) as file:
+    with closing(TorchFile(VerifiedFile(Path(folder), record))) as file:
         pieces = [
             (part, StoredRun(file.tree["b"], start, start + part.numel()))
             for start in range(1 << 20, file.tree["b"].numel(), part.numel())
@@ -242,9 +228,7 @@ def test_from_and_to_a_device(tmp_path: Path) -> None:
     """Elements on a device are written from there and read to there, bit for bit."""
     live, builder = any_bits(10_000_000).cuda(), TorchFileWriter()
     source = PiecewiseSource([live[:99], 5, live[99:]], live.dtype)
-    with TorchFile.open(
-        tmp_path, write_tree(tmp_path, {"a": builder.add(source)}, builder)
-    ) as file:
+    with open_verified(tmp_path, write_tree(tmp_path, {"a": builder.add(source)}, builder)) as file:
         target = torch.zeros(9_999_901, device="cuda")
         file.read_into([(target, StoredRun(file.tree["a"], 104, 10_000_005))])
     assert bits(target.cpu()) == bits(live[99:].cpu())

@@ -404,7 +404,7 @@ def test_groups_in_another_order_are_refused(copy: Copy) -> None:
     ("harm", "text"),
     [
         (missing_dump, "optimizer.01.pt cannot be read"),
-        (cut_short, r"optimizer.01.pt has \d+ bytes, described were \d+"),
+        (cut_short, r"optimizer.01.pt has \d+ bytes, recorded are \d+"),
         (no_model_file, "model.pt cannot be read"),
     ],
 )

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,12 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, ElasticZeroError
 from lightning_elastic_zero.formats.dcp.entry_checksums import verify_entries
@@ -189,8 +186,7 @@ class Chunks:
             CheckpointMismatchError: elements would be cast from or to integers.
         """
         jobs = self._plan(wanted)
-        planner = _TensorPlanner(jobs, on_bytes)
-        self._read([job.item() for job in jobs.values()], planner)
+        self._read([job.item() for job in jobs.values()], jobs, on_bytes)
         return sum(int(self._metadata.storage_data[index].length) for index in jobs)
 
     def _plan(
@@ -251,16 +247,22 @@ class Chunks:
             UnsupportedError: it needs a class that is not allowed.
         """
         tensors = {leaf.key: leaf.tensor for leaf in leaves}
-        objects = self._objects(key for key, tensor in tensors.items() if tensor is None)
+        items = [
+            _item(MetadataIndex(key), LoadItemType.BYTE_IO, [0], [0])
+            for key, tensor in tensors.items()
+            if tensor is None
+        ]
+        objects = self._read(sorted(items, key=lambda item: self._place(item.storage_index)))
         return {**self.load_tree(tensors), **objects}
 
-    def _objects(self, keys: Iterable[str]) -> dict[str, Any]:
-        items = [_item(MetadataIndex(key), LoadItemType.BYTE_IO, [0], [0]) for key in keys]
-        planner = _ObjectPlanner(self.path, self._policy)
-        self._read(sorted(items, key=lambda item: self._place(item.storage_index)), planner)
-        return planner.found
-
-    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read(
+        self,
+        items: list[ReadItem],
+        jobs: Mapping[MetadataIndex, _ChunkRead] = MappingProxyType({}),
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> dict[str, Any]:
+        """Fill what jobs want, and return the objects."""
+        planner = _Planner(self.path, self._policy, jobs, on_bytes)
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
         except ElasticZeroError:
@@ -271,6 +273,7 @@ class Chunks:
                 "another checkpoint, or copy this one again from where it is whole"
             )
             raise CheckpointCorruptedError(msg) from error
+        return planner.objects
 
     # -- checksums -------------------------------------------------------------------------------
 
@@ -305,66 +308,32 @@ class _BoundedReadFileSystem(FileSystem):
             yield stream
 
 
-class _Planner(LoadPlanner):
-    """What torch's reader asks while it reads; planning is done elsewhere."""
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Do nothing."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Do nothing."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Do nothing."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Expect no objects."""
-        del value
-        raise ValueError(read_item.storage_index.fqn)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Expect no tensors."""
-        raise ValueError(read_item.storage_index.fqn)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Expect no tensors."""
-        del tensor
-        raise ValueError(read_item.storage_index.fqn)
-
-
-class _TensorPlanner(_Planner):
-    """Gives a box to be read into, and copies its runs to where they are wanted."""
+class _Planner(DefaultLoadPlanner):
+    """What torch's reader asks while it reads; what is read is planned elsewhere."""
 
     def __init__(
-        self, jobs: Mapping[MetadataIndex, _ChunkRead], on_bytes: Callable[[int], None]
+        self,
+        path: Path,
+        policy: PicklePolicy,
+        jobs: Mapping[MetadataIndex, _ChunkRead],
+        on_bytes: Callable[[int], None],
     ) -> None:
+        super().__init__()
+        self._path = path
+        self._policy = policy
         self._jobs = jobs
         self._on_bytes = on_bytes
+        self.objects: dict[str, Any] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return an empty box."""
+        """Return an empty box to be read into."""
         return torch.empty(read_item.lengths, dtype=self._jobs[read_item.storage_index].dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Copy its runs to where they are wanted."""
+        """Copy a box's runs to where they are wanted."""
         self._on_bytes(self._jobs[read_item.storage_index].take(tensor))
 
-
-class _ObjectPlanner(_Planner):
-    """Unpickles objects by a policy."""
-
-    def __init__(self, folder: Path, policy: PicklePolicy) -> None:
-        self._folder = folder
-        self._policy = policy
-        self.found: dict[str, Any] = {}
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle one."""
+        """Unpickle an object by the policy."""
         key = read_item.storage_index.fqn
-        self.found[key] = load_stream(value, self._policy, f"{self._folder}: {key}")
+        self.objects[key] = load_stream(value, self._policy, f"{self._path}: {key}")

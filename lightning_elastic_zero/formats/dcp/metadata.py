@@ -27,23 +27,13 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def _strided(name: object) -> torch.layout:
-    """Return the one layout whose chunks are plain.
-
-    Raises:
-        ValueError: it is another one.
-    """
-    if name != "torch.strided":
-        msg = f"a tensor of layout {name!r}"
-        raise ValueError(msg)
+    """Return the one layout whose chunks are plain."""
+    require(name == "torch.strided", f"a tensor of layout {name!r}")
     return torch.strided
 
 
 def _set_state(instance: Any, state: object) -> None:  # noqa: ANN401 (of the classes below)
-    """Set the fields of an instance, as its own class would.
-
-    Raises:
-        ValueError: they are no fields.
-    """
+    """Set the fields of an instance, as its own class would."""
     if "__setstate__" in vars(type(instance)):
         instance.__setstate__(state)
     else:
@@ -116,11 +106,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
 
 
 def _check_place(info: Any, path: Path) -> None:  # noqa: ANN401 (untyped storage data)
-    """Refuse a place that is outside of the directory.
-
-    Raises:
-        CheckpointFormatError: it is.
-    """
+    """Refuse a place that is outside of the directory."""
     name = PurePosixPath(info.relative_path)
     if name.is_absolute() or ".." in name.parts or info.offset < 0 or info.length < 0:
         msg = f"{path} places data at {info.relative_path!r}: outside of its own directory"

@@ -8,7 +8,8 @@ from typing import Any
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.dcp.chunks import Chunks
 from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves, TreePath
-from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT, MEMBERS
+from lightning_elastic_zero.formats.full_state.torch_optimizer import MEMBERS
+from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import canonical_repr
 

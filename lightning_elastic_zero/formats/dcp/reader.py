@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.errors import (
@@ -27,12 +26,10 @@ from lightning_elastic_zero.formats.dcp.tree import (
 )
 from lightning_elastic_zero.formats.full_state.binding import AVERAGING, FullState
 from lightning_elastic_zero.formats.full_state.reader import FullStateReader
-from lightning_elastic_zero.formats.full_state.torch_optimizer import FRESH_OPTIMIZER_HINT
-from lightning_elastic_zero.formats.open_files import foreign_files
-from lightning_elastic_zero.formats.reader import file_list_digest
-from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
+from lightning_elastic_zero.formats.open_files import ForeignFiles
+from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
+from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
 from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.storage import ignore_progress
 
 TRAINER_STATE = "meta.pt"
 """Where Lightning's FSDP and ModelParallel strategies keep all that is no tensor."""
@@ -41,24 +38,21 @@ TRAINER_STATE = "meta.pt"
 class DcpReader(FullStateReader):
     """A directory of chunks, with the trainer's state beside them where Lightning wrote it."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        allow_pickle: bool = False,
-        on_progress: Callable[[], None] = ignore_progress,
-    ) -> None:
+    def __init__(self, files: ForeignFiles, policy: PicklePolicy) -> None:
         """Understand a directory from what it says of itself.
+
+        Args:
+            files: the directory's.
+            policy: what the objects beside the tensors may be.
 
         Raises:
             CheckpointCorruptedError: that is damaged, or files are missing.
             CheckpointFormatError: it is not of ``torch.distributed.checkpoint``.
             UnsupportedError: it needs a class that is not allowed.
         """
+        path = files.folder
         metadata = read_metadata(path)
-        files = foreign_files(path, allow_pickle=allow_pickle, on_progress=on_progress)
-        policy = FOREIGN_TREE.with_any_class(allow_pickle)
-        self._chunks = Chunks(path, metadata, policy, on_progress)
+        self._chunks = Chunks(path, metadata, policy, files.on_progress)
         self._chunks.check_files()
         super().__init__(path, files, self._chunks)
         self._tree = sort_leaves(leaves_of(metadata, self._chunks.tensors))
@@ -67,7 +61,7 @@ class DcpReader(FullStateReader):
         self._full_state = FullState(
             weights={},
             optimizers=(),
-            save_id=file_list_digest(path, names, on_progress),
+            save_id=file_list_digest(path, names, files.on_progress),
             trainer=trainer,
             ordered=knows_order(metadata),
             kind="directory of torch.distributed.checkpoint",

@@ -8,23 +8,7 @@ expect.
 from __future__ import annotations
 
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS
-from lightning_elastic_zero.storage.file_ownership import LATEST, RECOVERY_SCRIPT, TAG
-
-__all__ = [
-    "CLIENT_OBJECTS",
-    "FP32_STAGE_1_2",
-    "FP32_STAGE_3",
-    "FROZEN",
-    "LATEST",
-    "OPTIMIZER",
-    "OURS",
-    "RECOVERY_SCRIPT",
-    "STATES",
-    "TAG",
-    "fp32_key",
-    "model_file",
-    "optimizer_file",
-]
+from lightning_elastic_zero.storage.file_ownership import TAG
 
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 

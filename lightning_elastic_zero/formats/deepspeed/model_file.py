@@ -10,8 +10,9 @@ import torch
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.deepspeed.constants import OURS
 from lightning_elastic_zero.formats.open_files import ForeignFiles
+from lightning_elastic_zero.formats.reader import SharedState
 from lightning_elastic_zero.formats.shared_tensors import duplicate_names
-from lightning_elastic_zero.manifest import Progress
+from lightning_elastic_zero.manifest import Plain, Progress
 
 ENGINE_KEYS = frozenset(
     {
@@ -160,25 +161,16 @@ class ModelFile:
                 )
                 raise CheckpointFormatError(msg)
 
-    def load_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the persistent buffers."""
-        module = self._files.tree(self.name)["module"]
-        found: dict[str, torch.Tensor] = self._files.load(
-            self.name, {name: module[name] for name in self.buffers}
-        )
-        return found
-
-    def load_client_state(self) -> dict[str, Any]:
-        """Return what the user, or Lightning, had saved with it."""
+    def load_shared(self, loss_scaler: Mapping[str, Plain]) -> SharedState:
+        """Return buffers, and what the user, or Lightning, had saved with it."""
         tree = self._files.tree(self.name)
-        own = {key: value for key, value in tree.items() if key not in ENGINE_KEYS}
-        found: dict[str, Any] = self._files.load(self.name, own)
-        return found
-
-    def load_scheduler(self) -> Mapping[str, Any] | None:
-        """Return the state of the scheduler that the engine itself stepped."""
-        scheduler = self._files.tree(self.name).get("lr_scheduler")
-        return self._files.load(self.name, scheduler) if scheduler else None
+        held = {
+            "buffers": {name: tree["module"][name] for name in self.buffers},
+            "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
+            # Of the scheduler that the engine itself stepped.
+            "lr_scheduler": tree.get("lr_scheduler") or None,
+        }
+        return SharedState(loss_scaler=loss_scaler, **self._files.load(self.name, held))
 
 
 def _table(

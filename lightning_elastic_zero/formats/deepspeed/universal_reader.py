@@ -15,7 +15,7 @@ places); ZeRO-1/2's model file gives that away, because masters no longer round 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,21 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
-from lightning_elastic_zero.formats.deepspeed.model_file_set import ModelFileSet
-from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder, check_saved_name
+from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
+from lightning_elastic_zero.formats.deepspeed.tag_reader import TagReader
 from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, is_vector, numel_of
-from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.formats.full_state.torch_optimizer import plain_hyperparameters
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
-    CheckpointReader,
     Location,
-    SharedState,
     SourceInfo,
-    file_list_digest,
 )
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
-from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, StateKey, Writer
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, Plain, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
-from lightning_elastic_zero.storage import ignore_progress
-from lightning_elastic_zero.tensor_state import Scalar, dtype_name, plain, precision_of, state_key
+from lightning_elastic_zero.tensor_state import Scalar, state_key
 
 MASTER = "fp32"
 OPTIMIZER_STATE = "zero/optimizer_state.pt"
@@ -51,32 +48,19 @@ def is_universal(folder: Path) -> bool:
     return (folder / OPTIMIZER_STATE).is_file()
 
 
-class UniversalReader(CheckpointReader):
+class UniversalReader(TagReader):
     """A Universal Checkpoint."""
 
-    def __init__(
-        self,
-        folder: TagFolder,
-        *,
-        allow_pickle: bool = False,
-        on_progress: Callable[[], None] = ignore_progress,
-    ) -> None:
+    def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
         """Understand the folder.
 
         Raises:
             CheckpointCorruptedError: files are missing.
             CheckpointFormatError: what is there does not fit together.
         """
-        self.files = foreign_files(
-            folder.path,
-            allow_pickle=allow_pickle,
-            on_progress=on_progress,
-            check_saved_name=check_saved_name,
-        )
-        self._folder = folder
-        self._models = ModelFileSet(self.files, folder)
-        self._shapes = self._models.first.shapes
-        self._stage = STAGE_WEIGHTS if self._models.partitioned else 1
+        super().__init__(folder, files)
+        self._shapes = self._first.shapes
+        self._stage = STAGE_WEIGHTS if self._partitioned else 1
         self._stage = int(self._optimizer.get("zero_stage", self._stage))
         self._group_of = group_of_flats(
             self._optimizer["param_groups"], self._stage, len(self._shapes)
@@ -86,10 +70,11 @@ class UniversalReader(CheckpointReader):
             FlatBuffer(self._group_of[i], tuple(shapes), tuple(map(numel_of, shapes.values())))
             for i, shapes in enumerate(self._shapes)
         ]
-        self._layout = PerParameterPartition(buffers, 1)
         self._keys = self._find_keys()
-        self.manifest = self._manifest(buffers)
-        lacks = (*self._models.lacks(), "optimizer states that are not Adam's")
+        master = self._tensor(next(iter(self._flat_of)), WEIGHT)
+        groups = self._groups(buffers)
+        self.manifest = self._describe(self._stage, master.dtype, buffers, groups)
+        lacks = (*self._lacks, "optimizer states that are not Adam's")
         self.found = SourceInfo("Universal Checkpoint (ds_to_universal)", lacks)
 
     @property
@@ -112,7 +97,7 @@ class UniversalReader(CheckpointReader):
             found[name] = {path.stem for path in (root / name).glob("*.pt")}
             self.files.on_progress()
         if missing := [name for name, keys in found.items() if MASTER not in keys]:
-            self._models.refuse_missing([self._file(name, MASTER) for name in missing])
+            self._refuse_missing([self._file(name, MASTER) for name in missing])
         return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
 
     def _file(self, name: str, key: str) -> str:
@@ -121,44 +106,17 @@ class UniversalReader(CheckpointReader):
     def names(self) -> Sequence[str]:
         """Return the files."""
         states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
-        return [*self._models.names(), OPTIMIZER_STATE, *states]
-
-    def _manifest(self, buffers: Sequence[FlatBuffer]) -> Manifest:
-        first = self._models.first
-        name = next(iter(self._flat_of))
-        return Manifest(
-            save_id=file_list_digest(self._folder.path, self.names(), self.files.on_progress),
-            stage=self._stage,
-            world_size=first.world_size,
-            precision=precision_of(first.dtype),
-            master_dtype=dtype_name(self._tensor(name, WEIGHT).dtype),
-            parameters=self._models.parameters(self._group_of),
-            groups=self._groups(buffers),
-            buffers=tuple(buffers),
-            module_buffers=first.buffers,
-            files=(),
-            progress=first.progress,
-            writer=Writer(deepspeed=first.deepspeed, lightning=first.lightning),
-        )
+        return [*self._model_names(), OPTIMIZER_STATE, *states]
 
     def _groups(self, buffers: Sequence[FlatBuffer]) -> tuple[Group, ...]:
-        groups = self.files.load(
-            OPTIMIZER_STATE,
-            [
-                {k: v for k, v in group.items() if k != "params"}
-                for group in self._optimizer["param_groups"]
-            ],
-        )
+        groups = self.files.load(OPTIMIZER_STATE, list(self._optimizer["param_groups"]))
         return tuple(
             Group(
                 names=tuple(n for b in buffers if b.group == index for n in b.names),
-                hyperparameters={
-                    key: plain(value, f"{key!r} of parameter group {index}")
-                    for key, value in group.items()
-                },
+                hyperparameters=fields,
                 state=self._state_of(index),
             )
-            for index, group in enumerate(groups)
+            for index, fields in enumerate(plain_hyperparameters(groups, ("params",)))
         )
 
     def _state_of(self, group: int) -> tuple[StateKey, ...]:
@@ -217,41 +175,33 @@ class UniversalReader(CheckpointReader):
                 states.
             CheckpointFormatError: some are of another run.
         """
-        if missing := self._models.missing():
-            self._models.refuse_missing(missing)
-        self._models.check_same()
+        self._check_model_files()
         for name, keys in self._keys.items():
             group = self.manifest.groups[self._group_of[self._flat_of[name]]]
             wanted = {key.name for key in group.state if key.kind == "elementwise"}
             if lost := wanted - set(keys):
-                self._models.refuse_missing([self._file(name, key) for key in sorted(lost)])
+                self._refuse_missing([self._file(name, key) for key in sorted(lost)])
             if more := set(keys) - wanted - {"step"}:
                 msg = f"{self.files.folder}: {name} has {sorted(more)}, other parameters have not"
                 raise CheckpointCorruptedError(msg)
             for key in (WEIGHT, *sorted(wanted)):
                 self._tensor(name, key)
 
-    def layout(self) -> Layout:
-        """Each parameter is whole, in files of its own."""
-        return self._layout
+    def layout_of(self, manifest: Manifest) -> Layout:
+        """Return where parameters are: whole, in files of their own."""
+        return PerParameterPartition(manifest.buffers, 1)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
         """Return where a run of masters, of a state or of a frozen weight lies."""
-        if key == WEIGHT and transfer.name in self._models.first.frozen:
-            return self._models.locate_frozen(transfer)
+        if key == WEIGHT and transfer.name in self._first.frozen:
+            return self._locate_frozen(transfer)
         tensor = self._tensor(transfer.name, key)
         file = self.files.get(self._file(transfer.name, key))
         return file, StoredRun(tensor, transfer.start, transfer.stop)
-
-    def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return where the low-precision weights of a run of masters lie."""
-        return self._models.locate_rounded(transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of the flat buffer that holds ``at``."""
         return self._scalar_values(at.buffer)
 
-    def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return buffers and the trainer's state."""
-        scaler = loss_scaler_fields(self._optimizer.get("loss_scaler"))
-        return self._models.module_state(rank, world_size, scaler)
+    def _loss_scaler(self) -> Mapping[str, Plain]:
+        return loss_scaler_fields(self._optimizer.get("loss_scaler"))

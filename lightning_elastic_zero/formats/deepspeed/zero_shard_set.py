@@ -48,19 +48,21 @@ from lightning_elastic_zero.formats.deepspeed.zero_shard import (
     ranks_of,
     stage_of,
 )
+from lightning_elastic_zero.formats.full_state.torch_optimizer import plain_hyperparameters
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
-from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, plain, state_key
+from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, state_key
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Per flat buffer: each parameter's shape, in flat order."""
 
 
 def _scaler(shard: Shard) -> str:
-    """Return the loss scale and what it follows, to compare: ranks agree on overflows."""
+    """Return the loss scale and what it follows, to compare."""
     return repr(sorted(loss_scaler_fields(shard.get("loss_scaler")).items()))
 
 
@@ -74,33 +76,31 @@ class ZeroShardSet:
 
     def __init__(
         self,
-        shard: Callable[[int], Shard],
-        load: Callable[[int, Any], Any],
+        files: ForeignFiles,
+        name: Callable[[int], str],
         shapes: Shapes,
         world_size: int,
-        where: str,
-        name: Callable[[int], str],
+        entry: str = "",
     ) -> None:
         """Understand the shards from the first one.
 
         Args:
-            shard: returns a rank's shard; its tensors need no values.
-            load: returns a part of a rank's shard with the tensors' values.
+            files: the folder's.
+            name: returns the name of a rank's file.
             shapes: the parameters of each flat buffer.
             world_size: how many ranks wrote one.
-            where: the folder, for messages.
-            name: returns the name of a rank's file, for messages.
+            entry: the file's entry that is the shard; empty where the file is.
 
         Raises:
             CheckpointFormatError: the first shard is none, or does not fit the shapes.
             UnsupportedError: it holds state that has no rule, or none at all (NVMe offload).
         """
-        self._shard = shard
-        self._load = load
+        self._files = files
         self._name = name
-        self._where = where
+        self._entry = entry
+        self._where = where = str(files.folder)
         self.world_size = world_size
-        first = shard(0)
+        first = self._shard(0)
         self.stage = stage_of(first, where)
         self.engine = engine_of(first, self.stage)
         self.elastic = isinstance(first.get(STATES), list)
@@ -123,6 +123,15 @@ class ZeroShardSet:
         self._hyperparameter_differences = HyperparameterDifferences(
             self._hyperparameters(0), where
         )
+
+    def _shard(self, rank: int) -> Shard:
+        """Return a rank's shard; its tensors have no values."""
+        tree: Shard = self._files.tree(self._name(rank))
+        return tree[self._entry] if self._entry else tree
+
+    def _load(self, rank: int, part: Any) -> Any:  # noqa: ANN401 (whatever was saved)
+        """Return a part of a rank's shard with the tensors' values."""
+        return self._files.load(self._name(rank), part)
 
     # -- what the first shard says ---------------------------------------------------------------
 
@@ -155,17 +164,14 @@ class ZeroShardSet:
 
     def _groups(self, first: Shard) -> tuple[Group, ...]:
         """Return the parameter groups: members, hyperparameters, and the table of states."""
-        hyperparameters = self._load(0, hyperparameters_of(first))
+        hyperparameters = plain_hyperparameters(
+            self._load(0, hyperparameters_of(first)), ("params",)
+        )
         count = max(self.group_of, default=-1) + 1
         return tuple(
             Group(
                 names=tuple(n for b in self.buffers if b.group == group for n in b.names),
-                hyperparameters={
-                    key: plain(value, f"{key!r} of parameter group {group}")
-                    for key, value in hyperparameters[group].items()
-                }
-                if hyperparameters
-                else {},
+                hyperparameters=hyperparameters[group] if hyperparameters else {},
                 state=self._state_keys(first, group),
             )
             for group in range(max(count, len(hyperparameters)))
@@ -323,6 +329,8 @@ class ZeroShardSet:
                 "parameter groups",
                 *self._hyperparameter_differences.compare(rank, self._hyperparameters(rank)),
             ),
+            # Ranks agree on overflows.
+            ("loss scaler", _scaler(shard), _scaler(first)),
         ):
             if mine != theirs:
                 msg = (
@@ -344,12 +352,6 @@ class ZeroShardSet:
                 )
                 raise CheckpointFormatError(msg)
             self._check_scalars(rank, index)
-        if (mine := _scaler(shard)) != (theirs := _scaler(first)):
-            msg = (
-                f"{self._where}: {self._name(rank)} has the loss scaler {mine}, {self._name(0)} "
-                f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
-            )
-            raise CheckpointFormatError(msg)
 
     def _check_scalars(self, rank: int, index: int) -> None:
         """Compare a rank's step counters with the first one's: a save has all at one step.

@@ -1,7 +1,8 @@
 """Dumps, made by hand, of optimizer states: whose is what, found out by looking at the weights.
 
-``streams`` knows the places that a ZeRO stage allows, ``order`` finds the parameters that lie
-there, ``weights`` compares masters with a model file, ``describe`` tells the story.
+``flat_groups`` knows the places that a ZeRO stage allows, ``order_search`` finds the parameters
+that lie there, ``weight_comparison`` compares masters with a model file, ``describe`` tells the
+story.
 """
 
 from __future__ import annotations

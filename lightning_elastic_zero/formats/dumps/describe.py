@@ -19,14 +19,9 @@ from lightning_elastic_zero.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed.zero_shard import ShardMetadata, shard_metadata
+from lightning_elastic_zero.formats.deepspeed.zero_shard import BF16, ShardMetadata, shard_metadata
 from lightning_elastic_zero.formats.dumps.flat_groups import FlatGroup
-from lightning_elastic_zero.formats.dumps.order_search import (
-    Order,
-    OrderSearch,
-    find_order,
-    format_names,
-)
+from lightning_elastic_zero.formats.dumps.order_search import Order, OrderSearch, find_order
 from lightning_elastic_zero.formats.dumps.reader import DumpsReader
 from lightning_elastic_zero.formats.dumps.table import (
     FORMAT,
@@ -39,8 +34,10 @@ from lightning_elastic_zero.formats.dumps.table import (
 from lightning_elastic_zero.formats.dumps.weight_comparison import ModelTable, WeightComparison
 from lightning_elastic_zero.formats.open_files import ForeignFiles, foreign_files
 from lightning_elastic_zero.formats.reader import as_format_error
+from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.storage import check_local_path, sync_directory, write_durably
+from lightning_elastic_zero.text import format_names
 
 MAX_OPEN_FILES = 256
 """Every parameter of ZeRO-3 lies in the dumps of all ranks."""
@@ -93,16 +90,15 @@ def describe_dumps(
     if not names:
         msg = f"dumps= names no files in {path}: pass one for each rank of the run"
         raise CheckpointNotFoundError(msg)
-    files = foreign_files(
-        path, allow_pickle=allow_pickle, limit=min(len(names) + 1, MAX_OPEN_FILES)
-    )
+    policy = FOREIGN_TREE.with_any_class(allow_pickle)
+    files = foreign_files(path, policy, limit=min(len(names) + 1, MAX_OPEN_FILES))
     try:
         with as_format_error(path):
             table = _build_table(files, names, model_file, ModelTable(model), groups)
     finally:
         files.close()
     with as_format_error(path):
-        reader = DumpsReader(path, table, allow_pickle=allow_pickle)
+        reader = DumpsReader(foreign_files(path, policy), table)
     with closing(reader):
         reader.check_all()
     _write(path, table)
@@ -136,8 +132,7 @@ def _by_rank(folder: Path, pattern: str) -> list[str]:
     if missing := sorted(set(range(max(ranks))) - ranks.keys()):
         msg = (
             f"{folder} is incomplete: the dumps of ranks {format_names(map(str, missing))} are "
-            f"missing. "
-            "Copy the dumps of all ranks"
+            "missing. Copy the dumps of all ranks"
         )
         raise CheckpointCorruptedError(msg)
     return [ranks[rank] for rank in sorted(ranks)]
@@ -239,7 +234,7 @@ def _flat_groups(shards: Sequence[ShardMetadata]) -> list[FlatGroup]:
 
 def _partition_numel(first: ShardMetadata, index: int) -> int:
     """Return the elements of a partition, padding included: BF16_Optimizer does not cut it off."""
-    padded = first.engine == "BF16_Optimizer"
+    padded = first.engine == BF16
     return first.flats[index].numel() + (0 if padded else first.tail_paddings[index])
 
 

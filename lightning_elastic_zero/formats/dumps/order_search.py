@@ -18,12 +18,10 @@ from lightning_elastic_zero.formats.dumps.flat_groups import BufferPosition, Fla
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.partition import round_robin_order
+from lightning_elastic_zero.text import format_names
 
 Order: TypeAlias = "tuple[tuple[str, ...], ...]"
 """The names in each stream, in flat order."""
-
-LISTED = 8
-"""Parameters that a message names; the rest is counted."""
 
 MAX_STATES = 4096
 """Ways to deal out the parameters so far that are followed at once."""
@@ -118,19 +116,8 @@ def find_order(
     return _refuse_all(search, candidates, only=only)
 
 
-def format_names(names: Iterable[str]) -> str:
-    """List the first names, and count the rest."""
-    found = list(names)
-    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-    return ", ".join(found[:LISTED]) + more
-
-
 def _check_sizes(search: OrderSearch) -> None:
-    """Refuse parameters that cannot be those of the dumps, whatever their order.
-
-    Raises:
-        CheckpointMismatchError: they have more elements, or fewer.
-    """
+    """Refuse parameters of more elements than the dumps have, or fewer, whatever their order."""
     held = sum(flat_group.capacity for flat_group in search.flat_groups)
     first = search.flat_groups[0]
     wanted = sum(first.counts(numel) for numel in search.numels.values())
@@ -162,12 +149,8 @@ def _variants(search: OrderSearch, base: Sequence[Sequence[str]]) -> Iterator[Or
 # -- every group in the model's order, whichever parameters it has ---------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    """The last of the parameters that were dealt out, and to which stream."""
-
-    flat_group: int
-    before: _Assignment | None
+_Assignment: TypeAlias = "tuple[int, _Assignment | None]"
+"""To which stream the last of the parameters was dealt out, and those before it."""
 
 
 def _assign_in_model_order(search: OrderSearch) -> Order | None:
@@ -188,7 +171,7 @@ def _assign_in_model_order(search: OrderSearch) -> Order | None:
         for positions, ways in layer.items():
             for index, moved in _possible_assignments(search, name, positions):
                 known = following.setdefault(moved, [])
-                known.extend(_Assignment(index, way) for way in ways[: 2 - len(known)])
+                known.extend((index, way) for way in ways[: 2 - len(known)])
         if len(following) > MAX_STATES:
             search.refuse("the weights of too many parameters are alike", GROUPS_HINT)
         layer = following
@@ -220,8 +203,8 @@ def _possible_assignments(
 def _flat_groups_of(way: _Assignment | None) -> list[int]:
     found: list[int] = []
     while way is not None:
-        found.append(way.flat_group)
-        way = way.before
+        index, way = way
+        found.append(index)
     return found[::-1]
 
 
@@ -235,8 +218,7 @@ def _grouped(search: OrderSearch, flat_groups: Sequence[int]) -> Order:
 def _refuse_alike(search: OrderSearch, names: Iterable[str]) -> NoReturn:
     search.refuse(
         f"the weights of {format_names(names)} fit into more than one place, and nothing else "
-        f"tells "
-        "which of them lies where",
+        "tells which of them lies where",
         GROUPS_HINT,
     )
 
@@ -342,11 +324,7 @@ def _options(
 def _refuse_all(
     search: OrderSearch, candidates: Sequence[Sequence[Sequence[str]]], *, only: bool
 ) -> NoReturn:
-    """Name the first parameters that fit nowhere.
-
-    Raises:
-        CheckpointMismatchError: always.
-    """
+    """Refuse the dumps, naming the first parameters that fit nowhere."""
     help_ = (
         SAME_STEP_HINT if only else f"{SAME_STEP_HINT}. {GROUPS_HINT}, if they were not the model's"
     )

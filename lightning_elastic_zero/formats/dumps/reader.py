@@ -7,15 +7,14 @@
     ├── model.pt                                  ``model.state_dict()``, or DeepSpeed's 16-bit one
     └── optimizer.00.pt, optimizer.01.pt, ...     ``optimizer.state_dict()`` of each rank
 
-The dumps are what DeepSpeed's own optimizer shards hold (``zero_shards``), without the model file
-that names the parameters: ``elastic_dumps.json`` does it in its place. Masters are compared with
-the model file's weights whenever they are read, so that a wrong table cannot restore anything.
+The dumps are what DeepSpeed's own optimizer shards hold (``zero_shard_set``), without the model
+file that names the parameters: ``elastic_dumps.json`` does it in its place. Masters are compared
+with the model file's weights whenever they are read, so that a wrong table cannot restore anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from lightning_elastic_zero.formats.dumps.table import (
     read_table,
     state_dict_in,
 )
-from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -43,7 +42,6 @@ from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.manifest import Manifest, Parameter, Writer
 from lightning_elastic_zero.partition import frozen_partition
-from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar, dtype_name, precision_of
 
 NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of ranks other than 0")
@@ -53,36 +51,25 @@ NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of 
 class DumpsReader(CheckpointReader):
     """A described folder of dumps."""
 
-    def __init__(
-        self,
-        folder: Path,
-        table: DumpsTable | None = None,
-        *,
-        allow_pickle: bool = False,
-        on_progress: Callable[[], None] = ignore_progress,
-    ) -> None:
+    def __init__(self, files: ForeignFiles, table: DumpsTable | None = None) -> None:
         """Understand the folder.
 
         Args:
-            folder: with the dumps in it.
+            files: the folder's.
             table: what is known of it; read from the folder where it is not passed.
-            allow_pickle: build objects of any class, which can run code.
-            on_progress: called after every read.
 
         Raises:
             CheckpointCorruptedError: files are missing, or are not those that were described.
             CheckpointFormatError: they are not of one save, or the table is not theirs.
         """
-        self._table = table or read_table(folder)
-        self._table.check_sizes(folder)
-        self.files = foreign_files(folder, allow_pickle=allow_pickle, on_progress=on_progress)
+        self.files = files
+        self._table = table or read_table(files.folder)
+        self._table.check_sizes(files.folder)
         self._shards = ZeroShardSet(
-            lambda rank: self.files.tree(self._dump(rank)),
-            lambda rank, part: self.files.load(self._dump(rank), part),
+            files,
+            self._dump,
             [{row.name: row.shape for row in flat.parameters} for flat in self._table.flats],
             len(self._table.dumps),
-            str(folder),
-            self._dump,
         )
         self._check_groups()
         self._names = {row.name: (row.name, *row.aliases) for row in self._rows()}
@@ -156,9 +143,9 @@ class DumpsReader(CheckpointReader):
         """Return the files that belong to it, relative to its folder."""
         return [self._table.model.name, *(file.name for file in self._table.dumps)]
 
-    def frozen_layout(self) -> Layout:
+    def frozen_layout_of(self, manifest: Manifest) -> Layout:
         """Return where weights that no optimizer owns are: whole, in the model file."""
-        return frozen_partition(((row.name, row.numel) for row in self._table.frozen), 1)
+        return frozen_partition(((p.name, p.numel) for p in manifest.frozen), 1)
 
     def check_files(self) -> None:
         """Check on one rank that the dumps are of one run and of one step.

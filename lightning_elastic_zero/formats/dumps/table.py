@@ -7,6 +7,7 @@ lies where. It holds names, shapes and sizes of files, and no values.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.reader import differing_sizes
 from lightning_elastic_zero.json_records import from_json
 
 TABLE_NAME = "elastic_dumps.json"
@@ -62,10 +64,7 @@ class ParameterRow:
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +106,13 @@ class DumpsTable:
         Raises:
             CheckpointCorruptedError: with all that are.
         """
-        wrong = [text for file in (self.model, *self.dumps) if (text := _wrong(folder, file))]
-        if wrong:
+        files = (self.model, *self.dumps)
+        if wrong := differing_sizes(folder, ((file.name, file.size_bytes) for file in files)):
             msg = (
                 f"{folder} is not what {TABLE_NAME} describes: {', '.join(wrong)}. Put the "
                 "files of one save back, or call describe_dumps again for those that are there"
             )
             raise CheckpointCorruptedError(msg)
-
-
-def _wrong(folder: Path, file: SizedFile) -> str:
-    """Describe what is wrong with a file; nothing where it is as it was."""
-    try:
-        size_bytes = (folder / file.name).stat().st_size
-    except OSError as error:
-        return f"{file.name} cannot be read ({error.strerror})"
-    if size_bytes != file.size_bytes:
-        return f"{file.name} has {size_bytes} bytes, described were {file.size_bytes}"
-    return ""
 
 
 def read_table(folder: Path) -> DumpsTable:

@@ -14,6 +14,7 @@ from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import COMPARED_ELEMENTS, same_rounded
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, spans
+from lightning_elastic_zero.text import format_names
 
 HEAD_ELEMENTS = 64
 """Compared first: few parameters begin alike."""
@@ -53,7 +54,7 @@ class ModelTable:
             if (tensor := found.get(n)) is not None and tuple(tensor.shape) != row.shape
         ]
         lines = [
-            f"\n  - {what}: {', '.join(names[:20])}{' ...' if len(names) > 20 else ''}"  # noqa: PLR2004
+            f"\n  - {what}: {format_names(names, 20)}"
             for what, names in (
                 ("parameters missing from the file", missing),
                 ("in the file, but not in the model", unknown),

@@ -27,13 +27,14 @@ from lightning_elastic_zero.formats.reader import (
     Location,
     SharedState,
     SourceInfo,
+    differing_sizes,
 )
 from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
 from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
-from lightning_elastic_zero.storage import FileRecord, ignore_progress
+from lightning_elastic_zero.storage import FileRecord, VerifiedFile, ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
 
@@ -90,25 +91,14 @@ class ElasticReader(CheckpointReader):
         self._check_sizes(entry.name for entry in self.manifest.files)
 
     def _check_sizes(self, names: Iterable[str]) -> None:
-        wrong = [text for name in names if (text := self._wrong_size(name))]
-        if wrong:
+        sizes = ((name, self._entry(name).size_bytes) for name in names)
+        if wrong := differing_sizes(self.files.folder, sizes, self.files.on_progress):
             msg = (
                 f"{self.files.folder} is damaged: {'; '.join(wrong)}. "
                 "Resume from another checkpoint, or copy these files again from where they are "
                 "whole"
             )
             raise CheckpointCorruptedError(msg)
-
-    def _wrong_size(self, name: str) -> str:
-        entry = self._entry(name)
-        self.files.on_progress()
-        try:
-            size_bytes = (self.files.folder / name).stat().st_size
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if size_bytes == entry.size_bytes:
-            return ""
-        return f"{name} has {size_bytes} bytes where {entry.size_bytes} were written"
 
     # -- runs of elements --------------------------------------------------------------------
 
@@ -117,7 +107,10 @@ class ElasticReader(CheckpointReader):
         if transfer.name not in self._optimized:
             file = self.files.get(model_file(transfer.source_rank, self.manifest.stage))
             stored = file.tree[FROZEN][transfer.name].view(-1)
-            base = self._frozen_start(transfer.name, transfer.source_rank)
+            base = 0
+            if self.manifest.stage == STAGE_WEIGHTS:
+                numel = self._frozen_numel[transfer.name]
+                base = transfer.source_rank * piece_numel(numel, self.manifest.world_size)
             return file, self._run(file, stored, base, transfer)
         file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
         if key == WEIGHT:
@@ -147,12 +140,6 @@ class ElasticReader(CheckpointReader):
             raise CheckpointFormatError(msg)
         return StoredRun(stored, start, stop)
 
-    def _frozen_start(self, name: str, rank: int) -> int:
-        """Return the first element that a rank's file holds of a frozen weight."""
-        if self.manifest.stage != STAGE_WEIGHTS:
-            return 0
-        return rank * piece_numel(self._frozen_numel[name], self.manifest.world_size)
-
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
         file = self.files.get(optimizer_file(at.rank, self.manifest.precision))
@@ -175,7 +162,8 @@ class ElasticReader(CheckpointReader):
         if self.manifest.client_objects:
             client = join_objects(client, self._objects())
         if rank and world_size == self.manifest.world_size and self.manifest.rank_state:
-            own = self._own(rank)
+            file = self.files.get(optimizer_file(rank, self.manifest.precision))
+            own = file.load_tree(file.tree[OURS]["own"])
             module.update(own["buffers"])
             client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
             if "objects" in own:
@@ -199,19 +187,13 @@ class ElasticReader(CheckpointReader):
             join_objects(holder, tuple(own))
         return _entry(holder, path)
 
-    def _own(self, rank: int) -> dict[str, Any]:
-        """Return what a rank kept for itself because it differed from rank 0's."""
-        file = self.files.get(optimizer_file(rank, self.manifest.precision))
-        own: dict[str, Any] = file.load_tree(file.tree[OURS]["own"])
-        return own
-
     def _objects(self) -> Objects:
         """Return the client objects, if they are harmless or allowed."""
         file = self.files.get(CLIENT_OBJECTS)
         # What is refused is named by itself; what fails in Python's own unpickler is one of these.
         these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
         where = f"{file.path}{these}"
-        return self._build(file.load(file.tree["pickle"]), where)
+        return self._build(file.load_tree(file.tree["pickle"]), where)
 
     def _build(self, data: torch.Tensor, where: str) -> Objects:
         """Unpickle objects, if they are harmless or allowed."""
@@ -238,11 +220,9 @@ class ElasticReader(CheckpointReader):
         Raises:
             CheckpointCorruptedError: it is not what was written, or of another save.
         """
-        entry = self._entry(name)
-        record = FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
-        file = TorchFile.open(
-            self.files.folder, record, self.manifest.save_id, self.files.on_progress
-        )
+        folder, save_id = self.files.folder, self.manifest.save_id
+        record = _record(self._entry(name))
+        file = TorchFile(VerifiedFile(folder, record, save_id, self.files.on_progress))
         try:
             self._check_save(file, name)
         except BaseException:
@@ -292,3 +272,21 @@ def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever w
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
+
+
+def _record(entry: FileEntry) -> FileRecord:
+    return FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
+
+
+def verify_files(
+    directory: Path, manifest: Manifest, rank: int, world_size: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Read this rank's share of the files, and compare all checksums.
+
+    Raises:
+        CheckpointCorruptedError: bytes are not those that were written.
+    """
+    for entry in manifest.files[rank::world_size]:
+        with VerifiedFile(directory, _record(entry), manifest.save_id) as file:
+            for _, view in file.read_runs([(0, file.size_bytes)]):
+                on_bytes(view.nbytes)

@@ -15,16 +15,17 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.full_state.torch_optimizer import (
-    FRESH_OPTIMIZER_HINT,
-    MEMBERS,
+    NamedOptimizerState,
     by_position,
     is_optimizer,
     name_states,
+    plain_hyperparameters,
 )
+from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT
 from lightning_elastic_zero.formats.shared_tensors import duplicate_names
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import dtype_name, plain, precision_of
+from lightning_elastic_zero.tensor_state import dtype_name, precision_of
 
 CURRENT, AVERAGING = "current_model_state", "averaging_state"
 """Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
@@ -94,10 +95,10 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     order = [name for name in weight_of if name in full_state.weights]
     if not full_state.ordered:
         order = [p.name for p in live.parameters if p.name in order]
-    named, unmatched = _groups(full_state, live, canonical, order)
-    groups, states = named
-    manifest = _manifest(full_state, weight_of, buffers, groups)
-    return BoundState(manifest, weight_of, states, tuple(ties), full_state.unmatched or unmatched)
+    named = _named_states(full_state, live, canonical, order)
+    manifest = _manifest(full_state, weight_of, buffers, named.groups)
+    unmatched = full_state.unmatched or named.unmatched
+    return BoundState(manifest, weight_of, named.states, tuple(ties), unmatched)
 
 
 def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str, str]) -> set[str]:
@@ -107,33 +108,31 @@ def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str,
     return {n for n, first in again.items() if first in live.module_buffers and n not in known}
 
 
-def _groups(
+def _named_states(
     full_state: FullState, live: Manifest, canonical: Mapping[str, str], order: Sequence[str]
-) -> tuple[tuple[tuple[Group, ...], Mapping[str, Mapping[str, Any]]], str]:
+) -> NamedOptimizerState:
     """Return the groups and the states of their members, or why there are no states."""
-    if not live.groups or not full_state.optimizers:
-        return (_without_state(live, {}), {}), ""
-    if len(full_state.optimizers) > 1:
+    saved: Mapping[str, Any] = {}
+    why = ""
+    if live.groups and len(full_state.optimizers) > 1:
         why = (
             f"it holds the states of {len(full_state.optimizers)} optimizers, here is one; "
             f"{FRESH_OPTIMIZER_HINT}"
         )
-        return (_without_state(live, {}), {}), why
-    saved = full_state.optimizers[0]
-    if not is_optimizer(saved):
-        return (_without_state(live, {}), {}), ""
-    if not full_state.ordered and (alike := _alike(saved, live)):
-        why = (
-            "the optimizer's state is kept by position, and nothing says in which order the "
-            f"parameters were saved: {alike[0]} and {alike[1]} have one shape, so that their "
-            f"states cannot be told apart; {FRESH_OPTIMIZER_HINT}"
-        )
-        return (_without_state(live, saved), {}), why
-    try:
-        named = name_states(saved, live, order, canonical)
-    except CheckpointMismatchError as error:
-        return (_without_state(live, saved), {}), str(error)
-    return (named.groups, named.states), ""
+    elif live.groups and is_optimizer(next(iter(full_state.optimizers), None)):
+        saved = full_state.optimizers[0]
+        if not full_state.ordered and (alike := _alike(saved, live)):
+            why = (
+                "the optimizer's state is kept by position, and nothing says in which order the "
+                f"parameters were saved: {alike[0]} and {alike[1]} have one shape, so that their "
+                f"states cannot be told apart; {FRESH_OPTIMIZER_HINT}"
+            )
+        else:
+            try:
+                return name_states(saved, live, order, canonical)
+            except CheckpointMismatchError as error:
+                why = str(error)
+    return NamedOptimizerState(_without_state(live, saved), {}, why)
 
 
 def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
@@ -149,10 +148,7 @@ def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
 
 def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
     """Return the live groups, with what was saved of as many groups but their members."""
-    groups = [
-        {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in MEMBERS}
-        for i, group in enumerate(saved.get("param_groups", ()))
-    ]
+    groups = plain_hyperparameters(saved.get("param_groups", ()))
     names = [group.names for group in live.groups]
     if not groups:
         return tuple(Group(members, {}, ()) for members in names)

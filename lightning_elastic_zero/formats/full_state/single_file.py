@@ -6,7 +6,7 @@ tensors alone. Who reads what of them is worked out with the live model (``bindi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,10 +18,9 @@ from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
 from lightning_elastic_zero.formats.full_state.binding import AVERAGING, CURRENT, FullState
 from lightning_elastic_zero.formats.full_state.reader import FullStateReader
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
-from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import file_list_digest
 from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.storage import ignore_progress
 
 KIND = "single file of torch.save"
 
@@ -31,13 +30,7 @@ WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
 class SingleFileReader(FullStateReader):
     """A file of ``torch.save`` that holds a whole model."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        allow_pickle: bool = False,
-        on_progress: Callable[[], None] = ignore_progress,
-    ) -> None:
+    def __init__(self, path: Path, files: ForeignFiles) -> None:
         """Understand a file from its index.
 
         Raises:
@@ -45,7 +38,6 @@ class SingleFileReader(FullStateReader):
             UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
                 ranges can be read.
         """
-        files = foreign_files(path.parent, allow_pickle=allow_pickle, on_progress=on_progress)
         self._file = files.get(path.name)
         super().__init__(path, files, self._file)
         tree = self._file.tree

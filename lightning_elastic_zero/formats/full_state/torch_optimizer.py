@@ -21,15 +21,10 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group, Manifest, StateKey
+from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT
+from lightning_elastic_zero.manifest import Group, Manifest, Plain, StateKey
 from lightning_elastic_zero.tensor_state import plain, state_key
-
-FRESH_OPTIMIZER_HINT = (
-    "pass load_optimizer_state=False to go on from the saved weights with a fresh optimizer"
-)
-
-LISTED = 10
-"""Names in a message; the rest is counted."""
+from lightning_elastic_zero.text import format_names
 
 MEMBERS = ("params", "param_names")
 """What in a group's dict says who is in it."""
@@ -46,6 +41,8 @@ class NamedOptimizerState:
     groups: tuple[Group, ...]
     states: Mapping[str, Mapping[str, Any]]
     """What each parameter has: tensors (which need no values) and numbers, by state."""
+    unmatched: str = ""
+    """Why there are no states; empty where they are known, or there were none."""
 
 
 def is_optimizer(tree: object) -> bool:
@@ -56,6 +53,20 @@ def is_optimizer(tree: object) -> bool:
         and isinstance(tree.get("param_groups"), (list, tuple))
         and all(isinstance(g, Mapping) and "params" in g for g in tree["param_groups"])
     )
+
+
+def plain_hyperparameters(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[str] = MEMBERS
+) -> list[dict[str, Plain]]:
+    """Return what parameter groups hold beside their members, as plain data.
+
+    Raises:
+        UnsupportedError: one is no plain data.
+    """
+    return [
+        {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in members}
+        for i, group in enumerate(groups)
+    ]
 
 
 def by_position(saved: Mapping[str, Any]) -> bool:
@@ -97,16 +108,8 @@ def name_states(
     elementwise = _elementwise(states, shapes)
     return NamedOptimizerState(
         tuple(
-            Group(
-                names=names,
-                hyperparameters={
-                    key: plain(value, f"{key!r} of parameter group {index}")
-                    for key, value in group.items()
-                    if key not in MEMBERS
-                },
-                state=_table_of(names, states, elementwise),
-            )
-            for index, (names, group) in enumerate(zip(members, saved_groups, strict=True))
+            Group(names, fields, _table_of(names, states, elementwise))
+            for names, fields in zip(members, plain_hyperparameters(saved_groups), strict=True)
         ),
         states,
     )
@@ -254,12 +257,6 @@ class _IdInterpretations:
         )
 
 
-def format_names(names: Sequence[str]) -> str:
-    """List names, the first of them where there are many."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
 def _elementwise(
     states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
@@ -297,9 +294,8 @@ def _table_of(
         if len(lacking) == len(names):
             return ()
         msg = (
-            f"the optimizer has no state for {format_names(lacking)}, which had never been "
-            f"trained when "
-            f"it was saved, and has for the others of the group; {FRESH_OPTIMIZER_HINT}"
+            f"the optimizer has no state for {format_names(lacking)}, which had never been trained "
+            f"when it was saved, and has for the others of the group; {FRESH_OPTIMIZER_HINT}"
         )
         raise CheckpointMismatchError(msg)
     tables = {name: _keys(states[name], elementwise) for name in names}

@@ -23,8 +23,9 @@ _PLAIN_DTYPE = re.compile(r"b1|[iufcmMOSUV]\d+")
 _DATETIME_UNITS = frozenset(b"Y M W D h m s ms us ns ps fs as generic".split())
 _MAX_C_INT = 2**31 - 1
 _MAX_DIMENSIONS = 32
-_LEGACY_FILE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What a storage's own pickle begins with: ``torch.save`` in its format from before zips."""
+LEGACY_MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What a file of ``torch.save`` from before zips begins with, and so a storage's own pickle: a
+number, pickled."""
 
 
 def require(holds: object, what: str) -> None:
@@ -164,7 +165,7 @@ def _numel(shape: object, itemsize: int) -> int:
 
 def storage(data: bytes) -> torch.storage.TypedStorage:
     """Return the storage of a pickled tensor, on the host; torch itself would run what it holds."""
-    require(type(data) is bytes and data.startswith(_LEGACY_FILE), "a storage of another format")
+    require(type(data) is bytes and data.startswith(LEGACY_MARK), "a storage of another format")
     found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     require(isinstance(found, torch.storage.TypedStorage), f"a storage that is {type(found)}")
     held: torch.storage.TypedStorage = found

@@ -16,17 +16,12 @@ from lightning_elastic_zero.formats.torch_file.reading import (
     tensors_of,
     with_copies,
 )
-from lightning_elastic_zero.formats.torch_file.writing import (
-    PiecewiseSource,
-    TensorSource,
-    TorchFileWriter,
-)
+from lightning_elastic_zero.formats.torch_file.writing import PiecewiseSource, TorchFileWriter
 
 __all__ = [
     "LegacyFile",
     "PiecewiseSource",
     "StoredRun",
-    "TensorSource",
     "TorchFile",
     "TorchFileWriter",
     "is_legacy",

@@ -6,9 +6,9 @@ import io
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -195,7 +195,7 @@ class _RangeStream(io.RawIOBase):
     def __init__(self, file: RangeFile) -> None:
         super().__init__()
         self._file = file
-        self._chunks: OrderedDict[int, bytearray] = OrderedDict()
+        self._chunk = lru_cache(_KEPT_CHUNKS)(partial(_read_chunk, file))
         self._position = 0
 
     def bytes_at(self, start: int, stop: int) -> bytes:
@@ -208,16 +208,6 @@ class _RangeStream(io.RawIOBase):
             parts.append(part)
             start += len(part)
         return b"".join(parts)
-
-    def _chunk(self, low: int) -> bytearray:
-        if low in self._chunks:
-            self._chunks.move_to_end(low)
-        else:
-            high = min(low + CHUNK_BYTES, self._file.size_bytes)
-            self._chunks[low] = self._file.read(low, high)
-            if len(self._chunks) > _KEPT_CHUNKS:
-                self._chunks.popitem(last=False)
-        return self._chunks[low]
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - typeshed names it by a private type
         data = self.bytes_at(self._position, self._position + len(buffer))
@@ -241,3 +231,7 @@ class _RangeStream(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
+
+
+def _read_chunk(file: RangeFile, low: int) -> bytearray:
+    return file.read(low, min(low + CHUNK_BYTES, file.size_bytes))

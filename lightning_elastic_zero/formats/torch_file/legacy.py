@@ -13,15 +13,13 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
+from lightning_elastic_zero.formats.safe_pickle.array_builders import LEGACY_MARK
 from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
 from lightning_elastic_zero.formats.torch_file.reading import StoredRun
 from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
 
 ZIP_MARK = b"PK\x03\x04"
-
-MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What a file of ``torch.save`` in its older format begins with: a number, pickled."""
 
 
 def is_legacy(path: Path) -> bool:
@@ -38,15 +36,13 @@ def is_legacy(path: Path) -> bool:
         raise CheckpointCorruptedError(msg) from error
 
 
-def _check_beginning(path: Path) -> None:
+def _check_beginning(first: bytes, path: Path) -> None:
     """Refuse what does not begin as such a file does.
 
     Raises:
         CheckpointFormatError: it is empty, or something else.
     """
-    with path.open("rb") as file:
-        first = file.read(len(MARK))
-    if first == MARK:
+    if first == LEGACY_MARK:
         return
     what = f"is no file of torch.save (it begins with {first!r})"
     if not first:
@@ -83,9 +79,9 @@ class LegacyFile:
         """
         self.path = path
         self.bytes_read = path.stat().st_size
-        _check_beginning(path)
         try:
             with bounded_stream(path, on_progress) as stream:
+                _check_beginning(stream.peek()[: len(LEGACY_MARK)], path)
                 self.tree: Any = load_stream(stream, policy, path)
         except ElasticZeroError:
             raise  # a class that is refused, or another rank's failure meanwhile
@@ -110,10 +106,6 @@ class LegacyFile:
             target.detach().copy_(found)
             on_bytes(found.numel() * found.element_size())
         return 0
-
-    def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the tree."""
-        return tensor.detach().clone()
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
         """Return a part of the tree."""

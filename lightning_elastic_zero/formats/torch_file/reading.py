@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
-from lightning_elastic_zero.storage import (
-    FileRecord,
-    RangeFile,
-    VerifiedFile,
-    ignore_bytes,
-    ignore_progress,
-)
+from lightning_elastic_zero.storage import RangeFile, ignore_bytes
 from lightning_elastic_zero.tensor_state import check_cast
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,67 +60,32 @@ class TorchFile:
     Attributes:
         path: where the file is.
         tree: what was saved. Its tensors have shape and dtype, but no values (they are on the meta
-            device): those are fetched by ``read_into``, ``load`` and ``load_tree``.
+            device): those are fetched by ``read_into`` and ``load_tree``.
         saved_as: what ``torch.save`` called it, without suffix: ``archive`` where it was not told.
     """
 
     def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
-        """Read the index of an open file."""
-        self.path = file.path
-        self._file = file
-        self._index = TorchIndex(file, policy)
-        self.tree: Any = self._index.tree
-        self.saved_as = self._index.saved_as
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        record: FileRecord,
-        save_id: str | None = None,
-        on_progress: Callable[[], None] = ignore_progress,
-    ) -> TorchFile:
-        """Open a file that a manifest names.
+        """Read the index of an open file, which is closed where that fails.
 
         Args:
-            directory: the checkpoint's directory.
-            record: what the manifest says of the file.
-            save_id: the save that the file must belong to; None for any.
-            on_progress: called after every read.
-
-        Raises:
-            CheckpointCorruptedError: the file is missing, or its bytes are not what was written.
-            CheckpointFormatError: it is not of ``torch.save``, or holds more than plain data.
-        """
-        file = VerifiedFile(directory, record, save_id, on_progress)
-        try:
-            return cls(file)
-        except BaseException:
-            file.close()
-            raise
-
-    @classmethod
-    def open_unverified(
-        cls, path: Path, policy: PicklePolicy, on_progress: Callable[[], None] = ignore_progress
-    ) -> TorchFile:
-        """Open a file that nobody has recorded anything of.
-
-        Args:
-            path: where it is.
+            file: a ``VerifiedFile``, which a manifest names, or one that nobody has recorded
+                anything of.
             policy: what its pickle may ask for.
-            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: the file is missing, or cut short.
+            CheckpointCorruptedError: its bytes are not what was written, or it is cut short.
             CheckpointFormatError: it is not of ``torch.save``, or is damaged.
             UnsupportedError: it holds objects of a class that the policy does not allow.
         """
-        file = RangeFile(path, on_progress)
+        self.path = file.path
+        self._file = file
         try:
-            return cls(file, policy)
+            self._index = TorchIndex(file, policy)
         except BaseException:
             file.close()
             raise
+        self.tree: Any = self._index.tree
+        self.saved_as = self._index.saved_as
 
     def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
         """Read the whole file, and compare the CRC-32 of each record where one was written.
@@ -195,14 +153,6 @@ class TorchFile:
         start_byte = place.start_byte + run.start * place.dtype.itemsize
         return _RangeCopy(FileSlice(start_byte, place.dtype, target.numel()), target.detach())
 
-    def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an ordinary copy, on the host, of a tensor of the tree.
-
-        Raises:
-            CheckpointCorruptedError: bytes of the file are not what was written.
-        """
-        return self._load_all([tensor])[0]
-
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
         """Return a part of the tree with ordinary copies in the place of its tensors.
 
@@ -211,19 +161,15 @@ class TorchFile:
         Raises:
             CheckpointCorruptedError: bytes of the file are not what was written.
         """
-        tensors = {id(tensor): tensor for tensor in tensors_of(subtree)}
-        copies = self._load_all(tensors.values())
-        return with_copies(subtree, dict(zip(tensors, copies, strict=True)))
-
-    def _load_all(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        copies, jobs = [], []
-        for tensor in tensors:
-            place = self._index.byte_range(tensor)
-            flat = torch.empty(place.numel, dtype=place.dtype)
-            jobs.append(_RangeCopy(place, flat))
-            copies.append(flat.as_strided(tensor.shape, tensor.stride()))
+        copies, jobs = {}, []
+        for tensor in tensors_of(subtree):
+            if id(tensor) not in copies:
+                place = self._index.byte_range(tensor)
+                flat = torch.empty(place.numel, dtype=place.dtype)
+                jobs.append(_RangeCopy(place, flat))
+                copies[id(tensor)] = flat.as_strided(tensor.shape, tensor.stride())
         self._fill(jobs, ignore_bytes)
-        return copies
+        return with_copies(subtree, copies)
 
     def _fill(self, jobs: list[_RangeCopy], on_bytes: Callable[[int], None]) -> None:
         waiting = sorted(jobs, key=lambda job: job.place.start_byte, reverse=True)
@@ -241,19 +187,6 @@ class TorchFile:
     def close(self) -> None:
         """Close the file; a second time does nothing. The tree stays, but nothing can be read."""
         self._file.close()
-
-    def __enter__(self) -> TorchFile:
-        """Return the file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the file."""
-        self.close()
 
 
 @dataclass(frozen=True, slots=True)

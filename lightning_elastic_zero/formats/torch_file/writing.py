@@ -7,9 +7,8 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -28,24 +27,6 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _crc32_lock = threading.Lock()
 
 
-class TensorSource(Protocol):
-    """The elements of a 1-D tensor, to be fetched when they are written."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of each element."""
-        ...
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        ...
-
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Return all elements in order, as contiguous 1-D tensors on the host, of bounded size."""
-        ...
-
-
 class PiecewiseSource:
     """Pieces one after the other: tensors on any device, and stretches of zeros.
 
@@ -58,7 +39,6 @@ class PiecewiseSource:
         self,
         pieces: Sequence[torch.Tensor | int],
         dtype: torch.dtype,
-        chunk_elements: int | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep the pieces; nothing is copied yet.
@@ -66,7 +46,6 @@ class PiecewiseSource:
         Args:
             pieces: contiguous tensors, taken as 1-D; an int stands for so many zeros.
             dtype: the type to be written.
-            chunk_elements: the most that ``chunks`` gives at once; by default ``COPY_BYTES``.
             on_end: called when no piece is needed any more.
 
         Raises:
@@ -80,21 +59,21 @@ class PiecewiseSource:
         self.dtype = dtype
         self.numel = sum(p if isinstance(p, int) else p.numel() for p in pieces)
         self._pieces = pieces
-        self._chunk_elements = chunk_elements or COPY_BYTES // dtype.itemsize
         self._on_end = on_end
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """Return all elements in order, at most ``chunk_elements`` at once."""
+        """Yield all elements in order, as 1-D tensors on the host of at most ``COPY_BYTES``."""
+        numel = COPY_BYTES // self.dtype.itemsize
         for piece in self._pieces:
             if isinstance(piece, int):
-                zeros = torch.zeros(min(piece, self._chunk_elements), dtype=self.dtype)
-                for start in range(0, piece, self._chunk_elements):
+                zeros = torch.zeros(min(piece, numel), dtype=self.dtype)
+                for start in range(0, piece, numel):
                     yield zeros[: piece - start]
             else:
                 # A piece on the host is given as it is: the file copies it, not we.
                 flat = piece.detach().view(-1)
-                for start in range(0, flat.numel(), self._chunk_elements):
-                    part = flat[start : start + self._chunk_elements]
+                for start in range(0, flat.numel(), numel):
+                    part = flat[start : start + numel]
                     yield part.to(device="cpu", dtype=self.dtype)
         self._on_end()
 
@@ -104,9 +83,9 @@ class TorchFileWriter:
 
     def __init__(self) -> None:
         """Begin with no tensor."""
-        self._placed: list[_Placed] = []
+        self._feeds: list[_SourceBytes] = []
 
-    def add(self, source: TensorSource) -> torch.Tensor:
+    def add(self, source: PiecewiseSource) -> torch.Tensor:
         """Return a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
 
         All views of it share one storage in the file. It occupies addresses, not memory.
@@ -118,8 +97,7 @@ class TorchFileWriter:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
         placeholder = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
-        start = placeholder.data_ptr()
-        self._placed.append(_Placed(start, start + size_bytes, source, placeholder))
+        self._feeds.append(_SourceBytes(source, placeholder))
         return placeholder
 
     def write(
@@ -151,7 +129,7 @@ class TorchFileWriter:
             no_crc32 = ExitStack()
             # torch.save looks at the setting before it writes: it is put back at the first byte,
             # for a file that is written in the background may take minutes.
-            stream = _SubstitutingStream(file, self._placed, on_first=no_crc32.close)
+            stream = _SubstitutingStream(file, self._feeds, on_first=no_crc32.close)
             try:
                 with no_crc32:
                     no_crc32.enter_context(_without_crc32())
@@ -174,17 +152,6 @@ def _without_crc32() -> Iterator[None]:
             torch.serialization.set_crc32_options(compute_crc32=before)
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A source and the addresses that stand for it."""
-
-    start: int
-    stop: int
-    source: TensorSource
-    placeholder: torch.Tensor
-    """Held, so that no other memory gets these addresses."""
-
-
 class _SubstitutingStream:
     """A file for ``torch.save`` that writes a source's bytes where it is handed the stand-in's.
 
@@ -194,13 +161,12 @@ class _SubstitutingStream:
     """
 
     def __init__(
-        self, file: ChecksummedWriter, placed: list[_Placed], on_first: Callable[[], None]
+        self, file: ChecksummedWriter, feeds: list[_SourceBytes], on_first: Callable[[], None]
     ) -> None:
         self._file = file
         self._on_first = on_first
-        self._placed = sorted(placed, key=lambda one: one.start)
-        self._starts = [one.start for one in self._placed]
-        self._feeds = [_SourceBytes(one) for one in self._placed]
+        self._feeds = sorted(feeds, key=lambda feed: feed.start)
+        self._starts = [feed.start for feed in self._feeds]
         self._error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -216,7 +182,7 @@ class _SubstitutingStream:
     def _write(self, view: memoryview) -> None:
         address = np.frombuffer(view, dtype=np.uint8).ctypes.data
         index = bisect.bisect_right(self._starts, address) - 1
-        if index < 0 or address >= self._placed[index].stop:
+        if index < 0 or address >= self._feeds[index].stop:
             self._file.write(view)
             return
         for part in self._feeds[index].take(address, view.nbytes):
@@ -235,13 +201,14 @@ class _SubstitutingStream:
 
 
 class _SourceBytes:
-    """The bytes of one source, in order."""
+    """The bytes of one source, in order, and the addresses that stand for them."""
 
-    def __init__(self, placed: _Placed) -> None:
-        self._next = placed.start
-        self._stop = placed.stop
-        self._source = placed.source
-        self._parts = _bytes_of(placed.source)
+    def __init__(self, source: PiecewiseSource, placeholder: torch.Tensor) -> None:
+        self._placeholder = placeholder  # Held, so that no other memory gets these addresses.
+        self._next = self.start = placeholder.data_ptr()
+        self.stop = self.start + placeholder.nbytes
+        self._source = source
+        self._parts = _bytes_of(source)
         self._rest = memoryview(b"")
 
     def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
@@ -258,11 +225,11 @@ class _SourceBytes:
             part, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
             size_bytes -= part.nbytes
             yield part
-        if self._next == self._stop:
+        if self._next == self.stop:
             self._check_end()
 
     def check_complete(self) -> None:
-        if self._next != self._stop:
+        if self._next != self.stop:
             self._fail("no place in the tree")
 
     def _check_end(self) -> None:
@@ -274,7 +241,7 @@ class _SourceBytes:
         raise ValueError(msg)
 
 
-def _bytes_of(source: TensorSource) -> Iterator[memoryview]:
+def _bytes_of(source: PiecewiseSource) -> Iterator[memoryview]:
     for chunk in source.chunks():
         if chunk.dtype != source.dtype or chunk.dim() != 1:
             msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."
