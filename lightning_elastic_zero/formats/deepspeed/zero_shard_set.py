@@ -329,15 +329,8 @@ class ZeroShardSet:
                 "parameter groups",
                 *self._hyperparameter_differences.compare(rank, self._hyperparameters(rank)),
             ),
-            # Ranks agree on overflows.
-            ("loss scaler", _scaler(shard), _scaler(first)),
         ):
-            if mine != theirs:
-                msg = (
-                    f"{self._where}: {self._name(rank)} has the {what} {mine}, {self._name(0)} "
-                    f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
-                )
-                raise CheckpointFormatError(msg)
+            self._check_same(rank, what, mine, theirs)
         for index, flat in enumerate(flats_of(shard)):
             if flat.numel() not in self._possible(rank, index):
                 self._refuse_numel(rank, index, flat.numel())
@@ -352,6 +345,16 @@ class ZeroShardSet:
                 )
                 raise CheckpointFormatError(msg)
             self._check_scalars(rank, index)
+        # Ranks agree on overflows; told last, as what differs beside it says more.
+        self._check_same(rank, "loss scaler", _scaler(shard), _scaler(first))
+
+    def _check_same(self, rank: int, what: str, mine: object, theirs: object) -> None:
+        if mine != theirs:
+            msg = (
+                f"{self._where}: {self._name(rank)} has the {what} {mine}, {self._name(0)} "
+                f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
+            )
+            raise CheckpointFormatError(msg)
 
     def _check_scalars(self, rank: int, index: int) -> None:
         """Compare a rank's step counters with the first one's: a save has all at one step.

@@ -94,7 +94,9 @@ def name_states(
     """
     saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     shapes = {p.name: p.shape for p in live.parameters}
-    table = _IdInterpretations(saved, live, order, canonical, shapes).resolve()
+    table = _IdInterpretations(
+        saved_groups, saved["state"], live, order, canonical, shapes
+    ).resolve()
     states = {
         name: saved["state"][key]
         for names, group in zip(table, saved_groups, strict=True)
@@ -115,23 +117,16 @@ def name_states(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _IdInterpretations:
     """What the ids of a state dict can mean in a live model."""
 
-    def __init__(
-        self,
-        saved: Mapping[str, Any],
-        live: Manifest,
-        order: Sequence[str],
-        canonical: Mapping[str, str],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        self._groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
-        self._states: Mapping[Key, Mapping[str, Any]] = saved["state"]
-        self._live = live
-        self._order = order
-        self._canonical = canonical
-        self._shapes = shapes
+    groups: Sequence[Mapping[str, Any]]
+    states: Mapping[Key, Mapping[str, Any]]
+    live: Manifest
+    order: Sequence[str]
+    canonical: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
 
     def resolve(self) -> Table:
         """Return the one meaning that fits.
@@ -139,13 +134,13 @@ class _IdInterpretations:
         Raises:
             CheckpointMismatchError: none fits, or several do.
         """
-        ids = [key for group in self._groups for key in group["params"]]
-        if all("param_names" in group for group in self._groups):
-            return self._named(self._full([list(group["param_names"]) for group in self._groups]))
+        ids = [key for group in self.groups for key in group["params"]]
+        if all("param_names" in group for group in self.groups):
+            return self._named(self._full([list(group["param_names"]) for group in self.groups]))
         if all(isinstance(key, str) for key in ids):
-            return self._named([list(group["params"]) for group in self._groups])
+            return self._named([list(group["params"]) for group in self.groups])
         fitting = {table for table in self._positions() if self._fits(table)}
-        if len(fitting) == 1 or (fitting and not self._states):
+        if len(fitting) == 1 or (fitting and not self.states):
             return fitting.pop()
         if fitting:
             first, second = sorted(fitting)
@@ -165,10 +160,10 @@ class _IdInterpretations:
         and where it was built from those of a wrapper they have its name before them.
         """
         given = [name for group in names for name in group]
-        if not given or any(name in self._canonical for name in given):
+        if not given or any(name in self.canonical for name in given):
             return names
-        added = [n.removesuffix(given[0]) for n in self._canonical if n.endswith(f".{given[0]}")]
-        cut = [given[0].removesuffix(n) for n in self._canonical if given[0].endswith(f".{n}")]
+        added = [n.removesuffix(given[0]) for n in self.canonical if n.endswith(f".{given[0]}")]
+        cut = [given[0].removesuffix(n) for n in self.canonical if given[0].endswith(f".{n}")]
         meant = [
             *([[prefix + name for name in group] for group in names] for prefix in added),
             *([[name.removeprefix(prefix) for name in group] for group in names] for prefix in cut),
@@ -178,7 +173,7 @@ class _IdInterpretations:
 
     def _known(self, names: Sequence[Sequence[str]]) -> Table:
         """Return the live names; what is unknown keeps its own."""
-        return tuple(tuple(self._canonical.get(n, n) for n in group) for group in names)
+        return tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
 
     def _named(self, names: Sequence[Sequence[str]]) -> Table:
         """Return the live names; what is unknown keeps its own, and is told of as such.
@@ -194,42 +189,42 @@ class _IdInterpretations:
 
     def _positions(self) -> Iterator[Table]:
         """Yield what the positions can mean: the optimizer's own order, or the model's."""
-        ids = [tuple(group["params"]) for group in self._groups]
-        live = self._live.groups
+        ids = [tuple(group["params"]) for group in self.groups]
+        live = self.live.groups
         if [len(group) for group in ids] == [len(g.names) for g in live] and self._in_sequence():
             yield tuple(group.names for group in live)
-        if not {p.name for p in self._live.parameters} <= set(self._order):
+        if not {p.name for p in self.live.parameters} <= set(self.order):
             return
         everyone = [key for group in ids for key in group]
         ascending = all(list(group) == sorted(set(group)) for group in ids)
-        in_range = all(isinstance(k, int) and 0 <= k < len(self._order) for k in everyone)
+        in_range = all(isinstance(k, int) and 0 <= k < len(self.order) for k in everyone)
         if ascending and in_range and len(set(everyone)) == len(everyone):
-            yield tuple(tuple(self._order[key] for key in group) for group in ids)
+            yield tuple(tuple(self.order[key] for key in group) for group in ids)
 
     def _in_sequence(self) -> bool:
         """Whether ids count on from group to group, and code and file agree on the model.
 
         Where the model's parameters are in another order now, the optimizer's may be as well.
         """
-        ids = [key for group in self._groups for key in group["params"]]
-        here = [p.name for p in self._live.parameters]
-        in_file = [name for name in self._order if name in self._shapes]
+        ids = [key for group in self.groups for key in group["params"]]
+        here = [p.name for p in self.live.parameters]
+        in_file = [name for name in self.order if name in self.shapes]
         known = set(in_file)
         return ids == list(range(len(ids))) and in_file == [name for name in here if name in known]
 
     def _fits(self, table: Table) -> bool:
         """Whether a meaning gives each live group its members, and them their shapes."""
-        live = self._live.groups
+        live = self.live.groups
         owned = {name for group in live for name in group.names}
         members = [{name for name in names if name in owned} for names in table]
         return members == [set(group.names) for group in live] and not any(self._misfits(table))
 
     def _misfits(self, table: Table) -> Iterator[str]:
         """Yield each parameter whose state has another shape, or that cannot have one."""
-        frozen = {p.name for p in self._live.parameters if p.group is None and p.numel}
-        for names, group in zip(table, self._groups, strict=True):
+        frozen = {p.name for p in self.live.parameters if p.group is None and p.numel}
+        for names, group in zip(table, self.groups, strict=True):
             for name, key in zip(names, group["params"], strict=True):
-                shape, state = self._shapes.get(name), self._states.get(key)
+                shape, state = self.shapes.get(name), self.states.get(key)
                 if shape is None or not state:
                     continue
                 if name in frozen and isinstance(key, int):
@@ -243,12 +238,10 @@ class _IdInterpretations:
 
     def _why(self) -> str:
         """Describe what was saved and what is here, where no meaning fits."""
-        saved = ", ".join(str(len(group["params"])) for group in self._groups)
-        here = ", ".join(str(len(group.names)) for group in self._live.groups)
-        frozen = len(self._live.frozen)
-        stateless = sum(
-            key not in self._states for group in self._groups for key in group["params"]
-        )
+        saved = ", ".join(str(len(group["params"])) for group in self.groups)
+        here = ", ".join(str(len(group.names)) for group in self.live.groups)
+        frozen = len(self.live.frozen)
+        stateless = sum(key not in self.states for group in self.groups for key in group["params"])
         return (
             f"the optimizer's state is kept by position in groups of {saved} parameters "
             f"({stateless} of them without state); here are groups of {here} trained parameters, "
