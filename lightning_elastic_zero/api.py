@@ -35,7 +35,6 @@ from lightning_elastic_zero.option_checks import check_client_state, check_flag,
 __all__ = [
     "CheckpointStats",
     "LoadResult",
-    "check_timeouts",
     "engine_handle",
     "load_checkpoint",
     "load_options",
@@ -93,7 +92,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         module_weights=check_flag("save_module_weights", save_module_weights),
     )
     client = check_client_state(client_state)
-    handle, times = engine_handle(engine), check_timeouts(stall_timeout_s, absent_timeout_s)
+    handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", handle, path, times)) as ranks:
         return save_engine(handle, path, ranks, client, options)
 
@@ -155,7 +154,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         allow_pickle=allow_pickle,
         fallback=fallback,
     )
-    handle, times = engine_handle(engine), check_timeouts(stall_timeout_s, absent_timeout_s)
+    handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("load", handle, path, times)) as ranks:
         return load_engine(handle, path, ranks, options)
 
@@ -173,15 +172,6 @@ def engine_handle(
         updates_state_before_step=partial(updates_state_before_step, engine),
         recovery_script=recovery_script,
     )
-
-
-def check_timeouts(stall_timeout_s: float, absent_timeout_s: float) -> Timeouts:
-    """Return how long ranks wait for each other, as a user chose it.
-
-    Raises:
-        ValueError: a time is no positive number.
-    """
-    return Timeouts().with_stall_timeout(stall_timeout_s).with_absent_timeout(absent_timeout_s)
 
 
 def _ranks_to(

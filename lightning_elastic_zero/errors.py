@@ -50,18 +50,7 @@ class RanksError(ElasticZeroError):
     """Ranks failed, died, stalled, or are not in the same step."""
 
 
-_BY_NAME = {
-    cls.__name__: cls
-    for cls in (
-        UnsupportedError,
-        CheckpointNotFoundError,
-        CheckpointFormatError,
-        CheckpointMismatchError,
-        CheckpointCorruptedError,
-        SaveError,
-        RanksError,
-    )
-}
+_BY_NAME = {cls.__name__: cls for cls in ElasticZeroError.__subclasses__()}  # the ones above
 
 
 def error_class(name: str) -> type[ElasticZeroError]:

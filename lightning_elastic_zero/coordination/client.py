@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_elastic_zero.coordination.messages import Store, failure_report, pack
+from torch.distributed.distributed_c10d import Store
+
+from lightning_elastic_zero.coordination.messages import failure_report, pack
 from lightning_elastic_zero.coordination.rank_session import Step
 from lightning_elastic_zero.coordination.store_thread import LINGER_S, StoreThread
 from lightning_elastic_zero.coordination.timeouts import Timeouts

@@ -15,12 +15,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
 from lightning_elastic_zero.coordination.liveness import Clock, IdleTimer, RankMonitor
 from lightning_elastic_zero.coordination.messages import (
     DECIDED_BY_LEADER,
     MISMATCH,
     Heartbeat,
-    Store,
     lost_ranks_failure,
     pack,
     unpack,

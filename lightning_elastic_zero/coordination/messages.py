@@ -17,7 +17,7 @@ import base64
 import json
 import zlib
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_elastic_zero.errors import error_class
 from lightning_elastic_zero.text import format_by_rank
@@ -33,31 +33,6 @@ MISMATCH = "mismatch"
 
 DECIDED_BY_LEADER = "judged"
 """Entry of a verdict that is rank 0's own: it reads no report of the step any more."""
-
-
-class Store(Protocol):
-    """What is used of ``torch.distributed.Store``."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is there; the call would wait for another one."""
-
-    def add(self, key: str, value: int, /) -> int:
-        """Count up, from 0 where the key is not there, and return the new count."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that holds what is expected ("": where it is not there); return its value."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Delete a key, if it is there."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys that are there."""
 
 
 def pack(data: object) -> str:

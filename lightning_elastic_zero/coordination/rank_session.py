@@ -22,14 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_elastic_zero.coordination.leader import Leader, warn_late
 from lightning_elastic_zero.coordination.liveness import Clock, RankMonitor
 from lightning_elastic_zero.coordination.messages import (
     DECIDED_BY_LEADER,
     Heartbeat,
-    Store,
     lost_ranks_failure,
     mismatch_report,
     pack,
@@ -91,7 +90,7 @@ class Step:
         self.arrived.set()
 
 
-def join_session(store: Any, name: str, rank: int, call: str) -> Store:  # noqa: ANN401 (torch's)
+def join_session(store: Store, name: str, rank: int, call: str) -> Store:
     """Return the keys of the next session of all ranks, after those that are in vain.
 
     A session that has failed without this rank, and was for another call, was of ranks that made a
@@ -100,7 +99,7 @@ def join_session(store: Any, name: str, rank: int, call: str) -> Store:  # noqa:
     made = PrefixStore(name, store)
     while True:
         number = made.add(f"made/{rank}", 1)
-        session: Store = PrefixStore(f"{name}/{number}", store)
+        session = PrefixStore(f"{name}/{number}", store)
         held = session.compare_set("call", "", f"for {call}").decode()
         if held == f"for {call}" or not session.check(["failed"]):
             return session

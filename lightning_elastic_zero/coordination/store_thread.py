@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from lightning_elastic_zero.coordination.messages import Store
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     LAST_POLL_S,

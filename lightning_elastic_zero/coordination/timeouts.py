@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 STALL_TIMEOUT_S = 50.0
 """The default of ``stall_timeout_s``: with it, a stall is reported within 60 s."""
@@ -43,30 +43,25 @@ class Timeouts:
     failure_grace_s: float = 1.0
     """After a first failure, for so long other ranks may add theirs before the verdict."""
 
-    def with_stall_timeout(self, stall_timeout_s: float) -> Timeouts:
-        """Return these times with another ``stall_timeout_s``, which a user has chosen.
+    @classmethod
+    def of(cls, stall_timeout_s: float, absent_timeout_s: float = ABSENT_TIMEOUT_S) -> Timeouts:
+        """Return the times of a user's choice, with signs of life often enough for them.
 
         Raises:
-            ValueError: it is no positive number.
+            ValueError: one is no positive number.
         """
-        what = "how many seconds a rank may work without progress"
-        return self._with(stall_timeout_s=_positive("stall_timeout_s", stall_timeout_s, what))
-
-    def with_absent_timeout(self, absent_timeout_s: float) -> Timeouts:
-        """Return these times with another ``absent_timeout_s``, which a user has chosen.
-
-        Raises:
-            ValueError: it is no positive number.
-        """
-        what = "how many seconds ranks wait for one that does not come"
-        return self._with(absent_timeout_s=_positive("absent_timeout_s", absent_timeout_s, what))
-
-    def _with(self, **chosen: float) -> Timeouts:
-        """Return these times with others, and signs of life often enough for them."""
-        return replace(
-            self,
-            heartbeat_interval_s=min(self.heartbeat_interval_s, *(s / 4 for s in chosen.values())),
-            **chosen,
+        for name, value, what in (
+            ("stall_timeout_s", stall_timeout_s, "a rank may work without progress"),
+            ("absent_timeout_s", absent_timeout_s, "ranks wait for one that does not come"),
+        ):
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                msg = f"{name}={value!r}: it is how many seconds {what}, a positive number"
+                raise ValueError(msg)
+        shortest_s = min(stall_timeout_s, absent_timeout_s)
+        return cls(
+            heartbeat_interval_s=min(cls().heartbeat_interval_s, shortest_s / 4),
+            stall_timeout_s=float(stall_timeout_s),
+            absent_timeout_s=float(absent_timeout_s),
         )
 
     def __post_init__(self) -> None:
@@ -81,10 +76,3 @@ class Timeouts:
                 f"at least 4 * heartbeat_interval_s > 0"
             )
             raise ValueError(msg)
-
-
-def _positive(name: str, value: object, what: str) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
-        msg = f"{name}={value!r}: it is {what}, a positive number"
-        raise ValueError(msg)
-    return float(value)  # type: ignore[arg-type]

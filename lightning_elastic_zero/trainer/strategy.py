@@ -12,9 +12,9 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from lightning_elastic_zero.api import check_timeouts, load_options
+from lightning_elastic_zero.api import load_options
 from lightning_elastic_zero.checkpoint import CheckpointManager, CheckpointStats
-from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks
+from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
 from lightning_elastic_zero.option_checks import check_count, check_flag
 from lightning_elastic_zero.strategy_registry import register_names
@@ -118,7 +118,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         )
         size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
         self._manager = CheckpointManager(
-            check_timeouts(stall_timeout_s, absent_timeout_s),
+            Timeouts.of(stall_timeout_s, absent_timeout_s),
             background=check_flag("async_save", async_save),
             max_snapshot_bytes=size,
         )

@@ -117,7 +117,8 @@ class TestResults:
                 method: Callable[..., Any] = getattr(store, name)
                 return method
 
-        leader = Leader(Counting(), size, Timeouts(), lambda: now_s[0])
+        counting: Any = Counting()
+        leader = Leader(counting, size, Timeouts(), lambda: now_s[0])
         for rank in range(size):
             beat = Heartbeat(1, 1, "run_all", "write", "working", 0)
             store.set(f"beat/{rank}", beat.packed())
@@ -502,7 +503,8 @@ class TestComingBack:
                 method: Callable[..., Any] = getattr(store, name)
                 return method
 
-        leader = Leader(Stopping(), 2, SHORT, lambda: now_s[0])
+        stopping: Any = Stopping()
+        leader = Leader(stopping, 2, SHORT, lambda: now_s[0])
         store.set("1/step", pack(["all_gather", "sizes"]))
         for rank in range(2):
             store.set(f"1/report/{rank}", pack({"value": rank}))

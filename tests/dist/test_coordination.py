@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import OneRank, Timeouts, connect_ranks
+from lightning_elastic_zero.coordination import STALL_TIMEOUT_S, OneRank, Timeouts, connect_ranks
 from lightning_elastic_zero.coordination.store_connection import (
     check_open_file_limit,
     open_file_limit_warning,
@@ -213,22 +213,22 @@ def test_times_that_would_bury_the_living_are_refused() -> None:
 def test_a_stall_timeout_is_a_positive_number(wrong: object) -> None:
     """What it is, and what was given, is said where the option is given."""
     with pytest.raises(ValueError, match=r"stall_timeout_s=.* a positive number"):
-        Timeouts().with_stall_timeout(wrong)  # type: ignore[arg-type]
+        Timeouts.of(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), True, "600", None])
 def test_an_absent_timeout_is_a_positive_number(wrong: object) -> None:
     """So is that; and no other time changes, but beats for a very short one."""
     with pytest.raises(ValueError, match=r"absent_timeout_s=.* a positive number"):
-        Timeouts().with_absent_timeout(wrong)  # type: ignore[arg-type]
-    assert Timeouts().with_absent_timeout(60) == replace(Timeouts(), absent_timeout_s=60.0)
-    assert Timeouts().with_absent_timeout(2).heartbeat_interval_s == 0.5
+        Timeouts.of(STALL_TIMEOUT_S, wrong)  # type: ignore[arg-type]
+    assert Timeouts.of(STALL_TIMEOUT_S, 60) == replace(Timeouts(), absent_timeout_s=60.0)
+    assert Timeouts.of(STALL_TIMEOUT_S, 2).heartbeat_interval_s == 0.5
 
 
 @pytest.mark.parametrize("seconds", [0.5, 50, 3600.0])
 def test_a_stall_timeout_changes_nothing_else(seconds: float) -> None:
     """A rank must be able to miss some beats; who died is still noticed as early."""
-    times, default = Timeouts().with_stall_timeout(seconds), Timeouts()
+    times, default = Timeouts.of(seconds), Timeouts()
     assert times.stall_timeout_s == seconds
     assert times.heartbeat_interval_s == min(default.heartbeat_interval_s, seconds / 4)
     assert (times.heartbeat_timeout_s, times.absent_timeout_s) == (
