@@ -11,8 +11,10 @@ The format is described field by field in ``docs/format.md``. Readers refuse a n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
@@ -28,6 +30,7 @@ from lightning_elastic_zero.partition import (
 FORMAT = "lightning_elastic_zero"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+_DIGEST = re.compile("[0-9a-f]{32}")
 STAGES = (1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
@@ -93,8 +96,27 @@ class FileEntry:
     name: str
     """Path inside the checkpoint's directory, with forward slashes."""
     size_bytes: int
+    """Of the file; its sidecar is not counted."""
     sums_digest: str
-    """Digest of the sidecar that holds the checksums of the file's chunks."""
+    """The xxh3_128, in hexadecimal, of the sidecar that holds the checksums of its chunks."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no writer of ours has recorded, above all a way out of the directory.
+
+        Raises:
+            CheckpointFormatError: the name leaves the directory, or a number makes no sense.
+        """
+        path = PurePosixPath(self.name)
+        inside = self.name == str(path) and not path.is_absolute() and ".." not in path.parts
+        if not inside or self.name in {"", "."} or "\\" in self.name or "\0" in self.name:
+            msg = f"A checkpoint cannot hold a file named {self.name!r}."
+            raise CheckpointFormatError(msg)
+        if self.size_bytes < 0 or not _DIGEST.fullmatch(self.sums_digest):
+            msg = (
+                f"The record of {self.name} makes no sense: {self.size_bytes} bytes, "
+                f"digest {self.sums_digest!r}."
+            )
+            raise CheckpointFormatError(msg)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Save and load, told as two short stories: ``saving`` and ``loading``; ``background`` saves too.
+"""Save and load, told as two short stories: ``saving`` and ``loading``; ``async_save`` saves too.
 
 Both talk to the live engine through ``LiveState``, to the disk through ``formats`` and
 ``storage``, and to the other ranks through ``ranks``: a step that fails on one rank fails on all
@@ -8,14 +8,10 @@ of them, before anything is published and before anything live is changed.
 from __future__ import annotations
 
 from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.engine_handle import (
-    EngineHandle,
-    load_engine,
-    save_engine,
-)
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle, load_engine
 from lightning_elastic_zero.checkpoint.loading import load
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.saving import save
+from lightning_elastic_zero.checkpoint.saving import save_engine
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LiveState,
@@ -36,6 +32,5 @@ __all__ = [
     "SaveOptions",
     "load",
     "load_engine",
-    "save",
     "save_engine",
 ]

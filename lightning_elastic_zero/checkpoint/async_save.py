@@ -8,8 +8,8 @@ long with a thread and 2.14 times with a process (5 rounds, 2 busy cores); with 
 The writers of all ranks agree over a line of their own, and take no part in the collectives of
 training. What fails one of them fails all of them; training hears of it at its next ``save`` or
 ``wait_until_finished``, which are collective. Each failure is raised once: where the ranks could
-not even wait
-for a save together, because one was stopped, that has told them, and the next save is a new one.
+not even wait for a save together, because one was stopped, that has told them, and the next save is
+a new one.
 ``stop`` is not collective: it is for a run that has ended by an exception.
 """
 
@@ -30,18 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.saving import collect, suggested_name, write
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
+from lightning_elastic_zero.checkpoint.saving import Cancellation, collect, write
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
-from lightning_elastic_zero.checkpoint.types import (
-    CheckpointStats,
-    LiveState,
-    SaveCallbacks,
-    SaveOptions,
-)
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.formats.elastic.writer import writes_weights
-from lightning_elastic_zero.storage import check_local_path, check_replaceable, repair_target
 
 NICE = 10
 """How far the writer's thread stands back for others, as Linux counts it."""
@@ -68,6 +62,7 @@ class AsyncCheckpointer:
     def __init__(
         self,
         ranks: Ranks,
+        on_start: Callable[[Path], None],
         on_end: Callable[[Path, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
@@ -75,12 +70,13 @@ class AsyncCheckpointer:
 
         Args:
             ranks: a line of the writers' own; ``stop`` closes it.
+            on_start: called with a save's target when all ranks are about to write it.
             on_end: called in the writer's thread when a save has ended, with its target, and what
                 it cost; None: it failed.
             memory_bytes: the most that the copy of the state may take; see ``Snapshotter``.
         """
         self._ranks = ranks
-        self._on_end = on_end
+        self._on_start, self._on_end = on_start, on_end
         self._snapshotter = Snapshotter(memory_bytes)
         self._job: _Job | None = None
         self._at_exit = _at_exit(weakref.ref(self))
@@ -94,62 +90,31 @@ class AsyncCheckpointer:
 
     def save(
         self,
+        engine: EngineHandle,
         path: str | os.PathLike[str],
-        open_engine: Callable[[], LiveState],
         ranks: Ranks,
         client_state: Mapping[str, Any],
-        *,
         options: SaveOptions,
-        recovery_script: Path | None = None,
     ) -> None:
         """Save a snapshot behind training; first, wait for the save before. Collective.
 
-        Args:
-            path: the checkpoint's directory.
-            open_engine: gives the live engine.
-            ranks: training's own line.
-            client_state: the trainer's part.
-            options: what is written.
-            recovery_script: DeepSpeed's, to be laid beside the files.
-
         Raises:
-            ElasticZeroError: the save before failed, or no snapshot can be taken; see ``save``.
+            ElasticZeroError: the save before failed, or no snapshot can be taken; see
+                ``save_engine``.
         """
         began = time.monotonic()
 
-        def take() -> tuple[Path, Snapshot]:
+        def take() -> Snapshot:
             self._wait(ranks.progress)
             self._job = None  # with the snapshot, whose memory may have to be replaced
-            target = check_local_path(path)
-            contents = collect(open_engine(), client_state, options)
-            if ranks.rank == 0:
-                # A target that is refused is refused here, not when the next save asks for news.
-                repair_target(target)
-                check_replaceable(target, suggested_name(contents))
-            weights = writes_weights(contents.manifest, ranks.rank)
-            return target, self._snapshotter.take(
-                contents, with_weights=weights, on_progress=ranks.progress
-            )
+            # A target that is refused is refused here, not when the next save asks for news.
+            contents = collect(engine, path, ranks.rank, client_state, options)
+            return self._snapshotter.take(contents, ranks.rank, ranks.progress)
 
         with self._reporting_once():
-            target, snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
-
-        def work(
-            check_cancelled: Callable[[], None], commit: Callable[[], None]
-        ) -> CheckpointStats:
-            with snapshot.live.reading():
-                snapshot.wait_for_copies()
-                return write(
-                    target,
-                    lambda: snapshot.contents,
-                    self._ranks,
-                    recovery_script=recovery_script,
-                    callbacks=SaveCallbacks(
-                        check_cancelled, snapshot.live.on_read, commit, target_checked=True
-                    ),
-                )
-
-        job = _Job(target, snapshot, work, self._on_end, began)
+            snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
+        job = _Job(snapshot, self._ranks, self._on_end, began)
+        self._on_start(job.target)
         job.start()
         self._job = job
 
@@ -237,25 +202,23 @@ class _Job(threading.Thread):
 
     def __init__(
         self,
-        target: Path,
         snapshot: Snapshot,
-        work: Callable[[Callable[[], None], Callable[[], None]], CheckpointStats],
+        ranks: Ranks,
         on_end: Callable[[Path, CheckpointStats | None], None],
         began: float,
     ) -> None:
-        super().__init__(name=f"elastic-zero saves {target.name}", daemon=True)
-        self.target = target
+        self.target = snapshot.contents.target
+        super().__init__(name=f"elastic-zero saves {self.target.name}", daemon=True)
         self.snapshot = snapshot
         self.copied = False
         self.told = False
         """All ranks have raised that they could not wait for it."""
         self.over = threading.Event()
-        self._cancelled = self._committed = self._ending = False
-        self._deciding = threading.Lock()
+        self._cancellation, self._ending = Cancellation(), False
         self.failure: ElasticZeroError | None = None
         """What it failed by, until somebody was told."""
         self.waited_s = time.monotonic() - began
-        self._work = work
+        self._ranks = ranks
         self._on_end = on_end
         self._began = began
         self._device = current_device()  # training's
@@ -266,7 +229,13 @@ class _Job(threading.Thread):
         stats = None
         try:
             use_device(self._device)
-            stats = self._work(self._check_cancelled, self._commit)
+            with self.snapshot.reading():
+                stats = write(
+                    self.snapshot.contents,
+                    self._ranks,
+                    self._cancellation,
+                    self.snapshot.live.on_read,
+                )
             seconds = time.monotonic() - self._began
             stats = replace(stats, seconds=seconds, waited_s=self.waited_s)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
@@ -281,32 +250,19 @@ class _Job(threading.Thread):
         """Wait until it ends by itself, or give it up; return whether it is over."""
         if not self._ending and not self.over.wait(drain_timeout_s):
             self._ending = True
-            with self._deciding:
-                self._cancelled = not self._committed
-            if self._cancelled:
+            if self._cancellation.cancel():
                 log.warning("The save of %s is given up: the run has ended.", self.target)
             self.over.wait(_CANCEL_TIMEOUT_S)
         return self.over.is_set()
 
     def describe_pending(self) -> str:
         """Return in words where it stands, if it does not end."""
-        if self._committed:
+        if self._cancellation.committed:
             return f"{self.target} is being published, but the disk takes long: see whether it is"
         return (
             f"{self.target} was given up on this rank: the run has ended, and its writer waits for "
             "the disk or for another rank. What was published before is intact"
         )
-
-    def _check_cancelled(self) -> None:
-        if self._cancelled:
-            msg = f"{self.target} was given up before it was written: the run has ended"
-            raise SaveError(msg)
-
-    def _commit(self) -> None:
-        """Decide once whether it is published or given up: never the one after the other."""
-        with self._deciding:
-            self._check_cancelled()
-            self._committed = True
 
 
 def _with_target(

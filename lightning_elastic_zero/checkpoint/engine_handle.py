@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_elastic_zero.checkpoint.loading import load
-from lightning_elastic_zero.checkpoint.saving import save
-from lightning_elastic_zero.checkpoint.types import (
-    CheckpointStats,
-    LiveState,
-    LoadOptions,
-    LoadResult,
-    SaveOptions,
-)
+from lightning_elastic_zero.checkpoint.types import LiveState, LoadOptions, LoadResult
 from lightning_elastic_zero.coordination import Ranks
 
 
@@ -38,19 +30,6 @@ class EngineHandle:
     def at_step(self) -> str:
         """Return where the run stands, for the name of a step that all ranks take."""
         return f"at step {self.global_step()}"
-
-
-def save_engine(
-    engine: EngineHandle,
-    path: str | os.PathLike[str],
-    ranks: Ranks,
-    client_state: Mapping[str, Any],
-    options: SaveOptions,
-) -> CheckpointStats:
-    """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``."""
-    live = ranks.run_all(f"save: look at the engine {engine.at_step()}", engine.open)
-    script = engine.recovery_script()
-    return save(path, live, ranks, client_state, options=options, recovery_script=script)
 
 
 def load_engine(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.storage import ignore_progress
+from lightning_elastic_zero.storage import PeriodicThread, ignore_progress
 
 _ALIGNED_BYTES = 64
 """Where tensors begin, so that copies are not slowed down."""
@@ -133,25 +132,17 @@ def _touch(block: torch.Tensor, on_progress: Callable[[], None]) -> None:
         on_progress()
 
 
-@contextmanager
-def _shown(on_progress: Callable[[], None], most_s: float) -> Iterator[None]:
-    """Show progress, for so long at most, while one call works that shows none."""
-    over = threading.Event()
+def _shown(on_progress: Callable[[], None], most_s: float) -> PeriodicThread:
+    """Show progress within, for so long at most, while one call works that shows none."""
+    end = time.monotonic() + most_s
 
     def show() -> None:
-        end = time.monotonic() + most_s
         # What fails the step elsewhere is raised by who calls next in the step's own thread.
         with suppress(ElasticZeroError):
-            while not over.wait(_SHOWN_EVERY_S) and time.monotonic() < end:
+            if time.monotonic() < end:
                 on_progress()
 
-    thread = threading.Thread(target=show, name="elastic-zero pins memory", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return PeriodicThread(show, _SHOWN_EVERY_S, "pins memory")
 
 
 def _pin(block: torch.Tensor) -> None:

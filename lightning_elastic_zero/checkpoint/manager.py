@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle, save_engine
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
 from lightning_elastic_zero.checkpoint.links import CheckpointLinks
 from lightning_elastic_zero.checkpoint.retention import Retention
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, LiveState, SaveOptions
+from lightning_elastic_zero.checkpoint.saving import save_engine
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage import ConcurrentRunMonitor, check_local_path, inspect_target
@@ -58,7 +59,6 @@ class CheckpointManager:
         self._run_monitor = ConcurrentRunMonitor(())
         self._retention = Retention()
         self._links = CheckpointLinks()
-        self._last_save_failed = False
         self._unhook: Callable[[], None] = _nothing
 
     def start(self, engine: EngineHandle, rank: int, dirpaths: Iterable[object] = ()) -> None:
@@ -78,7 +78,9 @@ class CheckpointManager:
         if self._background and self._writer is None:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
-            self._writer = AsyncCheckpointer(ranks, self._on_save_ended, self._snapshot_bytes)
+            self._writer = AsyncCheckpointer(
+                ranks, self._on_save_started, self._on_save_ended, self._snapshot_bytes
+            )
             self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 
     def protect(self, path: str) -> None:
@@ -96,11 +98,10 @@ class CheckpointManager:
         options: SaveOptions,
     ) -> None:
         """Save while training waits. Collective; no save is in flight (``wait_until_finished``)."""
-        if not self._last_save_failed:
-            self._retention.delete_pending()
-        self.last_save = save_engine(engine, path, ranks, client_state, options)
-        self._last_save_failed = False
-        self._run_monitor.look_soon()
+        self._retention.delete_pending()
+        stats = save_engine(engine, path, ranks, client_state, options)
+        self._on_save_started(Path(stats.path))
+        self._on_save_ended(Path(stats.path), stats)
 
     def save_async(
         self,
@@ -112,34 +113,12 @@ class CheckpointManager:
     ) -> bool:
         """Save in the background, when the save before has ended. Collective.
 
-        Args:
-            engine: what is saved.
-            path: the checkpoint's directory.
-            ranks: those of training's threads.
-            client_state: the trainer's part.
-            options: what is written.
-
         Returns:
             False: no run is going on; nothing was done.
         """
         if self._writer is None:
             return False
-
-        def open_engine() -> LiveState:
-            if self._is_rank_zero:
-                target = check_local_path(path)
-                self._links.defer_until_published(target)
-                self._retention.on_save_started(target)
-            return engine.open()
-
-        self._writer.save(
-            path,
-            open_engine,
-            ranks,
-            client_state,
-            options=options,
-            recovery_script=engine.recovery_script(),
-        )
+        self._writer.save(engine, path, ranks, client_state, options)
         if engine.updates_state_before_step():
             self._writer.wait_for_copies()
         return True
@@ -154,14 +133,14 @@ class CheckpointManager:
         times = times if interrupted else self._times
         return closing(connect_ranks(times, "elastic-zero at the end", str(call)))
 
-    @property
-    def _save_in_flight(self) -> bool:
-        """Whether a save is in flight."""
-        return self._writer is not None and self._writer.busy
+    def _on_save_started(self, target: Path) -> None:
+        """Let links and deletions wait for a checkpoint that is about to be written."""
+        if self._is_rank_zero:
+            self._links.on_save_started(target)
+            self._retention.on_save_started(target)
 
     def _on_save_ended(self, target: Path, stats: CheckpointStats | None) -> None:
-        """In the writer's thread: go on with what waited for a checkpoint."""
-        self._last_save_failed = stats is None
+        """Go on with what waited for a checkpoint; in the writer's thread, if there is one."""
         if stats is not None:
             self.last_save = stats
             self._run_monitor.look_soon()
@@ -170,19 +149,17 @@ class CheckpointManager:
                 self._links.on_save_ended(target, published=stats is not None)
             finally:
                 if stats is not None:
-                    self._retention.published(target)
+                    self._retention.on_published(target)
 
     # -- deletions and links -------------------------------------------------------------------
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint when nothing needs it, and its successor is published; on rank 0."""
-        self._retention.schedule_delete(path)
-        if not (self._last_save_failed or self._save_in_flight):
-            self._retention.delete_pending()
+        self._retention.remove(path)
 
     def is_being_written(self, path: str) -> bool:
         """Whether a checkpoint is being written in the background; on the first rank."""
-        return self._save_in_flight and self._links.is_deferred(check_local_path(path))
+        return self._links.is_deferred(check_local_path(path))
 
     @staticmethod
     def refusal_reason(path: str) -> str:
@@ -200,9 +177,6 @@ class CheckpointManager:
         """
 
         def make() -> None:
-            if not self._save_in_flight:
-                # A save that could not even begin is not waited for.
-                self._links.defer_until_published(None)
             self._links.make(check_local_path(path), check_local_path(link), ranks.progress)
 
         ranks.broadcast("link a checkpoint", make)
@@ -221,7 +195,6 @@ class CheckpointManager:
     def drain_local(self) -> None:
         """After an exception: let the save in flight end, or end it; no collective."""
         if self._writer is not None and (failure := self._writer.drain_local(DRAIN_TIMEOUT_S)):
-            self._last_save_failed = True  # or it may be: what waited for it is kept
             log.error("%s", failure)
 
     def stop(self, *, interrupted: bool) -> ElasticZeroError | None:
@@ -239,8 +212,10 @@ class CheckpointManager:
             failure = self._writer.stop(DRAIN_TIMEOUT_S if interrupted else None)
             self._unhook()
             self._writer, self._unhook = None, _nothing
-            self._last_save_failed = self._last_save_failed or failure is not None
-        if self._is_rank_zero and not self._last_save_failed:
+            self._links = (
+                CheckpointLinks()
+            )  # one that is given up, but does not end, speaks no more
+        if self._is_rank_zero:
             self._retention.delete_pending()
         if interrupted and failure is not None:
             log.error("%s", failure)

@@ -1,5 +1,9 @@
 """What ranks compare before they write one checkpoint: what must be alike, and what may drift.
 
+The tables of a run grow with its parameters, and a thousand ranks ask one store. So rank 0 sends a
+digest of each table, and lays the tables themselves into the directory that it has just made on
+the disk that all ranks share: a rank reads one of them where its own is another.
+
 Hyperparameters may drift apart: a scheduler that steps on a metric that each rank has for itself
 lowers the rate on one rank and not on another. Each rank then steps its part of the weights with a
 rate of its own, which no checkpoint that fits any number of ranks can keep. That is no reason to
@@ -9,22 +13,27 @@ end a run: rank 0's are saved, which a load gives to every rank, and the differe
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.manifest import Group, Manifest
+from lightning_elastic_zero.storage import TABLE_PREFIX, await_shared, write_durably
 from lightning_elastic_zero.tensor_state import RankState, canonical_repr
 from lightning_elastic_zero.text import format_ranks
 
 SCHEDULERS = "lr_schedulers"
 """The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
 
-ComparisonTables = Mapping[str, Any]
-"""What ranks compare, as JSON has it."""
+DIGESTS = "digests"
+
+Tables = Mapping[str, Any]
+"""What ranks compare, as JSON has it, by the names of the tables; never changed."""
 
 _Drift = tuple[int, str]
 """Index of a parameter group, and a hyperparameter of it."""
@@ -36,22 +45,77 @@ _MOST_TOLD = 4
 log = logging.getLogger(__name__)
 
 
-def comparison_tables(manifest: Manifest, state: RankState) -> ComparisonTables:
-    """Return what the other ranks compare themselves with; rank 0's."""
+def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
+    """Return what must be alike on all ranks, and the hyperparameters' digests."""
     return {
         "tables": _tables(manifest),
-        "scalars": _scalars(state),
+        "scalars": [
+            {key: canonical_repr(value, f"the state {key!r}") for key, value in f.scalars.items()}
+            for f in state.flats
+        ],
         "hyperparameters": [_digest(group.hyperparameters) for group in manifest.groups],
     }
 
 
-def check_consistent(first: ComparisonTables, manifest: Manifest, state: RankState) -> None:
+def table_digests(tables: Tables) -> dict[str, str]:
+    """Return a digest of each table, of the same length for any."""
+    return {name: xxhash.xxh3_128_hexdigest(_table_text(table)) for name, table in tables.items()}
+
+
+def write_tables(directory: Path, tables: Tables) -> None:
+    """Lay rank 0's tables into a directory, until ``remove_shared``.
+
+    Raises:
+        SaveError: they could not be written.
+    """
+    for name, table in tables.items():
+        write_durably(directory / f"{TABLE_PREFIX}{name}", _table_text(table))
+
+
+class RankZeroTables:
+    """Rank 0's tables, to a rank that has its own: read where those differ, and only then."""
+
+    def __init__(self, sent: Mapping[str, str], own: Tables, directory: Path) -> None:
+        """Hold what is needed to compare.
+
+        Args:
+            sent: rank 0's digests.
+            own: this rank's tables.
+            directory: where rank 0's lie.
+        """
+        self._sent, self.own, self._directory = sent, own, directory
+        self._digests = table_digests(own)
+        self._read: dict[str, Any] = {}
+
+    def is_same(self, name: str) -> bool:
+        """Return whether this rank's table is rank 0's."""
+        return self._sent[name] == self._digests[name]
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 (plain data)
+        """Return rank 0's table.
+
+        Raises:
+            SaveError: it cannot be read, or is not what rank 0 has written.
+        """
+        if self.is_same(name):
+            return self.own[name]
+        if name not in self._read:
+            data = await_shared(
+                self._directory,
+                f"{TABLE_PREFIX}{name}",
+                lambda data: xxhash.xxh3_128_hexdigest(data) == self._sent[name],
+            )
+            self._read[name] = json.loads(data)
+        return self._read[name]
+
+
+def check_consistent(first: RankZeroTables) -> None:
     """Refuse a rank that does not hold the run that rank 0 holds.
 
     Raises:
         UnsupportedError: it does not; the tables, or the states with both values, are named.
     """
-    tables = _tables(manifest)
+    tables = first.own["tables"]
     if differ := [name for name, table in first["tables"].items() if tables[name] != table]:
         here, there = _first_difference(tables[differ[0]], first["tables"][differ[0]])
         msg = (
@@ -59,8 +123,9 @@ def check_consistent(first: ComparisonTables, manifest: Manifest, state: RankSta
             f"first difference is {here} here, and {there} on rank 0"
         )
         raise UnsupportedError(msg)
-    pairs = enumerate(zip(_scalars(state), first["scalars"], strict=True))
-    for index, (mine, theirs) in pairs:
+    for index, (mine, theirs) in enumerate(
+        zip(first.own["scalars"], first["scalars"], strict=True)
+    ):
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):
                 msg = (
@@ -72,18 +137,15 @@ def check_consistent(first: ComparisonTables, manifest: Manifest, state: RankSta
                 raise UnsupportedError(msg)
 
 
-def drifted_hyperparameters(first: ComparisonTables, manifest: Manifest) -> list[list[Any]]:
+def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[list[Any]]:
     """Return this rank's hyperparameters of the groups in which they differ from rank 0's.
 
     Returns:
         ``[group, {key: text}]`` each; of many groups the first ones.
     """
-    found = [
-        [index, {key: canonical_repr(value) for key, value in group.hyperparameters.items()}]
-        for index, group in enumerate(manifest.groups)
-        if _digest(group.hyperparameters) != first["hyperparameters"][index]
-    ]
-    return found[:_MOST_SENT]
+    pairs = zip(first.own["hyperparameters"], first["hyperparameters"], strict=True)
+    drifted = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    return [[index, _texts(manifest.groups[index])] for index in drifted[:_MOST_SENT]]
 
 
 def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> None:
@@ -93,10 +155,7 @@ def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> No
         manifest: rank 0's.
         of_ranks: what ``drifted_hyperparameters`` returned on each rank, in order.
     """
-    own = [
-        {key: canonical_repr(value) for key, value in group.hyperparameters.items()}
-        for group in manifest.groups
-    ]
+    own = list(map(_texts, manifest.groups))
     values: dict[_Drift, dict[int, str]] = {}
     for rank, groups in enumerate(of_ranks):
         for group, theirs in groups:
@@ -157,11 +216,13 @@ def _tables(manifest: Manifest) -> dict[str, list[str]]:
     }
 
 
-def _scalars(state: RankState) -> list[dict[str, str]]:
-    return [
-        {key: canonical_repr(value, f"the state {key!r}") for key, value in flat.scalars.items()}
-        for flat in state.flats
-    ]
+def _texts(group: Group) -> dict[str, str]:
+    """Return a group's hyperparameters as they are compared and shown."""
+    return {key: canonical_repr(value) for key, value in group.hyperparameters.items()}
+
+
+def _table_text(table: object) -> bytes:
+    return json.dumps(table).encode()
 
 
 def _digest(hyperparameters: Mapping[str, Any]) -> str:

@@ -31,6 +31,8 @@ class Retention:
     def __init__(self) -> None:
         self._resumed_from: Path | None = None
         self._waiting: dict[Path, _Identity] = {}
+        self._held_for: Path | None = None
+        """The last checkpoint that was to be written, while it is not there: nothing is deleted."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
@@ -42,39 +44,38 @@ class Retention:
         self._resumed_from = Path(os.path.realpath(path))
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, now or as soon as no link names it any more."""
-        self.schedule_delete(path)
-        self.delete_pending()
-
-    def schedule_delete(self, path: str | os.PathLike[str]) -> None:
-        """Defer the deletion of a checkpoint: its successor is being written."""
+        """Delete a checkpoint, now or as soon as nothing needs it: no save, and no link."""
         local = check_local_path(path)
         with self._lock:
             self._waiting[local] = _identity(local)
+        self.delete_pending()
 
     def on_save_started(self, path: Path) -> None:
-        """Forget what was said of a path: it will be another checkpoint's."""
+        """Forget what was said of a path: it will be another checkpoint's. Delete nothing."""
         with self._lock:
             self._waiting.pop(path, None)
+            self._held_for = path
 
-    def published(self, path: Path) -> None:
+    def on_published(self, path: Path) -> None:
         """Delete what waited for a new checkpoint.
 
         If it is doomed itself, that was said while it was being written: it is meant, and not what
         was there before.
         """
         with self._lock:
+            if path == self._held_for:
+                self._held_for = None
             if path in self._waiting:
                 self._waiting[path] = _identity(path)
-            self.delete_pending()
+        self.delete_pending()
 
     def delete_pending(self) -> None:
-        """Delete what waited and is free now.
+        """Delete what waited and is free now, unless a save is in flight or has failed.
 
         What cannot be deleted is left where it is: it takes up room, but a run does not end for it.
         """
         with self._lock:
-            for path, identity in list(self._waiting.items()):
+            for path, identity in [] if self._held_for else list(self._waiting.items()):
                 try:
                     waits = _identity(path) == identity and not self._try(path)
                 except OSError as error:

@@ -47,7 +47,7 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
     )
 
 
-def written(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
+def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
     """Return what of a rank's state is written."""
     frozen, kept = {p.name for p in manifest.frozen}, options.module_buffers or {}
     return replace(

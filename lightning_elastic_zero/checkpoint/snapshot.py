@@ -1,4 +1,4 @@
-"""A draft of a checkpoint that training does not change any more.
+"""What is about to be written, as a copy that training does not change any more.
 
 What changes in forward and in hooks is copied at once: buffers, frozen weights, counters, and what
 the trainer handed over. Masters and optimizer states change in the optimizer step only: they are
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_elastic_zero.checkpoint.device_streams import (
 from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer, aligned_bytes
 from lightning_elastic_zero.checkpoint.saving import ShardContents
 from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
-from lightning_elastic_zero.formats.elastic.client_state import Objects, check_pickle, host_pickle
+from lightning_elastic_zero.formats.elastic.writer import pickle_objects, writes_weights
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 
@@ -38,8 +38,36 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """When each large tensor that a rank writes is copied."""
+
+    at_once: list[torch.Tensor]
+    """Weights that forward may change: while training waits."""
+    behind: list[torch.Tensor]
+    """Masters and optimizer states: beside forward and backward."""
+    uncopied: list[torch.Tensor]
+    """Those that are written first and for which there is no room: never."""
+
+    @classmethod
+    def of(cls, contents: ShardContents, rank: int, memory_bytes: float) -> CopyPlan:
+        """Plan the copies of what a rank writes, into so much memory beside what has to be."""
+        state, at_once = contents.state, list[torch.Tensor]()
+        if writes_weights(contents.manifest, rank):
+            at_once = [*state.frozen.values(), *state.module_weights.values()]
+        # In the order in which they are written.
+        later = [flat.master for flat in state.flats]
+        if not contents.manifest.weights_only:
+            later += [tensor for flat in state.flats for tensor in flat.elementwise.values()]
+        first, room_bytes = len(later), memory_bytes - sum(map(aligned_bytes, at_once))
+        while first and aligned_bytes(later[first - 1]) <= room_bytes:
+            first -= 1
+            room_bytes -= aligned_bytes(later[first])
+        return cls(at_once, later[first:], later[:first])
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A draft whose tensors are copies, as soon as ``wait_for_copies`` has returned."""
+    """What is written, its tensors copies as soon as ``wait_for_copies`` has returned."""
 
     contents: ShardContents
     live: UncopiedTensors
@@ -52,6 +80,13 @@ class Snapshot:
         for event in self._on_device:
             event.synchronize()
         self._on_host.result()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Write in here, in the writer's thread, once all copies are made."""
+        with self.live.reading():
+            self.wait_for_copies()
+            yield
 
     def wait(self, cancelled: Callable[[], bool]) -> None:
         """Wait until nothing live is read any more, or is read in vain; not for the writer."""
@@ -88,15 +123,14 @@ class Snapshotter:
     def take(
         self,
         contents: ShardContents,
-        *,
-        with_weights: bool,
+        rank: int,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> Snapshot:
-        """Copy a draft.
+        """Copy what is to be written.
 
         Args:
-            contents: what is to be written, by reference.
-            with_weights: whether this rank writes frozen and low-precision weights.
+            contents: by reference.
+            rank: this one.
             on_progress: called now and then.
 
         Raises:
@@ -104,28 +138,27 @@ class Snapshotter:
                 memory for the copy.
         """
         self._forget_last()
-        at_once, behind = _to_copy(contents, with_weights=with_weights)
-        room_bytes = self._most_bytes - sum(map(aligned_bytes, at_once))
-        live, later = _split(behind, room_bytes)
-        given = self._memory.allocate_like([*at_once, *later], on_progress)
-        copies = {id(source): to for source, to in zip([*at_once, *later], given, strict=True)}
+        plan = CopyPlan.of(contents, rank, self._most_bytes)
+        copied = [*plan.at_once, *plan.behind]
+        made = self._memory.allocate_like(copied, on_progress)
+        copies = {id(source): to for source, to in zip(copied, made, strict=True)}
         # By tensors of our own on the same memory: DeepSpeed's ``offload_states`` gives its tensors
         # other memory, and theirs back.
-        uncopied = [tensor.detach() for tensor in live]
-        copies.update(zip(map(id, live), uncopied, strict=True))
-        pairs = [(copies[id(tensor)], tensor.detach()) for tensor in later]
-        for tensor in at_once:
+        copies.update((id(tensor), tensor.detach()) for tensor in plan.uncopied)
+        pairs = [(copies[id(tensor)], tensor.detach()) for tensor in plan.behind]
+        for tensor in plan.at_once:
             _copy([(copies[id(tensor)], tensor)])
             on_progress()
         contents = replace(
             contents,
             state=_with_copies(contents.state, copies),
             client=copy_plain_data(contents.client),
-            objects=_copy_objects(contents.objects),
+            objects=pickle_objects(contents.objects)[1],
         )
         events = _copy_on_side_streams([pair for pair in pairs if is_on_device(pair[1])])
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
-        self._last = Snapshot(contents, UncopiedTensors(uncopied), to_host, events)
+        live = UncopiedTensors([copies[id(tensor)] for tensor in plan.uncopied])
+        self._last = Snapshot(contents, live, to_host, events)
         return self._last
 
     def close(self) -> None:
@@ -139,32 +172,6 @@ class Snapshotter:
         last, self._last = self._last, None
         if last is not None:
             last.wait_for_copies()
-
-
-def _to_copy(
-    contents: ShardContents, *, with_weights: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the large tensors that are written: those copied at once, and those behind training.
-
-    The latter are masters and optimizer states, in the order in which they are written.
-    """
-    state = contents.state
-    at_once = [*state.frozen.values(), *state.module_weights.values()] if with_weights else []
-    behind = [flat.master for flat in state.flats]
-    if not contents.manifest.weights_only:
-        behind += [tensor for flat in state.flats for tensor in flat.elementwise.values()]
-    return at_once, behind
-
-
-def _split(
-    tensors: list[torch.Tensor], room_bytes: float
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the first tensors, for which there is no room, and the last ones."""
-    first = len(tensors)
-    while first and aligned_bytes(tensors[first - 1]) <= room_bytes:
-        first -= 1
-        room_bytes -= aligned_bytes(tensors[first])
-    return tensors[:first], tensors[first:]
 
 
 def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:
@@ -247,14 +254,3 @@ def _copy_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Te
         tensor.requires_grad_(value.requires_grad)
     vars(tensor).update(_copy_plain_data(vars(value), made))
     return tensor
-
-
-def _copy_objects(objects: Objects) -> Objects:
-    """Copy objects as a load would give them; what they share, the copies share."""
-    try:
-        copies: Iterable[Any] = pickle.loads(host_pickle(objects))  # noqa: S301 - just pickled
-    except Exception:
-        for path, value in objects:
-            check_pickle(value, path)
-        raise
-    return tuple(copies)

@@ -145,21 +145,3 @@ def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:
             log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
 
     return on_bytes
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCallbacks:
-    """Who is asked and told while a save goes on; by default nobody."""
-
-    check_cancelled: Callable[[], None] = _nothing
-    """Called between stretches of bytes; what it raises ends the save."""
-    on_read: Callable[[torch.Tensor], None] = _nothing
-    """Told of each master and optimizer state that is not needed any more."""
-    commit: Callable[[], None] = _nothing
-    """Rank 0: called when all is on the disk but not in its place; what it raises prevents that."""
-    target_checked: bool = False
-    """The target was looked at when the save began, and that may be some time ago."""

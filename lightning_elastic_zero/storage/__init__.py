@@ -11,25 +11,21 @@ restores or removes what a kill left; ``concurrent_runs`` warns of another run i
 
 from __future__ import annotations
 
-from lightning_elastic_zero.storage.atomic import exchange_names
 from lightning_elastic_zero.storage.checksums import (
     CHUNK_BYTES,
     SUMS_SUFFIX,
     ChecksummedWriter,
-    FileRecord,
+    as_save_error,
     ignore_bytes,
     write_durably,
 )
 from lightning_elastic_zero.storage.concurrent_runs import RUN_MARKER_PREFIX, ConcurrentRunMonitor
-from lightning_elastic_zero.storage.copying import copy_checkpoint
 from lightning_elastic_zero.storage.deleting import (
     DELETING_PREFIX,
     delete_checkpoint,
     ignore_progress,
-    remove_hidden,
 )
 from lightning_elastic_zero.storage.existing_target import (
-    ExistingTarget,
     check_replaceable,
     inspect_target,
 )
@@ -40,7 +36,9 @@ from lightning_elastic_zero.storage.leftovers import (
     repair,
     repair_target,
 )
+from lightning_elastic_zero.storage.links import make_link
 from lightning_elastic_zero.storage.paths import check_local_path, sync_directory
+from lightning_elastic_zero.storage.periodic_thread import PeriodicThread
 from lightning_elastic_zero.storage.range_file import (
     READ_BYTES,
     RangeFile,
@@ -52,7 +50,6 @@ from lightning_elastic_zero.storage.shared_directory import (
     TOKEN_PREFIX,
     await_shared,
     remove_shared,
-    write_shared,
 )
 from lightning_elastic_zero.storage.staging import StagedDirectory, staging_path
 from lightning_elastic_zero.storage.verified_file import VerifiedFile
@@ -68,25 +65,23 @@ __all__ = [
     "TOKEN_PREFIX",
     "ChecksummedWriter",
     "ConcurrentRunMonitor",
-    "ExistingTarget",
-    "FileRecord",
+    "PeriodicThread",
     "RangeFile",
     "StagedDirectory",
     "VerifiedFile",
+    "as_save_error",
     "await_shared",
     "bounded_stream",
     "can_replace",
     "check_local_path",
     "check_replaceable",
-    "copy_checkpoint",
     "delete_checkpoint",
-    "exchange_names",
     "ignore_bytes",
     "ignore_progress",
     "inspect_target",
     "is_checkpoint",
+    "make_link",
     "read_file",
-    "remove_hidden",
     "remove_leftovers",
     "remove_shared",
     "repair",
@@ -94,5 +89,4 @@ __all__ = [
     "staging_path",
     "sync_directory",
     "write_durably",
-    "write_shared",
 ]

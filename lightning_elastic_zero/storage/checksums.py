@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from types import TracebackType
+from pathlib import Path
 
 import xxhash
 
-from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage.writeback import Writeback
 
 CHUNK_BYTES = 65536
@@ -35,47 +36,9 @@ SUMS_SUFFIX = ".sums"
 _WRITE_BYTES = 1 << 20
 """The most that one system call writes: progress is told at least this often."""
 
-_DIGEST_LENGTH = 32
-
 
 def ignore_bytes(size_bytes: int) -> None:
     """Do nothing: the default of every ``on_bytes``."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What a manifest says of one file."""
-
-    name: str
-    """The path below the checkpoint's directory, with forward slashes."""
-
-    size_bytes: int
-    """The size of the file; its sidecar is not counted."""
-
-    sums_digest: str
-    """The xxh3_128 of the sidecar's bytes, in hexadecimal."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no writer of ours has recorded, above all a way out of the directory.
-
-        Raises:
-            CheckpointFormatError: the name leaves the directory, or a number makes no sense.
-        """
-        path = PurePosixPath(self.name)
-        inside = self.name == str(path) and not path.is_absolute() and ".." not in path.parts
-        if not inside or self.name in {"", "."} or "\\" in self.name or "\0" in self.name:
-            msg = f"A checkpoint cannot hold a file named {self.name!r}."
-            raise CheckpointFormatError(msg)
-        if self.size_bytes < 0 or not _is_digest(self.sums_digest):
-            msg = (
-                f"The record of {self.name} makes no sense: {self.size_bytes} bytes, "
-                f"digest {self.sums_digest!r}."
-            )
-            raise CheckpointFormatError(msg)
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == _DIGEST_LENGTH and set(text) <= set("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +82,10 @@ class ChecksummedWriter:
         self._open_chunk = xxhash.xxh3_64()
         self._open_bytes = 0
         self._descriptor = -1
-        try:
+        with as_save_error(self.path):
             self.path.parent.mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o666)
-        except OSError as error:
-            raise _save_error(self.path, error) from error
         self._writeback = Writeback(self._descriptor, lambda: on_bytes(0))
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -146,13 +107,11 @@ class ChecksummedWriter:
         return whole.nbytes
 
     def _write_all(self, part: memoryview) -> None:
-        try:
+        with as_save_error(self.path):
             while part.nbytes:
                 written_bytes = os.write(self._descriptor, part)
                 part = part[written_bytes:]
                 self._writeback.wrote(written_bytes)
-        except OSError as error:
-            raise _save_error(self.path, error) from error
 
     def _add_sums(self, part: memoryview) -> None:
         start = 0
@@ -176,7 +135,7 @@ class ChecksummedWriter:
         self._open_chunk.reset()
         self._open_bytes = 0
 
-    def finish(self, save_id: str) -> FileRecord:
+    def finish(self, save_id: str) -> FileEntry:
         """Bring the file to the disk, write its sidecar, and give its record.
 
         Args:
@@ -187,16 +146,14 @@ class ChecksummedWriter:
         """
         if self._open_bytes:
             self._close_chunk()
-        try:
+        with as_save_error(self.path):
             self._writeback.finish()
-        except OSError as error:
-            raise _save_error(self.path, error) from error
         self.close()
         sidecar = Sidecar(ALGORITHM, CHUNK_BYTES, self.size_bytes, save_id, self._sums.hex())
         data = json.dumps(asdict(sidecar)).encode()
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
         self._on_bytes(0)
-        return FileRecord(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))
+        return FileEntry(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))
 
     def flush(self) -> None:
         """Do nothing: no bytes are held back."""
@@ -211,12 +168,7 @@ class ChecksummedWriter:
         """Return the writer itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file. Without ``finish`` it has no sidecar, and nothing will read it."""
         self.close()
 
@@ -227,17 +179,25 @@ def write_durably(path: Path, data: bytes) -> None:
     Raises:
         SaveError: the file exists, or cannot be written.
     """
+    with as_save_error(path), path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def as_save_error(path: Path) -> Iterator[None]:
+    """Raise what the system refused as what it means to a save.
+
+    Raises:
+        SaveError: something could not be written, to a file or for a checkpoint.
+    """
     try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
-        raise _save_error(path, error) from error
-
-
-def _save_error(path: Path, error: OSError) -> SaveError:
-    return SaveError(
-        f"Could not write {path}: {error.strerror or error}. The last published checkpoint is "
-        "intact. See that the disk has room and that its directory can be written, and save again."
-    )
+        msg = (
+            f"Could not write {path}: {error.strerror or error}. The last published checkpoint is "
+            "intact. See that the disk has room and that its directory can be written, and save "
+            "again."
+        )
+        raise SaveError(msg) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.periodic_thread import END_S, PeriodicThread
 from lightning_elastic_zero.storage.process_identity import (
     TOUCH_INTERVAL_S,
     ProcessIdentity,
@@ -28,9 +29,6 @@ from lightning_elastic_zero.storage.process_identity import (
 
 RUN_MARKER_PREFIX = ".zero-run-"
 """Prefix of the marker that a run leaves in each folder into which it saves."""
-
-_END_S = 1.0
-"""How long the end of a run waits for a disk that does not answer."""
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +49,8 @@ class ConcurrentRunMonitor:
                     self._markers.setdefault(check_local_path(os.fspath(str(folder))), None)
         self._seen: dict[Path, int] = {}
         self._warned: set[tuple[Path, ProcessIdentity]] = set()
-        self._over, self._asked = threading.Event(), threading.Event()
-        self._at_work = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._is_over, self._at_work = False, threading.Lock()
+        self._thread = PeriodicThread(self.look, TOUCH_INTERVAL_S, "watches its folders")
 
     def __reduce__(self) -> tuple[type[ConcurrentRunMonitor], tuple[tuple[()]]]:
         """Copy as one that has no folders: a run's markers are its own."""
@@ -61,22 +58,16 @@ class ConcurrentRunMonitor:
 
     def begin(self) -> None:
         """Leave a marker in each folder, and look at the folders now and then until the end."""
-        if not self._markers:
-            return
-        self.look()
-        self._thread = threading.Thread(
-            target=self._stay, name="elastic-zero watches its folders", daemon=True
-        )
-        self._thread.start()
+        if self._markers:
+            self.look()
+            self._thread.start()
 
     def end(self) -> None:
         """Remove the markers. May be called twice."""
-        self._over.set()
-        self._asked.set()
-        if self._thread is not None:
-            self._thread.join(_END_S)
-            self._thread = None
-        if self._at_work.acquire(timeout=_END_S):
+        self._is_over = True
+        if self._thread.is_alive():
+            self._thread.end()
+        if self._at_work.acquire(timeout=END_S):
             try:
                 for folder, marker in self._markers.items():
                     if marker is not None:
@@ -88,7 +79,7 @@ class ConcurrentRunMonitor:
     def look(self) -> None:
         """Show that this run lives, and warn of others that do."""
         with self._at_work:
-            if self._over.is_set():
+            if self._is_over:
                 return
             for folder in self._markers:
                 # It may not be there yet, and what is wrong with a disk is a save's to tell.
@@ -97,13 +88,7 @@ class ConcurrentRunMonitor:
 
     def look_soon(self) -> None:
         """Look in the background at once, as after a save, which may have made a folder."""
-        self._asked.set()
-
-    def _stay(self) -> None:
-        while not self._over.is_set():
-            self._asked.wait(TOUCH_INTERVAL_S)
-            self._asked.clear()
-            self.look()
+        self._thread.call_soon()
 
     def _look_at(self, folder: Path) -> None:
         if not folder.is_dir():

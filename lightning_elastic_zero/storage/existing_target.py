@@ -106,12 +106,11 @@ def _needed(target: Path) -> str:
 
 def _instead(target: Path, existing: ExistingTarget, below: str) -> Path:
     """Return a path that would do: below a directory of many things, beside a checkpoint."""
-    is_folder = target.is_dir() and not target.suffix and existing.kind != "checkpoint"
-    first = target / below if is_folder else target.with_name(f"{target.stem}-v1{target.suffix}")
-    numbered = (first.with_name(f"{first.name}-{n}") for n in itertools.count(2))
-    beside = (target.with_name(f"{target.stem}-v{n}{target.suffix}") for n in itertools.count(2))
-    others = numbered if is_folder else beside
-    return next(p for p in itertools.chain([first], others) if not os.path.lexists(p))
+    paths = (target.with_name(f"{target.stem}-v{n}{target.suffix}") for n in itertools.count(1))
+    if target.is_dir() and not target.suffix and existing.kind != "checkpoint":
+        numbered = (target / f"{below}-{n}" for n in itertools.count(2))
+        paths = (path for path in itertools.chain([target / below], numbered))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _described(path: Path) -> str:

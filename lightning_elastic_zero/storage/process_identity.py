@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from lightning_elastic_zero.json_records import from_json
+from lightning_elastic_zero.storage.periodic_thread import PeriodicThread
 
 TOUCH_INTERVAL_S = 10.0
 """How often a process touches its file while it works."""
@@ -27,8 +28,6 @@ DEAD_AFTER_S = 1800.0
 Machines of one job need not agree on the time: on Lustre, times come from the client that sets
 them. This is far more than clocks that are kept at all differ by. If a process that had stood still
 goes on after it, its save fails, and nothing is published."""
-
-_END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +58,8 @@ class ProcessIdentity:
     def read(cls, path: Path) -> ProcessIdentity | None:
         """Return an owner; None if there is none, or none that can be understood."""
         try:
-            fields = json.loads(path.read_bytes())
-            owner = cls(
-                fields["target"],
-                fields["machine"],
-                int(fields["pid"]),
-                fields["started"],
-                fields.get("beats") is True,
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            owner = from_json(cls, json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
             return None
         # A name that leads out of the directory was not written by us.
         return owner if os.path.basename(owner.target) == owner.target else None  # noqa: PTH119
@@ -108,27 +100,17 @@ class ProcessIdentity:
         return started is not None and started != self.started
 
 
-@contextmanager
-def touch_regularly(path: Path) -> Iterator[None]:
-    """Touch a file now and then in here: its time is then the file system's of that moment.
+def touch_regularly(path: Path) -> PeriodicThread:
+    """Touch a file now and then, within: its time is then the file system's of that moment.
 
     A thread does this, since the work may wait for other ranks. The file may vanish.
     """
-    over = threading.Event()
 
-    def beat() -> None:
-        while not over.wait(TOUCH_INTERVAL_S):
-            with suppress(OSError):
-                os.utime(path)
+    def touch() -> None:
+        with suppress(OSError):
+            os.utime(path)
 
-    thread = threading.Thread(target=beat, name="elastic-zero owns a save", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        # A disk that does not answer holds the thread, and must not hold the save's end.
-        thread.join(_END_S)
+    return PeriodicThread(touch, TOUCH_INTERVAL_S, "owns a save")
 
 
 def filesystem_time_s(probe: Path) -> float:

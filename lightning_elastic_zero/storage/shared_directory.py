@@ -14,21 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.checksums import write_durably
 
 TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
 """Prefixes of the names of tokens and tables: a directory with such a file is this library's."""
 
 _POLL_S = 0.1
-
-
-def write_shared(directory: Path, name: str, data: bytes = b"") -> None:
-    """Leave a new file in the directory: what rank 0 does.
-
-    Raises:
-        SaveError: the directory cannot be written.
-    """
-    write_durably(directory / name, data)
 
 
 def await_shared(

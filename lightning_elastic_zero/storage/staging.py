@@ -19,15 +19,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.atomic import exchange_names
+from lightning_elastic_zero.storage.atomic import put_in_place, rename_if_free
 from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.deleting import ignore_progress, remove_hidden
-from lightning_elastic_zero.storage.existing_target import check_replaceable, inspect_target
+from lightning_elastic_zero.storage.existing_target import inspect_target
 from lightning_elastic_zero.storage.file_ownership import is_checkpoint
 from lightning_elastic_zero.storage.paths import sync_directory
 from lightning_elastic_zero.storage.process_identity import ProcessIdentity, touch_regularly
@@ -39,10 +39,6 @@ PREVIOUS_PREFIX = ".zero-previous-"
 OWNER_PREFIX = ".zero-owner-"
 
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
-
-
-def _no_step(name: str) -> None:
-    """Do nothing."""
 
 
 def staging_path(target: Path, save_id: str) -> Path:
@@ -77,25 +73,16 @@ class StagedDirectory:
         self._owner_path = owner_path(target.parent, save_id)
 
     @classmethod
-    def create(
-        cls, target: Path, save_id: str, *, below: str = "checkpoint", target_checked: bool = False
-    ) -> StagedDirectory:
+    def create(cls, target: Path, save_id: str) -> StagedDirectory:
         """Make the hidden directory, and those above it that are missing.
 
-        Args:
-            target: the checkpoint's path.
-            save_id: the save that it belongs to.
-            below: the name of a folder that an error suggests, where the target is a folder of
-                other things.
-            target_checked: whether the save has begun before this, and the target was looked at
-                then (``check_replaceable``): what came since is treated as ``publish`` does.
+        What may lie at the target is decided before (``check_replaceable``): a file that came into
+        a checkpoint there since then is no reason to fail, and is kept by ``publish``.
 
         Raises:
             SaveError: it cannot be made, or the target is something that must not be replaced.
         """
         staged = cls(target, save_id)
-        if not target_checked:
-            check_replaceable(target, below)
         try:
             _check_still_ours(target)
             make_parents(target)
@@ -117,14 +104,18 @@ class StagedDirectory:
         """Show other machines, in here, that this process still works on it."""
         return touch_regularly(self._owner_path)
 
-    def publish(
-        self,
-        *,
-        exchange: bool = True,
-        commit: Callable[[], None] = ignore_progress,
-        on_step: Callable[[str], None] = _no_step,
-        on_progress: Callable[[], None] = ignore_progress,
-    ) -> None:
+    def sync(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+        """Bring the names of all files to the disk, before ``publish``.
+
+        Raises:
+            SaveError: the system refused.
+        """
+        with self._publishing(f"The files of the checkpoint are in {self.path}."):
+            for folder, _, _ in os.walk(self.path, topdown=False):
+                sync_directory(Path(folder))
+                on_progress()
+
+    def publish(self, on_progress: Callable[[], None] = ignore_progress) -> None:
         """Rename the directory to the target, in one step, and remove what was there.
 
         A link in the target's place is replaced; what it points to is left alone. What somebody
@@ -132,61 +123,28 @@ class StagedDirectory:
         another name, with a warning.
 
         Args:
-            exchange: whether to exchange the two names in one step, where the system can.
-            commit: called when all is on the disk and nothing in its place; what it raises
-                prevents that it gets there.
-            on_step: told the name of each step when it is done: "synced", then "placed", or "set
-                aside" and "placed" where names cannot be exchanged, then "kept" (it outlives a
-                power cut) and "cleaned".
-            on_progress: called between the folders that are synced and the files that are removed.
+            on_progress: called between the files that are removed.
 
         Raises:
             SaveError: the system refused, or the target is now something that must not be replaced.
                 The target is what it was, or, if the message says so, the new checkpoint, which a
                 power cut may still undo.
         """
-        state = f"The files of the checkpoint are in {self.path}."
-        try:
-            for folder, _, _ in os.walk(self.path, topdown=False):
-                sync_directory(Path(folder))
-                on_progress()
-            commit()
-            on_step("synced")
+        with self._publishing(f"The files of the checkpoint are in {self.path}."):
             _check_still_ours(self.target)
-            self._place(on_step, exchange=exchange)
-            state = "It is in its place, but may be lost if the power fails."
-            on_step("placed")
+            put_in_place(self.path, self.target, self._previous)
+        with self._publishing("It is in its place, but may be lost if the power fails."):
             sync_directory(self.target.parent)
-            on_step("kept")
+        self._clean(on_progress)
+
+    @contextmanager
+    def _publishing(self, state: str) -> Iterator[None]:
+        """Raise what the system refused, with the state in which that leaves the checkpoint."""
+        try:
+            yield
         except OSError as error:
             msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
-        self._clean(on_progress)
-        on_step("cleaned")
-
-    def _place(self, on_step: Callable[[str], None], *, exchange: bool) -> None:
-        if not os.path.lexists(self.target):
-            self.path.rename(self.target)
-            return
-        if exchange and exchange_names(self.path, self.target):
-            return
-        try:
-            self.target.rename(self._previous)
-            on_step("set aside")
-            self.path.rename(self.target)
-        except OSError:
-            self._rename_to_target(self._previous)
-            raise
-        except BaseException:
-            # An interrupt: what was written is whole, and the step to publish it is the shorter.
-            self._rename_to_target(self.path)
-            raise
-
-    def _rename_to_target(self, *by: Path) -> None:
-        """Rename the first that is there to the target, if nothing has that name."""
-        for path in by:
-            if not os.path.lexists(self.target) and os.path.lexists(path):
-                path.rename(self.target)
 
     def _clean(self, on_progress: Callable[[], None]) -> None:
         # The checkpoint is published: a failure here is a matter of disk space, not of the save.
@@ -207,10 +165,9 @@ class StagedDirectory:
         with suppress(OSError):
             # Without something set aside, nothing was published: what is staged is given up.
             if os.path.lexists(self._previous):
-                self._rename_to_target(
-                    *([self.path] if is_checkpoint(self.path) else []), self._previous
-                )
-            if os.path.lexists(self._previous):
+                if is_checkpoint(self.path):
+                    rename_if_free(self.path, self.target)
+                rename_if_free(self._previous, self.target)
                 remove_hidden(self._previous, self.target, unfinished=False)
             known_as = self.target if is_checkpoint(self.path) else None
             remove_hidden(self.path, known_as)

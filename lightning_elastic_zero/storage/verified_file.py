@@ -9,12 +9,12 @@ from pathlib import Path
 import xxhash
 
 from lightning_elastic_zero.json_records import from_json
+from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage.checksums import (
     ALGORITHM,
     CHUNK_BYTES,
     SUM_BYTES,
     SUMS_SUFFIX,
-    FileRecord,
     Sidecar,
 )
 from lightning_elastic_zero.storage.deleting import ignore_progress
@@ -37,7 +37,7 @@ class VerifiedFile(RangeFile):
     def __init__(
         self,
         directory: Path,
-        record: FileRecord,
+        record: FileEntry,
         save_id: str | None = None,
         on_progress: Callable[[], None] = ignore_progress,
     ) -> None:
@@ -61,7 +61,7 @@ class VerifiedFile(RangeFile):
             self.close()
             raise
 
-    def _read_sums(self, record: FileRecord, save_id: str | None) -> bytes:
+    def _read_sums(self, record: FileEntry, save_id: str | None) -> bytes:
         path = self.path.with_name(self.path.name + SUMS_SUFFIX)
         try:
             data = read_file(path)

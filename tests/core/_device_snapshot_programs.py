@@ -16,8 +16,10 @@ import torch
 
 from lightning_elastic_zero.checkpoint.async_save import AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.rank_tables import (
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
+from lightning_elastic_zero.checkpoint.rank_consistency import (
     RankZeroTables,
+    check_consistent,
     table_digests,
     write_tables,
 )
@@ -70,7 +72,18 @@ class OnOneDevice:
         return RankState((flat,), {}, {}, {}, {})
 
     def contents(self) -> ShardContents:
-        return ShardContents(self.describe(), self.rank_state(), {}, ())
+        return ShardContents(Path(), self.describe(), self.rank_state(), {})
+
+    def handle(self) -> EngineHandle:
+        """Return it as the engine that a save opens."""
+        live: Any = self
+        return EngineHandle(
+            open=lambda: live,
+            global_step=lambda: 0,
+            add_step_pre_hook=lambda _: lambda: None,
+            updates_state_before_step=lambda: False,
+            recovery_script=lambda: None,
+        )
 
     def step_on(self) -> None:
         """Change everything in place, as an optimizer does."""
@@ -97,7 +110,7 @@ def copies(device: torch.device, _: Path) -> None:
     """Copies that are made late hold what was there when the snapshot was taken."""
     live, camera = OnOneDevice(device), Snapshotter()
     for _turn in range(2):  # the second one takes the same memory
-        snapshot = camera.take(live.contents(), with_weights=True)
+        snapshot = camera.take(live.contents(), 0)
         snapshot.wait(lambda: False)
         live.step_on()
         check(snapshot.contents.state)
@@ -112,7 +125,7 @@ def offload(device: torch.device, _: Path) -> None:
         if device.type == "cuda":
             # Copies begin when this is over.
             torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-        snapshot = camera.take(live.contents(), with_weights=True)
+        snapshot = camera.take(live.contents(), 0)
         live.offload()
         others = [torch.full((NUMEL,), torch.nan).to(device) for _ in range(4)]
         snapshot.wait_for_copies()
@@ -128,14 +141,14 @@ def write(device: torch.device, folder: Path) -> None:
     assert current_device() == device
     for name, memory_bytes in (("copied", None), ("live", 0)):
         live, ended = OnOneDevice(device), _Ended()
-        writer = AsyncCheckpointer(OneRank(), ended, memory_bytes)
+        writer = AsyncCheckpointer(OneRank(), lambda _: None, ended, memory_bytes)
         state = {
             "best": torch.tensor(0.25).to(device),
             "weight": torch.nn.Parameter(torch.ones(2).to(device)),
             "metric": Metric(torch.ones(3).to(device)),
         }
         path = folder / f"{name}.ckpt"
-        writer.save(path, lambda held=live: held, OneRank(), state, options=SaveOptions())  # type: ignore[misc]
+        writer.save(live.handle(), path, OneRank(), state, SaveOptions())
         writer.wait_for_copies()
         live.step_on()
         writer.wait_until_finished(OneRank())
@@ -173,10 +186,10 @@ def scalars(device: torch.device, folder: Path) -> None:
         assert {str(v.device) for v in values.values() if isinstance(v, torch.Tensor)} & {str(own)}
         state = RankState((FlatState((), flat.detach(), elementwise, values),), {}, {}, {}, {})
         manifest = Manifest("", 1, 2, "fp32", "float32", (), (), (), (), ())
-        drafts.append(ShardContents(manifest, state, {}, ()))
+        drafts.append(ShardContents(folder, manifest, state, {}))
     first, mine = (contents.tables() for contents in drafts)
     write_tables(folder, first)
-    drafts[1].check_consistent_with(RankZeroTables(table_digests(first), mine, folder))
+    check_consistent(RankZeroTables(table_digests(first), mine, folder))
 
 
 def randomness(device: torch.device, _: Path) -> None:

@@ -58,18 +58,15 @@ def grow(*, at_once: bool) -> int:
     """Take a snapshot, and then a larger one; give the most that was held of both."""
     camera, before = Snapshotter(), field_bytes("/proc/self/status", "VmRSS:")
     for size_bytes in (128 * MB, 192 * MB):
-        camera.take(_draft(zeros(size_bytes), at_once=at_once), with_weights=True).wait(
-            lambda: False
-        )
+        camera.take(_draft(zeros(size_bytes), at_once=at_once), 0).wait(lambda: False)
     return field_bytes("/proc/self/status", "VmHWM:") - before
 
 
 def _draft(tensor: torch.Tensor, *, at_once: bool) -> ShardContents:
     manifest = Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ())
     flats = () if at_once else (FlatState((), tensor, {}, {}),)
-    return ShardContents(
-        manifest, RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {}), {}, ()
-    )
+    state = RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {})
+    return ShardContents(Path(), manifest, state, {})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from lightning_elastic_zero.formats.torch_file import TorchFile, TorchFileWriter
-from lightning_elastic_zero.storage import FileRecord, VerifiedFile
+from lightning_elastic_zero.manifest import FileEntry
+from lightning_elastic_zero.storage import VerifiedFile
 
 SAVE_ID = "5a7e"
 NAME = "checkpoint/shard.pt"
@@ -26,13 +27,13 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileRecord:
+def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileEntry:
     """Write a file of a tree, and of what its stand-ins stand for."""
     return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
 
 
 def open_verified(
-    directory: Path, record: FileRecord, save_id: str | None = None
+    directory: Path, record: FileEntry, save_id: str | None = None
 ) -> closing[TorchFile]:
     """Open a file that was written with its checksums; it is closed at the end of a ``with``."""
     return closing(TorchFile(VerifiedFile(directory, record, save_id)))

@@ -141,7 +141,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         )
         for index in range(max(group_of.values()) + 1)
     )
-    files = draw(st.lists(_texts, unique=True, max_size=3))
+    names = _texts.filter(lambda text: not set(text) & set("/\\\0") and text not in {"", ".", ".."})
+    files = draw(st.lists(names, unique=True, max_size=3))
     return Manifest(
         save_id=draw(_texts),
         stage=cut.stage,

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.links import CheckpointLinks, make_link
+from lightning_elastic_zero.checkpoint.links import CheckpointLinks
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import LINK_PREFIX, remove_leftovers, repair_target
+from lightning_elastic_zero.storage import LINK_PREFIX, make_link, remove_leftovers, repair_target
 from tests.core._checkpoints import SHARD, contents, fill, names_in, whole
 from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
 
-NO_EXCHANGE = "lightning_elastic_zero.checkpoint.links.exchange_names"
+NO_EXCHANGE = "lightning_elastic_zero.storage.atomic.exchange_names"
 
 
 checkpoint = fill
@@ -283,7 +283,7 @@ class TestLinks:
         """It leads to the old one until the new one is published; also where one is overwritten."""
         target = link.parent / "new.ckpt"
         links = CheckpointLinks()
-        links.defer_until_published(target)
+        links.on_save_started(target)
         links.make(target, link)
         assert said_by(link) == "old"
         checkpoint(target, "new")
@@ -296,7 +296,7 @@ class TestLinks:
         """What could not be written is never linked to: not then, and not later."""
         target = link.parent / "new.ckpt"
         links = CheckpointLinks()
-        links.defer_until_published(target)
+        links.on_save_started(target)
         links.make(target, link)
         links.on_save_ended(target, published=False)
         assert said_by(link) == "old"
@@ -306,7 +306,7 @@ class TestLinks:
     def test_others_do_not_wait(self, link: Path) -> None:
         """While one is being written, a link to another one is made at once."""
         links = CheckpointLinks()
-        links.defer_until_published(link.parent / "being_written.ckpt")
+        links.on_save_started(link.parent / "being_written.ckpt")
         links.make(checkpoint(link.parent / "new.ckpt", "new"), link)
         assert said_by(link) == "new"
 
@@ -314,18 +314,9 @@ class TestLinks:
         """After the release a link is made at once."""
         target = checkpoint(link.parent / "new.ckpt", "new")
         links = CheckpointLinks()
-        links.defer_until_published(target)
+        links.on_save_started(target)
         links.on_save_ended(target, published=True)
         assert said_by(link) == "old"
-        links.make(target, link)
-        assert said_by(link) == "new"
-
-    def test_nor_for_what_never_began(self, link: Path) -> None:
-        """Where no save goes on, none is waited for."""
-        target = checkpoint(link.parent / "new.ckpt", "new")
-        links = CheckpointLinks()
-        links.defer_until_published(target)
-        links.defer_until_published(None)
         links.make(target, link)
         assert said_by(link) == "new"
 
@@ -333,7 +324,7 @@ class TestLinks:
         """What was given up and ends late does not speak for what is written now."""
         target = link.parent / "new.ckpt"
         links = CheckpointLinks()
-        links.defer_until_published(target)
+        links.on_save_started(target)
         links.make(target, link)
         links.on_save_ended(link.parent / "given_up.ckpt", published=True)
         assert said_by(link) == "old"

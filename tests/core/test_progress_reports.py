@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint.links import make_link
 from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
-from lightning_elastic_zero.storage import StagedDirectory, remove_leftovers
+from lightning_elastic_zero.storage import StagedDirectory, make_link, remove_leftovers
 from tests.core._checkpoints import manifest_of
 
 FILES = 7

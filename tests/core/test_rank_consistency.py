@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.checkpoint.rank_tables import (
+from lightning_elastic_zero.checkpoint.rank_consistency import (
     RankZeroTables,
+    check_consistent,
     table_digests,
     write_tables,
 )
@@ -45,13 +46,13 @@ def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContent
     group = Group((), hyperparameters, (StateKey("step", "scalar", "float32"),))
     manifest = Manifest("", 1, 2, "fp32", "float32", (), (group,), (), (), ())
     flat = FlatState((), torch.zeros(3), {}, scalars)
-    return ShardContents(manifest, RankState((flat,), {}, {}, {}, {}), {}, ())
+    return ShardContents(Path(), manifest, RankState((flat,), {}, {}, {}, {}), {})
 
 
 def compare(first: ShardContents, other: ShardContents, path: Path) -> None:
     """Let rank 1 compare itself with rank 0."""
     write_tables(path, first.tables())
-    other.check_consistent_with(RankZeroTables(table_digests(first.tables()), other.tables(), path))
+    check_consistent(RankZeroTables(table_digests(first.tables()), other.tables(), path))
 
 
 @pytest.mark.parametrize("value", [3.0, math.nan, 0.1])

@@ -290,7 +290,7 @@ class TestSavedAnew:
         retention.on_save_started(best)
         self.publish(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.published(best)
+        retention.on_published(best)
         retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
@@ -306,14 +306,25 @@ class TestSavedAnew:
         retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
+    def test_a_failure_deletes_nothing(self, tmp_path: Path) -> None:
+        """What was doomed stays until a later save has succeeded."""
+        retention, other = Retention(), checkpoint(tmp_path, "other.ckpt")
+        new = checkpoint(tmp_path, "new.ckpt")
+        retention.on_save_started(new)
+        retention.remove(other)
+        assert other.exists()
+        retention.on_save_started(new)
+        retention.on_published(new)
+        assert not other.exists()
+
     def test_a_later_doom_counts(self, tmp_path: Path) -> None:
         """Doomed while it is being written, it is deleted as soon as nothing needs it."""
         retention = Retention()
         best = self.doomed(tmp_path, retention)
         retention.on_save_started(best)
-        retention.schedule_delete(best)
+        retention.remove(best)
         self.publish(best)
-        retention.published(best)
+        retention.on_published(best)
         assert (best / MANIFEST_NAME).exists()
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.delete_pending()
@@ -325,5 +336,5 @@ class TestSavedAnew:
         best = self.doomed(tmp_path, retention)
         retention.on_save_started(tmp_path / "new.ckpt")
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.published(checkpoint(tmp_path, "new.ckpt"))
+        retention.on_published(checkpoint(tmp_path, "new.ckpt"))
         assert not best.exists()

@@ -24,7 +24,16 @@ from lightning_elastic_zero.storage import (
     staging_path,
 )
 from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S
-from tests.core._checkpoints import SHARD, contents, fill, manifest_of, names_in, whole
+from tests.core._checkpoints import (
+    SHARD,
+    contents,
+    fill,
+    manifest_of,
+    names_in,
+    no_exchange,
+    publish_staged,
+    whole,
+)
 from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
 
 ROOT = Path(__file__).parents[2]
@@ -33,17 +42,18 @@ SAVE = """
 import os, signal, sys
 from pathlib import Path
 from lightning_elastic_zero.storage import StagedDirectory
+from tests.core._checkpoints import fill, publish_staged
 
-def die(step):
-    if step == sys.argv[2]:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-from tests.core._checkpoints import fill
-staged = StagedDirectory.create(Path(sys.argv[1]), "new")
+_, target, step, way = sys.argv
+staged = StagedDirectory.create(Path(target), "new")
 fill(staged.path, "new", published=False)
-die("written")
+if step == "written":
+    die()
 fill(staged.path, "new")
-staged.publish(exchange=sys.argv[3] == "exchange", on_step=die)
+publish_staged(staged, exchange=way == "exchange", instant=step, act=die)
 """
 """A save in a process of its own, that is killed after the step that it is told."""
 
@@ -59,7 +69,9 @@ def publish(target: Path, content: str, *, exchange: bool = True) -> None:
     """Save a checkpoint whose files hold one text."""
     staged = StagedDirectory.create(target, content)
     fill(staged.path, content)
-    staged.publish(exchange=exchange)
+    staged.sync()
+    with no_exchange(possible=exchange):
+        staged.publish()
 
 
 def killed_save(target: Path, step: str, way: str) -> None:
@@ -103,7 +115,7 @@ class TestPublish:
     def test_a_file_is_not_replaced(self, tmp_path: Path) -> None:
         """A plain file at the target is refused before anything is written."""
         (tmp_path / "a.ckpt").write_text("somebody's only one")
-        with pytest.raises(SaveError, match=r"a\.ckpt is a file, .*move away"):
+        with pytest.raises(SaveError, match=r"a\.ckpt is a file, "):
             StagedDirectory.create(tmp_path / "a.ckpt", "new")
         assert names_in(tmp_path) == ["a.ckpt"]
 
@@ -114,7 +126,12 @@ class TestPublish:
         staged = StagedDirectory.create(target, "new")
         with pytest.raises(SaveError, match=r"Could not publish .*a\.ckpt"):
             # What was staged vanishes between the two renames.
-            staged.publish(exchange=False, on_step=lambda step: _vanish(staged.path, step))
+            publish_staged(
+                staged,
+                exchange=False,
+                instant="set aside",
+                act=lambda: staged.path.rename(tmp_path / "elsewhere"),
+            )
         assert contents(target) == whole("old")
 
     def test_makes_missing_parents(self, tmp_path: Path) -> None:
@@ -162,11 +179,6 @@ class TestPublish:
         stop.set()
         watcher.join()
         assert missing == 0
-
-
-def _vanish(path: Path, step: str) -> None:
-    if step == "set aside":
-        path.rename(path.with_name("elsewhere"))
 
 
 class TestNames:
@@ -229,7 +241,9 @@ def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
     with before_each_syscall(interrupted):
         try:
             try:
-                staged.publish(exchange=exchange)
+                with no_exchange(possible=exchange):
+                    staged.sync()
+                    staged.publish()
             except BaseException:
                 staged.abandon()
                 raise
@@ -267,13 +281,11 @@ class TestInterrupted:
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
 
-        def interrupt(step: str) -> None:
-            if step == "set aside":
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(60)
+        def interrupt() -> None:
+            raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            staged.publish(exchange=False, on_step=interrupt)
+            publish_staged(staged, exchange=False, instant="set aside", act=interrupt)
         staged.abandon()
         assert contents(target) == whole("new")
         assert names_in(tmp_path) == ["last.ckpt"]
@@ -373,8 +385,8 @@ class TestElsewhere:
         fill(staged.path, "new")
         os.utime(note, (0, 0))
         remove_leftovers(tmp_path)
-        with pytest.raises(SaveError, match="No such file"):
-            staged.publish(exchange=exchange)
+        with pytest.raises(SaveError, match="No such file"), no_exchange(possible=exchange):
+            staged.publish()
         staged.abandon()
         assert contents(tmp_path / "a.ckpt") == whole("old")
         assert names_in(tmp_path) == ["a.ckpt"]

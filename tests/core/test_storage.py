@@ -25,19 +25,19 @@ from lightning_elastic_zero.errors import (
     SaveError,
     UnsupportedError,
 )
+from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage import (
     CHUNK_BYTES,
     READ_BYTES,
     TABLE_PREFIX,
     TOKEN_PREFIX,
     ChecksummedWriter,
-    FileRecord,
     VerifiedFile,
     await_shared,
     check_local_path,
     range_file,
     remove_shared,
-    write_shared,
+    write_durably,
 )
 from tests.timeouts import PROMPT_TIMEOUT_S
 
@@ -52,7 +52,7 @@ def some_bytes(size_bytes: int, seed: int = 0) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(b"%d" % part, seed) for part in parts)[:size_bytes]
 
 
-def write_file(directory: Path, data: bytes, name: str = "checkpoint/shard.pt") -> FileRecord:
+def write_file(directory: Path, data: bytes, name: str = "checkpoint/shard.pt") -> FileEntry:
     """Write a file with its checksums."""
     with ChecksummedWriter(directory, name) as file:
         file.write(data)
@@ -89,7 +89,7 @@ class TestChecksummedWriter:
                 record = file.finish(SAVE_ID)
             assert (Path(folder) / "a.pt").read_bytes() == data
             sidecar = (Path(folder) / "a.pt.sums").read_bytes()
-        assert record == FileRecord("a.pt", len(data), xxhash.xxh3_128_hexdigest(sidecar))
+        assert record == FileEntry("a.pt", len(data), xxhash.xxh3_128_hexdigest(sidecar))
         assert json.loads(sidecar) == {
             "algorithm": "xxh3_64",
             "chunk_bytes": CHUNK_BYTES,
@@ -196,17 +196,17 @@ SIZE_BYTES = 5 * CHUNK_BYTES + TAIL_BYTES
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> FileRecord:
+def shard(tmp_path: Path) -> FileEntry:
     """A file of five chunks and a tail."""
     return write_file(tmp_path, some_bytes(SIZE_BYTES))
 
 
-def change_sidecar(directory: Path, record: FileRecord, **fields: object) -> FileRecord:
+def change_sidecar(directory: Path, record: FileEntry, **fields: object) -> FileEntry:
     """Change fields of a sidecar, and give a record that vouches for it."""
     path = directory / f"{record.name}.sums"
     data = json.dumps({**json.loads(path.read_bytes()), **fields}).encode()
     path.write_bytes(data)
-    return FileRecord(record.name, record.size_bytes, xxhash.xxh3_128_hexdigest(data))
+    return FileEntry(record.name, record.size_bytes, xxhash.xxh3_128_hexdigest(data))
 
 
 class TestDamage:
@@ -230,7 +230,7 @@ class TestDamage:
         assert f"{path} is damaged: its bytes [{low}, {high}) are not" in str(caught.value)
         assert "Resume from another checkpoint" in str(caught.value)
 
-    def test_zeroed_hole(self, tmp_path: Path, shard: FileRecord) -> None:
+    def test_zeroed_hole(self, tmp_path: Path, shard: FileEntry) -> None:
         """A chunk that a crash left empty is found."""
         with (tmp_path / shard.name).open("r+b") as file:
             file.seek(CHUNK_BYTES)
@@ -242,14 +242,14 @@ class TestDamage:
             damaged.read(0, SIZE_BYTES)
 
     @pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 1, SIZE_BYTES + 1])
-    def test_other_size(self, tmp_path: Path, shard: FileRecord, size_bytes: int) -> None:
+    def test_other_size(self, tmp_path: Path, shard: FileEntry, size_bytes: int) -> None:
         """A file that is cut short or has grown is not opened."""
         os.truncate(tmp_path / shard.name, size_bytes)
         message = f"shard.pt is damaged: it has {size_bytes} bytes, recorded are {SIZE_BYTES}"
         with pytest.raises(CheckpointCorruptedError, match=message):
             VerifiedFile(tmp_path, shard)
 
-    def test_cut_while_open(self, tmp_path: Path, shard: FileRecord) -> None:
+    def test_cut_while_open(self, tmp_path: Path, shard: FileEntry) -> None:
         """A file that shrinks after it was opened is an error, never a signal."""
         with VerifiedFile(tmp_path, shard) as file:
             os.truncate(tmp_path / shard.name, 100)
@@ -257,14 +257,14 @@ class TestDamage:
                 file.read(0, SIZE_BYTES)
 
     @pytest.mark.parametrize(("suffix", "reason"), [("", "it is missing"), (".sums", "sums, are")])
-    def test_missing(self, tmp_path: Path, shard: FileRecord, suffix: str, reason: str) -> None:
+    def test_missing(self, tmp_path: Path, shard: FileEntry, suffix: str, reason: str) -> None:
         """A file that the manifest names, or its sidecar, that is not there is damage."""
         (tmp_path / f"{shard.name}{suffix}").unlink()
         with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
             VerifiedFile(tmp_path, shard)
 
     @pytest.mark.parametrize("suffix", ["", ".sums"])
-    def test_a_pipe_in_its_place(self, tmp_path: Path, shard: FileRecord, suffix: str) -> None:
+    def test_a_pipe_in_its_place(self, tmp_path: Path, shard: FileEntry, suffix: str) -> None:
         """What would wait without end for a writer is refused at once."""
         path = tmp_path / f"{shard.name}{suffix}"
         path.unlink()
@@ -272,7 +272,7 @@ class TestDamage:
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: .*no file"):
             VerifiedFile(tmp_path, shard)
 
-    def test_swapped_sidecar(self, tmp_path: Path, shard: FileRecord) -> None:
+    def test_swapped_sidecar(self, tmp_path: Path, shard: FileEntry) -> None:
         """Another file's checksums are refused, even together with that file."""
         other = write_file(tmp_path, some_bytes(SIZE_BYTES, seed=1), "checkpoint/other.pt")
         for suffix in ("", ".sums"):
@@ -293,7 +293,7 @@ class TestDamage:
         ],
     )
     def test_sidecar_that_does_not_agree(
-        self, tmp_path: Path, shard: FileRecord, fields: dict[str, object], reason: str
+        self, tmp_path: Path, shard: FileEntry, fields: dict[str, object], reason: str
     ) -> None:
         """Each field of a sidecar is checked, whoever vouches for it."""
         record = change_sidecar(tmp_path, shard, **fields)
@@ -306,7 +306,7 @@ class TestDamage:
     def test_a_record_cannot_lead_out_of_the_checkpoint(self, name: str) -> None:
         """A manifest cannot make us read a file that is not the checkpoint's."""
         with pytest.raises(CheckpointFormatError):
-            FileRecord(name, 1, "0" * 32)
+            FileEntry(name, 1, "0" * 32)
 
     @pytest.mark.parametrize(
         ("size_bytes", "digest"), [(-1, "0" * 32), (1, "0" * 31), (1, "X" * 32)]
@@ -314,7 +314,7 @@ class TestDamage:
     def test_a_record_is_validated_at_birth(self, size_bytes: int, digest: str) -> None:
         """A senseless record is refused before a file is looked for."""
         with pytest.raises(CheckpointFormatError, match="makes no sense"):
-            FileRecord("a.pt", size_bytes, digest)
+            FileEntry("a.pt", size_bytes, digest)
 
 
 class TestPlaces:
@@ -336,7 +336,7 @@ class TestPlaces:
 class TestSharedDirectory:
     def test_what_comes_late_is_seen(self, tmp_path: Path) -> None:
         """A rank waits for a token, and leaves nothing behind."""
-        timer = threading.Timer(0.3, write_shared, (tmp_path, TOKEN))
+        timer = threading.Timer(0.3, write_durably, (tmp_path / TOKEN, b""))
         timer.start()
         assert await_shared(tmp_path, TOKEN) == b""
         remove_shared(tmp_path, TOKEN)
@@ -361,7 +361,7 @@ class TestSharedDirectory:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             return read_bytes(path)
 
-        write_shared(tmp_path, name, b"what rank 0 has")
+        write_durably(tmp_path / name, b"what rank 0 has")
         monkeypatch.setattr(os, "scandir", opening)
         monkeypatch.setattr(Path, "read_bytes", reading)
         assert await_shared(tmp_path, name, wait_s=0.2) == b"what rank 0 has"
@@ -369,7 +369,7 @@ class TestSharedDirectory:
     def test_what_is_not_whole_yet_is_waited_for(self, tmp_path: Path) -> None:
         """A table is read again until it is what rank 0 has announced."""
         found = iter([False, False, True])
-        write_shared(tmp_path, "a", b"it")
+        write_durably(tmp_path / "a", b"it")
         assert await_shared(tmp_path, "a", lambda _: next(found)) == b"it"
         with pytest.raises(SaveError, match=r"what rank 0 wrote into it \(a\)"):
             await_shared(tmp_path, "a", lambda _: False, wait_s=0.2)
@@ -377,7 +377,7 @@ class TestSharedDirectory:
     @pytest.mark.parametrize("folder", [".", "missing"])
     def test_directory_that_is_not_shared(self, tmp_path: Path, folder: str) -> None:
         """A rank with a directory of its own, or none, says so in bounded time."""
-        write_shared(tmp_path, f"{TOKEN_PREFIX}another")
+        write_durably(tmp_path / f"{TOKEN_PREFIX}another", b"")
         start_s = time.monotonic()
         with pytest.raises(SaveError, match=r"does not see the directory .* all machines share"):
             await_shared(tmp_path / folder, TOKEN, wait_s=0.2)

@@ -29,10 +29,10 @@ from lightning_elastic_zero.formats.torch_file import (
     TorchFileWriter,
     is_legacy,
 )
+from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage import (
     CHUNK_BYTES,
     ChecksummedWriter,
-    FileRecord,
     RangeFile,
     range_file,
 )
@@ -46,7 +46,7 @@ def open_unverified(path: Path) -> TorchFile | LegacyFile:
     return TorchFile(RangeFile(path), PLAIN_DATA)
 
 
-def write_bytes(directory: Path, data: bytes) -> FileRecord:
+def write_bytes(directory: Path, data: bytes) -> FileEntry:
     """Write a file that is sound, but perhaps not of torch."""
     with ChecksummedWriter(directory, NAME) as file:
         file.write(data)

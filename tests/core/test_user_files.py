@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.checkpoint.fallback import find_fallback
-from lightning_elastic_zero.checkpoint.links import make_link
 from lightning_elastic_zero.checkpoint.retention import Retention
 from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.errors import SaveError
@@ -29,15 +28,25 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 from lightning_elastic_zero.storage import (
     StagedDirectory,
     check_replaceable,
-    copy_checkpoint,
+    make_link,
     remove_leftovers,
     remove_shared,
     repair_target,
-    write_shared,
+    write_durably,
 )
+from lightning_elastic_zero.storage.copying import copy_checkpoint
 from lightning_elastic_zero.storage.file_ownership import classify_files
 from lightning_elastic_zero.storage.process_identity import filesystem_time_s
-from tests.core._checkpoints import SHARD, contents, fill, manifest_of, names_in, whole
+from tests.core._checkpoints import (
+    SHARD,
+    contents,
+    fill,
+    manifest_of,
+    names_in,
+    no_exchange,
+    publish_staged,
+    whole,
+)
 
 MINE = "the user's only one"
 
@@ -191,7 +200,7 @@ class TestSaving:
         place(target)
         before = snapshot(tmp_path)
         with pytest.raises(SaveError, match=r"last\.ckpt .*nothing was written\. Save to ") as told:
-            StagedDirectory.create(target, "new")
+            check_replaceable(target, "step")
         assert snapshot(tmp_path) == before
         instead = Path(str(told.value).split("Save to ")[1].split(", or")[0])
         check_replaceable(instead, "")
@@ -218,7 +227,7 @@ class TestSaving:
         """And a folder of many things is told the name of a checkpoint in it."""
         place(tmp_path / "last")
         with pytest.raises(SaveError, match=says) as told:
-            StagedDirectory.create(tmp_path / "last", "new", below="step-20")
+            check_replaceable(tmp_path / "last", "step-20")
         below = place in {deepspeeds, stock_lightnings, of_other_software, a_dirpath, a_root}
         instead = "last/step-20" if below or place is damaged else "last-v1"
         if place is not a_link_to_a_folder:
@@ -229,11 +238,11 @@ class TestSaving:
         (tmp_path / "run").mkdir()
         monkeypatch.chdir(tmp_path / "run")
         with pytest.raises(SaveError, match=r"working directory.* Save to .*run/step-3, or"):
-            StagedDirectory.create(tmp_path / "run", "new", below="step-3")
+            check_replaceable(tmp_path / "run", "step-3")
         fill(tmp_path / "a.ckpt", "old")
         monkeypatch.chdir(tmp_path / "a.ckpt" / "checkpoint")
         with pytest.raises(SaveError, match="working directory of this process, or contains it"):
-            StagedDirectory.create(tmp_path / "a.ckpt", "new")
+            check_replaceable(tmp_path / "a.ckpt", "")
         assert contents(tmp_path / "a.ckpt") == whole("old")
 
     def test_the_root_and_mount_points(
@@ -241,11 +250,11 @@ class TestSaving:
     ) -> None:
         """What the system would refuse at the end is refused at the beginning."""
         with pytest.raises(SaveError, match="Save to /step-0, or"):
-            StagedDirectory.create(Path("/"), "new", below="step-0")
+            check_replaceable(Path("/"), "step-0")
         (tmp_path / "volume").mkdir()
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
         with pytest.raises(SaveError, match=r"is a mount point.* Save to .*volume/step-0, or"):
-            StagedDirectory.create(tmp_path / "volume", "new", below="step-0")
+            check_replaceable(tmp_path / "volume", "step-0")
         assert names_in(tmp_path) == ["volume"]
 
     @pytest.mark.parametrize("exchange", [True, False])
@@ -265,7 +274,7 @@ class TestSaving:
         (target / trifle).mkdir() if trifle.endswith("/") else (target / trifle).touch()
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
-        staged.publish(exchange=exchange)
+        publish_staged(staged, exchange=exchange)
         assert (contents(target), names_in(tmp_path)) == (whole("new"), ["last.ckpt"])
 
     @pytest.mark.parametrize("place", [lambda _: None, Path.mkdir, lambda p: fill(p, "old")])
@@ -291,17 +300,15 @@ class TestRaces:
         target = fill(tmp_path / "last.ckpt", "old")
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
-        seen: list[str] = []
 
-        def put(step: str) -> None:
-            if step == instant:
-                seen.append(step)
-                aside = [p for p in tmp_path.iterdir() if contents(p) == whole("old")]
-                (aside[0] / "pytorch_model.bin").write_text(MINE)
+        def put() -> None:
+            aside = [p for p in tmp_path.iterdir() if contents(p) == whole("old")]
+            (aside[0] / "pytorch_model.bin").write_text(MINE)
 
         with caplog.at_level(logging.WARNING):
-            staged.publish(exchange=exchange, on_step=put)
-        if not seen:
+            came = publish_staged(staged, exchange=exchange, instant=instant, act=put)
+        assert came == (instant != "set aside" or not exchange)
+        if not came:
             return
         assert contents(target) == whole("new")
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
@@ -316,12 +323,10 @@ class TestRaces:
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
 
-        def take(step: str) -> None:
-            if step == "synced":
-                place(target)
-
+        staged.sync()
+        place(target)
         with pytest.raises(SaveError, match=r"which it was not when the save began"):
-            staged.publish(on_step=take)
+            staged.publish()
         staged.abandon()
         expected = tmp_path.parent / f"{tmp_path.name}-expected"
         expected.mkdir()
@@ -341,9 +346,9 @@ class TestRaces:
     def test_shared_files_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
         """Nothing that is there is written over, and what has another name stays."""
         (tmp_path / ".compared-other").write_bytes(b"other")
-        write_shared(tmp_path, ".compared-mine", b"mine")
+        write_durably(tmp_path / ".compared-mine", b"mine")
         with pytest.raises(SaveError):
-            write_shared(tmp_path, ".compared-other", b"mine")
+            write_durably(tmp_path / ".compared-other", b"mine")
         assert contents(tmp_path) == {".compared-other": "other", ".compared-mine": "mine"}
         remove_shared(tmp_path, ".compared-mine", ".compared-absent")
         assert contents(tmp_path) == {".compared-other": "other"}
@@ -455,12 +460,11 @@ class TestLeftovers:
         staged = StagedDirectory.create(target, "5a7e")
         fill(staged.path, "new")
 
-        def kill(step: str) -> None:
-            if step == "kept":
-                raise KeyboardInterrupt
+        def interrupt() -> None:
+            raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            staged.publish(on_step=kill)
+            publish_staged(staged, instant="kept", act=interrupt)
         (staged.path / "mine").write_text(MINE)
         note = tmp_path / ".zero-owner-5a7e.json"
         note.write_text(json.dumps({**json.loads(note.read_text()), "started": "12"}))
@@ -509,11 +513,8 @@ class TestLinks:
             symlink_to(path, *args)
 
         monkeypatch.setattr(Path, "symlink_to", late)
-        if not exchanged:
-            monkeypatch.setattr(
-                "lightning_elastic_zero.checkpoint.links.exchange_names", lambda *_: False
-            )
-        make_link(target, link)
+        with no_exchange(possible=exchanged):
+            make_link(target, link)
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
         assert contents(kept) == {**whole("old"), "mine": MINE}
         assert link.is_symlink()

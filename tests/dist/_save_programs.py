@@ -53,11 +53,12 @@ class Counting:
                 self._count(item)
 
 
-def contents(job: Job, count: int, *, odd: str = "") -> ShardContents:
+def contents(job: Job, path: Path, count: int, *, odd: str = "") -> ShardContents:
     """Make a draft of a ZeRO-1 run with so many parameters, buffers and entries of its trainer.
 
     Args:
         job: this rank's.
+        path: where it is saved.
         count: of each.
         odd: what differs on the last rank.
     """
@@ -100,7 +101,7 @@ def contents(job: Job, count: int, *, odd: str = "") -> ShardContents:
     client = {f"callback {index}": index for index in range(count)}
     if odd == "client":
         client["callback 0"] = -1
-    return ShardContents(manifest, held, client, ())
+    return ShardContents(path, manifest, held, client)
 
 
 def saves(job: Job) -> None:
@@ -109,7 +110,8 @@ def saves(job: Job) -> None:
         assert isinstance(ranks, StoreRanks)
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
         session = ranks._thread.session
-        counting = session.store = Counting(session.store)
+        counting: Any = Counting(session.store)
+        session.store = counting
         if session.leader is not None:
             session.leader._store = counting
         for odd in ("", "client", "buffers", "parameters"):
@@ -118,7 +120,7 @@ def saves(job: Job) -> None:
                 path = folder / f"{odd or 'same'}-{count}.ckpt"
 
                 def save(path: Path = path, count: int = count, odd: str = odd) -> str:
-                    return write(path, lambda: contents(job, count, odd=odd), ranks).path
+                    return write(contents(job, path, count, odd=odd), ranks).path
 
                 outcome = attempt(save)
                 said = outcome.get("message", "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.storage import staging
+from lightning_elastic_zero.storage import atomic
 
 BY_EACH_RANK = (
     "during a shard",
@@ -88,9 +88,11 @@ class SaveStepTracer:
     def watch(self) -> None:
         """Look at this process's system calls from now on."""
         os.write, os.fsync = self._on_write, self._on_fsync  # type: ignore[assignment]
-        exchange = staging.exchange_names  # type: ignore[attr-defined]
+        exchange = atomic.exchange_names
 
         def on_exchange(one: Path, other: Path) -> bool:
+            if not one.name.startswith(".zero-staging-"):
+                return exchange(one, other)
             if self._kill_point.step in TWO_RENAMES:
                 return False
             self.reach("before the exchange")
@@ -99,7 +101,7 @@ class SaveStepTracer:
             self.reach("after the exchange")
             return done
 
-        staging.exchange_names = on_exchange  # type: ignore[attr-defined]
+        atomic.exchange_names = on_exchange
         sys.addaudithook(self._on_event)
 
     def reach(self, step: str) -> None:

@@ -35,10 +35,12 @@ CAME = RACES + "test_a_file_that_came_meanwhile"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
-    ("storage/staging.py", "_place", "self.path.rename"): TAKEN,
-    ("storage/staging.py", "_place", "exchange_names"): TAKEN,
-    ("storage/staging.py", "_place", "self.target.rename"): CAME,
-    ("storage/staging.py", "_rename_to_target", "path.rename"): (
+    ("storage/atomic.py", "put_in_place", "new.replace"): LINKS
+    + "test_a_link_takes_no_place_of_others",
+    ("storage/atomic.py", "put_in_place", "exchange_names"): TAKEN,
+    ("storage/atomic.py", "put_in_place", "target.rename"): CAME,
+    ("storage/atomic.py", "put_in_place", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
+    ("storage/atomic.py", "rename_if_free", "path.rename"): (
         "tests/core/test_staging.py::TestInterrupted::test_one_of_them_is_in_place"
     ),
     ("storage/staging.py", "_remove_owner_file", "self._owner_path.unlink"): (
@@ -78,6 +80,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("trainer/strategy.py", "remove_checkpoint", "self._manager.remove"): (
         "tests/trainer/test_unowned_files.py::test_top_k_leaves_a_users_file"
     ),
+    ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
+    + "test_retention_leaves_it",
     # -- what kills left
     ("storage/leftovers.py", "remove_leftovers", "left.note.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name"
@@ -98,18 +102,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("trainer/checkpoint_saver.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_takes_no_place_of_others"
     ),
-    ("checkpoint/links.py", "_make", "new.symlink_to"): LINKS
-    + "test_a_link_takes_no_place_of_others",
-    ("checkpoint/links.py", "_put", "new.replace"): LINKS + "test_a_link_takes_no_place_of_others",
-    ("checkpoint/links.py", "_put", "exchange_names"): LINKS + "test_a_file_that_came_meanwhile",
-    ("checkpoint/links.py", "_put", "link.rename"): LINKS + "test_a_file_that_came_meanwhile",
-    ("checkpoint/links.py", "_put", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
-    ("checkpoint/links.py", "_put", "old.rename"): (
-        "tests/core/test_links.py::TestMakeLink::test_an_interrupt_leaves_the_old_or_the_new_one"
-    ),
-    ("checkpoint/links.py", "make_link", "old.rename"): (
-        "tests/core/test_links.py::TestMakeLink::test_an_interrupt_leaves_the_old_or_the_new_one"
-    ),
+    ("storage/links.py", "_make", "new.symlink_to"): LINKS + "test_a_link_takes_no_place_of_others",
     ("storage/copying.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),

@@ -18,7 +18,7 @@ from deepspeed import comm
 
 from lightning_elastic_zero import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import saving
-from lightning_elastic_zero.storage import process_identity, staging
+from lightning_elastic_zero.storage import atomic, process_identity
 from tests.core._syscall_hooks import before_each_syscall
 from tests.engine._worker_pool import Pools
 from tests.trainer import _failure_cases
@@ -46,15 +46,15 @@ def interrupt_between_the_renames(root: str) -> dict[str, Any]:
 
     raised = ""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    real = vars(staging)["exchange_names"]
-    vars(staging)["exchange_names"] = nobody_can_exchange
+    real = vars(atomic)["exchange_names"]
+    vars(atomic)["exchange_names"] = nobody_can_exchange
     try:
         with before_each_syscall(look):
             save_checkpoint(engine, target)
     except BaseException as error:  # noqa: BLE001 - it is what the test looks at
         raised = type(error).__name__
     finally:
-        vars(staging)["exchange_names"] = real
+        vars(atomic)["exchange_names"] = real
         signal.signal(signal.SIGINT, before)
     comm.barrier()
     there = sorted(path.name for path in Path(root).iterdir())

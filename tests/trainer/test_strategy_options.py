@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -126,7 +127,9 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
         max_snapshot_bytes=7,
         on_unresumable_data="restart_epoch",
     )
-    given._manager._retention.schedule_delete("/nowhere/old.ckpt")
+    given._manager._retention.on_save_started(Path("/nowhere/new.ckpt"))
+    given._manager._retention.remove("/nowhere/old.ckpt")
+    assert given._manager._retention._waiting
     other: Any = copied(given)
     assert type(other).__name__ == "ElasticDeepSpeedStrategy"
     assert other._batches._global_batch_size == 6

@@ -34,7 +34,7 @@ from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
-from lightning_elastic_zero.storage import FileRecord, VerifiedFile, ignore_progress
+from lightning_elastic_zero.storage import VerifiedFile, ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
 
@@ -221,8 +221,7 @@ class ElasticReader(CheckpointReader):
             CheckpointCorruptedError: it is not what was written, or of another save.
         """
         folder, save_id = self.files.folder, self.manifest.save_id
-        record = _record(self._entry(name))
-        file = TorchFile(VerifiedFile(folder, record, save_id, self.files.on_progress))
+        file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.on_progress))
         try:
             self._check_save(file, name)
         except BaseException:
@@ -274,10 +273,6 @@ def _entry(tree: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 (whatever w
     return tree
 
 
-def _record(entry: FileEntry) -> FileRecord:
-    return FileRecord(entry.name, entry.size_bytes, entry.sums_digest)
-
-
 def verify_files(
     directory: Path, manifest: Manifest, rank: int, world_size: int, on_bytes: Callable[[int], None]
 ) -> None:
@@ -287,6 +282,6 @@ def verify_files(
         CheckpointCorruptedError: bytes are not those that were written.
     """
     for entry in manifest.files[rank::world_size]:
-        with VerifiedFile(directory, _record(entry), manifest.save_id) as file:
+        with VerifiedFile(directory, entry, manifest.save_id) as file:
             for _, view in file.read_runs([(0, file.size_bytes)]):
                 on_bytes(view.nbytes)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,9 +36,10 @@ from lightning_elastic_zero.formats.elastic.client_state import (
 )
 from lightning_elastic_zero.formats.elastic.client_state import Path as TreePath
 from lightning_elastic_zero.formats.torch_file import PiecewiseSource, TorchFileWriter
-from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, Manifest
-from lightning_elastic_zero.storage import FileRecord
+from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.tensor_state import FlatState, RankState
+
+OnRead: TypeAlias = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,64 +56,45 @@ class ClientPart:
     """Other ranks: all objects, where they are not rank 0's."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteCallbacks:
-    """Who is told how far the writing has come."""
-
-    on_bytes: Callable[[int], None]
-    """Of every stretch of bytes written."""
-    on_read: Callable[[torch.Tensor], None]
-    """Of each master and element-wise state, once all of it has been written."""
-
-
-def write_rank(
-    directory: Path,
-    manifest: Manifest,
-    rank: int,
-    state: RankState,
-    client: ClientPart,
-    callbacks: WriteCallbacks,
-) -> list[FileRecord]:
-    """Write a rank's files into a staged directory, synced to disk.
-
-    Args:
-        directory: the staged checkpoint; its ``checkpoint`` folder is there.
-        manifest: what the engine said of itself, with the save's id.
-        rank: this rank.
-        state: what it holds. On ranks other than 0, ``module_buffers`` are those that differ.
-        client: its part of the trainer's state.
-        callbacks: is told how far it has come: masters come first, then states, flat by flat.
-
-    Returns:
-        A record of each file, for the manifest.
-
-    Raises:
-        SaveError: a file could not be written.
-    """
-    write = _RankWriter(directory, manifest, rank, callbacks)
-    files = [write.optimizer_shard(state, client)]
-    if writes_weights(manifest, rank):
-        files.append(write.model_states(state, client))
-    if client.objects:
-        files.append(write.client_objects(client))
-    return files
-
-
 def writes_weights(manifest: Manifest, rank: int) -> bool:
     """Whether a rank writes frozen and low-precision weights; under ZeRO-3, its part."""
     return rank == 0 or manifest.stage == STAGE_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
-class _RankWriter:
+class RankWriter:
     """One rank's writing of one save."""
 
     directory: Path
+    """The staged checkpoint; its ``checkpoint`` folder is there."""
     manifest: Manifest
+    """What the engine said of itself, with the save's id."""
     rank: int
-    callbacks: WriteCallbacks
+    on_bytes: Callable[[int], None]
+    """Told of every stretch of bytes written."""
+    on_read: OnRead
+    """Told of each master and element-wise state, once all of it has been written: masters come
+    first, then states, flat by flat."""
 
-    def optimizer_shard(self, state: RankState, client: ClientPart) -> FileRecord:
+    def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
+        """Write the rank's files, synced to disk; return what the manifest says of each.
+
+        Args:
+            state: what the rank holds. On ranks other than 0, ``module_buffers`` are those that
+                differ.
+            client: its part of the trainer's state.
+
+        Raises:
+            SaveError: a file could not be written.
+        """
+        files = [self.optimizer_shard(state, client)]
+        if writes_weights(self.manifest, self.rank):
+            files.append(self.model_states(state, client))
+        if client.objects:
+            files.append(self.client_objects(client))
+        return files
+
+    def optimizer_shard(self, state: RankState, client: ClientPart) -> FileEntry:
         """Write masters and lean optimizer states."""
         manifest, builder = self.manifest, TorchFileWriter()
         zero_3 = manifest.stage == STAGE_WEIGHTS
@@ -123,7 +105,7 @@ class _RankWriter:
             # A number where there are no flat buffers: DeepSpeed's script takes the largest one.
             else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
             fp32_key(manifest.stage): [
-                _masters(builder, flat, self.callbacks, padded=zero_3) for flat in state.flats
+                _masters(builder, flat, self.on_read, padded=zero_3) for flat in state.flats
             ]
             or [torch.empty(0)],
             "loss_scaler": dict(state.loss_scaler),
@@ -133,10 +115,10 @@ class _RankWriter:
                 list(b.paddings) or [0] * len(b.names) for b in manifest.buffers
             ]
         if not manifest.weights_only:
-            inner[STATES] = [_lean_states(builder, flat, self.callbacks) for flat in state.flats]
+            inner[STATES] = [_lean_states(builder, flat, self.on_read) for flat in state.flats]
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
         if client.own_objects:
-            own["objects"] = _pickle(client.own_objects)
+            own["objects"] = _as_tensor(client.own_objects)
         if self.rank != 0:
             own["buffers"] = _copies(state.module_buffers)
         # Which run of each parameter a flat buffer holds.
@@ -148,7 +130,7 @@ class _RankWriter:
         }
         return self._save(optimizer_file(self.rank, manifest.precision), tree, builder)
 
-    def model_states(self, state: RankState, client: ClientPart) -> FileRecord:
+    def model_states(self, state: RankState, client: ClientPart) -> FileEntry:
         """Write buffers, frozen weights, shapes, counters and the trainer's state."""
         manifest, builder = self.manifest, TorchFileWriter()
         buffers = _copies(state.module_buffers) if self.rank == 0 else {}
@@ -184,9 +166,9 @@ class _RankWriter:
         }
         return self._save(model_file(self.rank, manifest.stage), tree, builder)
 
-    def client_objects(self, client: ClientPart) -> FileRecord:
+    def client_objects(self, client: ClientPart) -> FileEntry:
         """Write what is no plain data: a pickle, itself as plain bytes."""
-        tree = {"pickle": _pickle(client.objects), OURS: self._stamp()}
+        tree = {"pickle": _as_tensor(client.objects), OURS: self._stamp()}
         return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
 
     def _stamp(self) -> dict[str, Any]:
@@ -199,30 +181,38 @@ class _RankWriter:
             "global_steps": self.manifest.progress.global_steps,
         }
 
-    def _save(self, name: str, tree: object, builder: TorchFileWriter) -> FileRecord:
+    def _save(self, name: str, tree: object, builder: TorchFileWriter) -> FileEntry:
         return builder.write(
             tree,
             self.directory,
             name,
             save_id=self.manifest.save_id,
-            on_bytes=self.callbacks.on_bytes,
+            on_bytes=self.on_bytes,
         )
 
 
-def _pickle(objects: Objects) -> torch.Tensor:
-    """Pickle objects into plain bytes, and read them again; name the one with which it fails."""
+def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
+    """Pickle objects, and read them again as a load would; what they share stays shared.
+
+    Raises:
+        SaveError: one cannot be pickled, or not be made of its pickle; the message names it.
+    """
     try:
         data = host_pickle(list(objects))
-        pickle.loads(data)  # noqa: S301 (just pickled)
+        return data, tuple(pickle.loads(data))  # noqa: S301 - just pickled
     except Exception:
         for path, value in objects:
             check_pickle(value, path)
         raise
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_tensor(objects: Objects) -> torch.Tensor:
+    """Pickle objects into plain bytes."""
+    return torch.frombuffer(bytearray(pickle_objects(objects)[0]), dtype=torch.uint8)
 
 
 def _masters(
-    builder: TorchFileWriter, flat: FlatState, callbacks: WriteCallbacks, *, padded: bool
+    builder: TorchFileWriter, flat: FlatState, on_read: OnRead, *, padded: bool
 ) -> torch.Tensor:
     """Add a flat buffer's masters, its padding zeroed; the tail cut where DeepSpeed cuts it."""
     pieces: list[torch.Tensor | int] = []
@@ -233,18 +223,18 @@ def _masters(
         reached = stop
     if padded:
         pieces.append(flat.master.numel() - reached)
-    on_end = partial(callbacks.on_read, flat.master)
+    on_end = partial(on_read, flat.master)
     return builder.add(PiecewiseSource(pieces, flat.master.dtype, on_end=on_end))
 
 
 def _lean_states(
-    builder: TorchFileWriter, flat: FlatState, callbacks: WriteCallbacks
+    builder: TorchFileWriter, flat: FlatState, on_read: OnRead
 ) -> dict[str, dict[str, Any]]:
     """Add a flat buffer's states: one storage for each key, a view of it for each parameter."""
     shards: dict[str, dict[str, Any]] = {f.name: {} for f in flat.fragments}
     for key, values in flat.elementwise.items():
         runs = [values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments]
-        on_end = partial(callbacks.on_read, values)
+        on_end = partial(on_read, values)
         whole = builder.add(PiecewiseSource(runs, values.dtype, on_end=on_end))
         at = 0
         for fragment in flat.fragments:

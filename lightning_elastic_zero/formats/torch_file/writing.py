@@ -13,7 +13,8 @@ from typing import IO, cast
 import numpy as np
 import torch
 
-from lightning_elastic_zero.storage import ChecksummedWriter, FileRecord, ignore_bytes
+from lightning_elastic_zero.manifest import FileEntry
+from lightning_elastic_zero.storage import ChecksummedWriter, ignore_bytes
 
 COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
@@ -108,7 +109,7 @@ class TorchFileWriter:
         *,
         save_id: str,
         on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> FileRecord:
+    ) -> FileEntry:
         """Write the file and its checksums, synced to disk.
 
         Tensors in the tree that are no stand-ins are written as ``torch.save`` writes them: with
