@@ -6,8 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 from lightning_elastic_zero.storage.deleting import (
@@ -50,24 +49,55 @@ def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_prog
     makes that link again removes it before.
     """
     repair(parent)
-    removed, ages = remove_interrupted_deletions(parent, on_progress), _Ages(parent)
+    removed = remove_interrupted_deletions(parent, on_progress)
+    now_s = cache(lambda: filesystem_time_s(owner_path(parent, new_id())))
     for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
-        if ages.of(path) > LEFTOVER_AGE_S:
+        if _untouched_s(path, now_s) > LEFTOVER_AGE_S:
             removed += _discarded(path, None, on_progress)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
-        left = _Left.of(parent, save_id)
-        if left.is_needed() or not left.is_abandoned(ages):
-            continue
-        target = parent / left.owner.target if left.owner else None
-        gone = []
-        for path in (left.staging, left.previous):
-            gone += _discarded(path, target if is_checkpoint(path) else None, on_progress)
-        if not any(map(os.path.lexists, (left.staging, left.previous))):
-            with suppress(OSError):
-                left.note.unlink()
-                gone.append(left.note)
-        removed += gone
+        removed += _remove_save(parent, save_id, now_s, on_progress)
     return removed
+
+
+def _remove_save(
+    parent: Path, save_id: str, now_s: Callable[[], float], on_progress: Callable[[], None]
+) -> list[Path]:
+    """Remove what one save left, if nobody works on it or needs it; return what is gone."""
+    staging, previous = (
+        parent / f"{STAGING_PREFIX}{save_id}",
+        parent / f"{PREVIOUS_PREFIX}{save_id}",
+    )
+    note = owner_path(parent, save_id)
+    owner = ProcessIdentity.read(note)
+    target = parent / owner.target if owner else None
+    if os.path.lexists(previous) and (target is None or not os.path.lexists(target)):
+        return []  # what was set aside is the only one: nothing took its place
+    if owner is None or not owner.is_dead():
+        untouched_s = _untouched_s(note if os.path.lexists(note) else staging, now_s)
+        is_dead = owner is not None and owner.is_dead(untouched_s)
+        if not (is_dead or untouched_s > LEFTOVER_AGE_S):
+            return []
+    gone = []
+    for path in (staging, previous):
+        gone += _discarded(path, target if is_checkpoint(path) else None, on_progress)
+    if not any(map(os.path.lexists, (staging, previous))):
+        with suppress(OSError):
+            note.unlink()
+            gone.append(note)
+    return gone
+
+
+def _untouched_s(path: Path, now_s: Callable[[], float]) -> float:
+    """Return for how long a file has not been touched; 0 where there is none.
+
+    Args:
+        path: the file.
+        now_s: the clock of the file system that gave it its time.
+    """
+    try:
+        return now_s() - path.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def repair(parent: Path) -> list[Path]:
@@ -121,55 +151,6 @@ def _put_back(hidden: Path, target: Path) -> bool:
         sync_directory(target.parent)
         return True
     return False
-
-
-@dataclass
-class _Ages:
-    """How old files are, by the clock of the file system that gave them their times."""
-
-    parent: Path
-
-    @cached_property
-    def _now_s(self) -> float:
-        return filesystem_time_s(owner_path(self.parent, new_id()))
-
-    def of(self, path: Path) -> float:
-        """Return for how long a file has not been touched; 0 where there is none."""
-        try:
-            return self._now_s - path.lstat().st_mtime
-        except OSError:
-            return 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What one save left."""
-
-    staging: Path
-    previous: Path
-    note: Path
-    owner: ProcessIdentity | None
-
-    @classmethod
-    def of(cls, parent: Path, save_id: str) -> _Left:
-        """Return what lies under the names of a save."""
-        note = owner_path(parent, save_id)
-        names = (parent / f"{STAGING_PREFIX}{save_id}", parent / f"{PREVIOUS_PREFIX}{save_id}")
-        return cls(*names, note, ProcessIdentity.read(note))
-
-    def is_needed(self) -> bool:
-        """Whether what was set aside is the only one: nothing took its place."""
-        if not os.path.lexists(self.previous):
-            return False
-        return self.owner is None or not os.path.lexists(self.note.parent / self.owner.target)
-
-    def is_abandoned(self, ages: _Ages) -> bool:
-        """Whether nobody works on it any more."""
-        if self.owner is not None and self.owner.is_dead():
-            return True
-        untouched_s = ages.of(self.note if os.path.lexists(self.note) else self.staging)
-        is_dead = self.owner is not None and self.owner.is_dead(untouched_s)
-        return is_dead or untouched_s > LEFTOVER_AGE_S
 
 
 def _discarded(path: Path, known_as: Path | None, on_progress: Callable[[], None]) -> list[Path]:

@@ -83,7 +83,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
     + "test_retention_leaves_it",
     # -- what kills left
-    ("storage/leftovers.py", "remove_leftovers", "left.note.unlink"): (
+    ("storage/leftovers.py", "_remove_save", "note.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name"
     ),
     ("storage/leftovers.py", "_put_back", "hidden.rename"): (
