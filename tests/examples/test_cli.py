@@ -60,7 +60,7 @@ def fit_on(fork_server: ForkServer, folder: Path, devices: int, *arguments: str)
 
 def fit_alone(folder: Path, devices: int, *arguments: str) -> str:
     """Run ``fit`` as a user does, whose other ranks Lightning starts; return all that they say."""
-    command = [sys.executable, CLI, "fit", *arguments, f"--trainer.devices={devices}"]
+    command = [sys.executable, str(CLI), "fit", *arguments, f"--trainer.devices={devices}"]
     return output_of(command, folder, {**environment(), "RUN_DIR": str(folder)})
 
 
