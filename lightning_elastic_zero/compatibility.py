@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
@@ -10,6 +10,7 @@ from lightning_elastic_zero.key_mapping import guess_key_mapping
 from lightning_elastic_zero.manifest import Manifest, Parameter
 
 _INTEGRAL = ("int", "uint", "bool", "qint", "quint", "bits")
+"""How the types begin whose elements are whole numbers or bits, as of quantized weights."""
 
 LISTED = 20
 """What is listed of each kind of difference; the rest is counted."""
@@ -131,51 +132,13 @@ def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Itera
             "of weights): test or predict with it, or pass load_optimizer_state=False to start a "
             "new run on its weights"
         )
-    yield from _parameters(saved, live, wanted)
-    yield from _buffers(saved, live, wanted)
-    if live.groups:
-        yield from _groups(saved, live, wanted)
-
-
-def _parameters(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
-    """Yield missing, unexpected and differently shaped parameters."""
     have, want = _by_name(saved.parameters), _by_name(live.parameters)
+    both = [(have[name], parameter) for name, parameter in want.items() if name in have]
     yield from _absent(have, want, wanted)
-    reshaped = [
-        f"{name} (saved {have[name].shape}, here {parameter.shape})"
-        for name, parameter in want.items()
-        if name in have and have[name].shape != parameter.shape
-    ]
-    if reshaped:
-        yield (
-            f"of other shapes: {_names(reshaped)}; configure the model that was saved. To start "
-            f"layers of a new size as they are here, rename the saved ones away, as by "
-            f"{_renamed_away(reshaped)}, with {FRESH_AND_LENIENT}"
-        )
-    retyped = {
-        name: f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
-        for name, parameter in want.items()
-        if name in have and _is_integral(have[name].dtype) != _is_integral(parameter.dtype)
-    }
-    if retyped:
-        yield (
-            f"of other types, and integers are not cast: {_names(retyped.values())}; quantized "
-            "weights have scales beside them: save them dequantized"
-        )
-    rounded = _rounds_to(live)
-    lossy = [
-        f"{name} (saved {have[name].dtype}, here {parameter.dtype})"
-        for name, parameter in want.items()
-        if name in have
-        and name not in saved.excluded
-        and name not in retyped
-        and not _owned(parameter)
-        and _loses(have[name].dtype, parameter.dtype, rounded)
-    ]
-    if lossy:
-        yield f"frozen, of types that cannot hold what was saved: {_names(lossy)}"
+    yield from _reshaped(both)
+    yield from _retyped(both, saved.excluded, _rounds_to(live))
     if wanted.optimizer_state and live.groups:
-        yield from _ownership(have, want)
+        yield from _ownership(both)
     lost = _left_out_but_trained(saved, live)
     if lost and not _may_lack(want[lost[0]], wanted):
         yield (
@@ -183,37 +146,132 @@ def _parameters(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterat
             "freeze them here too, or load a checkpoint that holds them, or train the model's own "
             f"from where they are: {FRESH_AND_LENIENT}"
         )
+    if wanted.strict:
+        yield from _absent_buffers(saved, live)
+    if live.groups and (wanted.optimizer_state or wanted.hyperparameters):
+        yield from _groups(saved, live)
 
 
 def _absent(
     have: Mapping[str, Parameter], want: Mapping[str, Parameter], wanted: RestoreScope
 ) -> Iterator[str]:
     """Yield what one side has and the other has not, and what may have been renamed."""
-    missing = [n for n, p in want.items() if n not in have and not _may_lack(p, wanted)]
-    unexpected = [n for n, p in have.items() if n not in want and not _may_lack(p, wanted)]
+    missing = {n: p.shape for n, p in want.items() if n not in have and not _may_lack(p, wanted)}
+    beyond = {n: p.shape for n, p in have.items() if n not in want and not _may_lack(p, wanted)}
     if missing:
         text = f"missing from the checkpoint: {_names(missing)}"
         yield f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
-    if unexpected:
-        text = f"in the checkpoint, but not in the model: {_names(unexpected)}"
+    if beyond:
+        text = f"in the checkpoint, but not in the model: {_names(beyond)}"
         yield f"{text}; left out by {FRESH_AND_LENIENT}"
-    shapes_here = {n: want[n].shape for n in missing}
-    shapes_there = {n: have[n].shape for n in unexpected}
-    if renamed := guess_key_mapping(shapes_there, shapes_here, have.keys() & want.keys()):
-        yield _perhaps(renamed)
+    yield from _perhaps_renamed(beyond, missing, have.keys() & want.keys())
 
 
-def _renamed_away(reshaped: Sequence[str]) -> str:
-    """Return the option that takes the first layer's saved name out of the model's names."""
-    name = reshaped[0].split(" ", 1)[0]
-    layer = name.rpartition(".")[0] or name
-    away = {layer: f"saved.{layer}"}
-    return f"rename={away!r}"
+def _perhaps_renamed(
+    beyond: Mapping[str, object], missing: Mapping[str, object], common: Iterable[str]
+) -> Iterator[str]:
+    """Suggest what may have been renamed, of names with their shapes if they have any."""
+    if renamed := guess_key_mapping(beyond, missing, common):
+        yield f"perhaps renamed since the save; if so, load with rename={renamed!r}"
 
 
-def _perhaps(renamed: Mapping[str, str]) -> str:
-    """Suggest what may have been renamed."""
-    return f"perhaps renamed since the save; if so, load with rename={dict(renamed)!r}"
+def _reshaped(both: Sequence[tuple[Parameter, Parameter]]) -> Iterator[str]:
+    """Yield parameters of other shapes: each as it was saved, and as it is here."""
+    changes = [(p.name, was.shape, p.shape) for was, p in both if was.shape != p.shape]
+    if changes:
+        yield (
+            f"of other shapes: {_changes(changes)}; configure the model that was saved. To start "
+            f"layers of a new size as they are here, rename the saved ones away, as by "
+            f"{_renamed_away(changes[0][0])}, with {FRESH_AND_LENIENT}"
+        )
+
+
+def _retyped(
+    both: Sequence[tuple[Parameter, Parameter]], left_out: Iterable[str], rounded: Collection[str]
+) -> Iterator[str]:
+    """Yield parameters of types that are not cast, or that lose what frozen ones held."""
+    integral, lossy = [], []
+    kept = set(left_out)
+    for was, p in both:
+        change = p.name, was.dtype, p.dtype
+        if was.dtype.startswith(_INTEGRAL) != p.dtype.startswith(_INTEGRAL):
+            integral.append(change)
+        elif p.name not in kept and not _owned(p) and _loses(was.dtype, p.dtype, rounded):
+            lossy.append(change)
+    if integral:
+        yield (
+            f"of other types, and integers are not cast: {_changes(integral)}; quantized "
+            "weights have scales beside them: save them dequantized"
+        )
+    if lossy:
+        yield f"frozen, of types that cannot hold what was saved: {_changes(lossy)}"
+
+
+def _ownership(both: Sequence[tuple[Parameter, Parameter]]) -> Iterator[str]:
+    """Yield parameters that are trained on one side and frozen on the other."""
+    frozen = [p.name for was, p in both if _owned(was) and not _owned(p)]
+    thawed = [p.name for was, p in both if _owned(p) and not _owned(was)]
+    if frozen:
+        yield f"trained when saved, frozen here: {_names(frozen)}; {_OTHER_OWNERS}"
+    if thawed:
+        yield f"frozen when saved, trained here: {_names(thawed)}; {_OTHER_OWNERS}"
+
+
+def _absent_buffers(saved: Manifest, live: Manifest) -> Iterator[str]:
+    """Yield missing and unexpected module buffers."""
+    have, want = set(saved.module_buffers), set(live.module_buffers)
+    missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
+    if missing:
+        text = f"buffers missing from the checkpoint: {_names(missing)}"
+        yield f"{text}; they stay as they are here by {LENIENT}"
+    if beyond:
+        text = f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
+        yield f"{text}; left out by {LENIENT}"
+    yield from _perhaps_renamed(dict.fromkeys(beyond), dict.fromkeys(missing), have & want)
+
+
+def _groups(saved: Manifest, live: Manifest) -> Iterator[str]:
+    """Yield differences in the number and the membership of parameter groups."""
+    if len(saved.groups) != len(live.groups):
+        yield (
+            f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}; "
+            f"{_OTHER_GROUPS}"
+        )
+        return
+    group_of = {name: index for index, group in enumerate(saved.groups) for name in group.names}
+    for index, group in enumerate(live.groups):
+        # What is in no group on one side is told of elsewhere: missing, unexpected, frozen.
+        moved = [n for n in group.names if group_of.get(n, index) != index]
+        if moved:
+            was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
+            yield (
+                f"in parameter group {index} here, in {was} when saved: {_names(moved)}; "
+                f"{_OTHER_GROUPS}"
+            )
+
+
+def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: Collection[str]) -> Iterator[str]:
+    """Yield the module buffers that cannot take what was saved."""
+    reshaped = [(b.name, b.saved_shape, b.shape) for b in buffers if b.saved_shape != b.shape]
+    if reshaped:
+        yield (
+            f"buffers of other shapes: {_changes(reshaped)}; register them with the shapes that "
+            "were saved, or rename the saved ones away, as by "
+            f"{_renamed_away(reshaped[0][0])}, with {LENIENT}"
+        )
+    lossy = [
+        (b.name, b.saved_dtype, b.dtype)
+        for b in buffers
+        if b.loses and not _is_rounding(b.saved_dtype, b.dtype, rounded)
+    ]
+    if lossy:
+        yield f"buffers of types that cannot hold what was saved: {_changes(lossy)}"
+    shared = [b.name for b in buffers if not b.writable]
+    if shared:
+        yield (
+            "buffers whose elements share their memory (expanded views), so that they cannot be "
+            f"written: {_names(shared)}; .clone() them where they are registered"
+        )
 
 
 def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
@@ -236,20 +294,29 @@ def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -
         yield f"buffers that are not in the checkpoint, left as they are here: {_names(buffers)}"
 
 
-def _is_integral(dtype: str) -> bool:
-    """Whether elements of a type are whole numbers or bits, such as those of quantized weights."""
-    return dtype.startswith(_INTEGRAL)
+def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
+    """Return the names of the buffers that a load rounds, as it does with weights."""
+    rounded = _rounds_to(live)
+    return [b.name for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, rounded)]
 
 
-def _ownership(have: Mapping[str, Parameter], want: Mapping[str, Parameter]) -> Iterator[str]:
-    """Yield parameters that are trained on one side and frozen on the other."""
-    both = [n for n in want if n in have]
-    frozen = [n for n in both if _owned(have[n]) and not _owned(want[n])]
-    thawed = [n for n in both if _owned(want[n]) and not _owned(have[n])]
-    if frozen:
-        yield f"trained when saved, frozen here: {_names(frozen)}; {_OTHER_OWNERS}"
-    if thawed:
-        yield f"frozen when saved, trained here: {_names(thawed)}; {_OTHER_OWNERS}"
+def _rounds_to(live: Manifest) -> Collection[str]:
+    """Return the types to which values may be rounded: the run's own; in an evaluation, any."""
+    return {LOW_PRECISION.get(live.precision, "")} if live.groups else FLOATING.keys()
+
+
+def _is_rounding(saved: str, dtype: str, rounded: Collection[str]) -> bool:
+    """Return whether a cast is the rounding that weights undergo too."""
+    return saved in FLOATING and dtype in rounded
+
+
+def _loses(saved: str, dtype: str, rounded: Collection[str]) -> bool:
+    """Return whether a type cannot hold each value of another one, nor is that the run's choice."""
+    if saved == dtype or _is_rounding(saved, dtype, rounded):
+        return False
+    if saved not in FLOATING or dtype not in FLOATING:
+        return True
+    return any(has < needs for has, needs in zip(FLOATING[dtype], FLOATING[saved], strict=True))
 
 
 def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
@@ -272,100 +339,16 @@ def _left_out_but_trained(saved: Manifest, live: Manifest) -> list[str]:
     return [name for name in saved.excluded if name in trained]
 
 
-def _buffers(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
-    """Yield missing and unexpected module buffers."""
-    if not wanted.strict:
-        return
-    have, want = set(saved.module_buffers), set(live.module_buffers)
-    missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
-    if missing:
-        text = f"buffers missing from the checkpoint: {_names(missing)}"
-        yield f"{text}; they stay as they are here by {LENIENT}"
-    if beyond:
-        text = f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
-        yield f"{text}; left out by {LENIENT}"
-    if renamed := guess_key_mapping(beyond, missing, have & want):
-        yield _perhaps(renamed)
+def _renamed_away(name: str) -> str:
+    """Return the option that takes a parameter's layer, as saved, out of the model's names."""
+    layer = name.rpartition(".")[0] or name
+    away = {layer: f"saved.{layer}"}
+    return f"rename={away!r}"
 
 
-def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
-    """Return the names of the buffers that a load rounds, as it does with weights."""
-    rounded = _rounds_to(live)
-    return [b.name for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, rounded)]
-
-
-def _rounds_to(live: Manifest) -> frozenset[str]:
-    """Return the types to which values may be rounded: the run's own; in an evaluation, any."""
-    if not live.groups:
-        return frozenset(FLOATING)
-    return frozenset({LOW_PRECISION.get(live.precision, "")})
-
-
-def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: frozenset[str]) -> Iterator[str]:
-    """Yield the module buffers that cannot take what was saved."""
-    reshaped = [
-        f"{b.name} (saved {b.saved_shape}, here {b.shape})"
-        for b in buffers
-        if b.saved_shape != b.shape
-    ]
-    if reshaped:
-        yield (
-            f"buffers of other shapes: {_names(reshaped)}; register them with the shapes that were "
-            f"saved, or rename the saved ones away, as by {_renamed_away(reshaped)}, with {LENIENT}"
-        )
-    lossy = [
-        f"{b.name} (saved {b.saved_dtype}, here {b.dtype})"
-        for b in buffers
-        if b.loses and not _is_rounding(b.saved_dtype, b.dtype, rounded)
-    ]
-    if lossy:
-        yield f"buffers of types that cannot hold what was saved: {_names(lossy)}"
-    shared = [b.name for b in buffers if not b.writable]
-    if shared:
-        yield (
-            "buffers whose elements share their memory (expanded views), so that they cannot be "
-            f"written: {_names(shared)}; .clone() them where they are registered"
-        )
-
-
-def _is_rounding(saved: str, dtype: str, rounded: frozenset[str]) -> bool:
-    """Return whether a cast is the rounding that weights undergo too."""
-    return saved in FLOATING and dtype in rounded
-
-
-def _loses(saved: str, dtype: str, rounded: frozenset[str]) -> bool:
-    """Return whether a type cannot hold each value of another one, nor is that the run's choice."""
-    if saved == dtype or _is_rounding(saved, dtype, rounded):
-        return False
-    if saved not in FLOATING or dtype not in FLOATING:
-        return True
-    return any(has < needs for has, needs in zip(FLOATING[dtype], FLOATING[saved], strict=True))
-
-
-def _groups(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
-    """Yield differences in the number and the membership of parameter groups."""
-    if not (wanted.optimizer_state or wanted.hyperparameters):
-        return
-    if len(saved.groups) != len(live.groups):
-        yield (
-            f"saved with {len(saved.groups)} parameter groups, here are {len(live.groups)}; "
-            f"{_OTHER_GROUPS}"
-        )
-        return
-    group_of = _groups_of(saved)
-    for index, group in enumerate(live.groups):
-        # What is in no group on one side is told of elsewhere: missing, unexpected, frozen.
-        moved = [n for n in group.names if group_of.get(n, index) != index]
-        if moved:
-            was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
-            yield (
-                f"in parameter group {index} here, in {was} when saved: {_names(moved)}; "
-                f"{_OTHER_GROUPS}"
-            )
-
-
-def _groups_of(manifest: Manifest) -> dict[str, int]:
-    return {name: index for index, group in enumerate(manifest.groups) for name in group.names}
+def _changes(changes: Iterable[tuple[str, object, object]]) -> str:
+    """List names with what was saved of each, and what is here."""
+    return _names(f"{name} (saved {saved}, here {here})" for name, saved, here in changes)
 
 
 def _names(names: Iterable[str]) -> str:

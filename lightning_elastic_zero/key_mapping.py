@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
@@ -85,19 +84,17 @@ def _joined(beginning: str, rest: str | None) -> str:
 
 
 def guess_key_mapping(
-    unexpected: Mapping[str, Any] | Iterable[str],
-    missing: Mapping[str, Any] | Iterable[str],
-    common: Iterable[str] = (),
+    unexpected: Mapping[str, object], missing: Mapping[str, object], common: Iterable[str] = ()
 ) -> dict[str, str]:
     """Return a ``rename`` that may explain what only one side has; a guess, for a message.
 
     Args:
-        unexpected: names that only the checkpoint has, with their shapes if they have any.
+        unexpected: names that only the checkpoint has, each with its shape, or None of all.
         missing: those that only the model has.
         common: names that both have, which are not to be renamed.
     """
     kept = set(common)
-    left, free = _with_shapes(unexpected), _with_shapes(missing)
+    left, free = (dict(islice(side.items(), _MOST_COMPARED)) for side in (unexpected, missing))
     found: dict[str, str] = {}
     for name in list(left)[:_MOST_TRIED]:
         if name not in left or len(found) == MOST_SUGGESTED:
@@ -114,12 +111,7 @@ def guess_key_mapping(
     return found
 
 
-def _with_shapes(names: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
-    of = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
-    return dict(islice(of.items(), _MOST_COMPARED))
-
-
-def _may_be(name: str, other: str, left: Mapping[str, Any], free: Mapping[str, Any]) -> bool:
+def _may_be(name: str, other: str, left: Mapping[str, object], free: Mapping[str, object]) -> bool:
     """Return whether a name may be another one's: of one shape, with the same end."""
     return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
 
@@ -139,7 +131,7 @@ def _differing(name: str, other: str, kept: AbstractSet[str]) -> tuple[str, str]
 
 
 def _explained(
-    pair: tuple[str, str], left: Mapping[str, Any], free: Mapping[str, Any]
+    pair: tuple[str, str], left: Mapping[str, object], free: Mapping[str, object]
 ) -> dict[str, str]:
     """Return the names that a renamed beginning leads to one that is missing."""
     renaming = KeyMapping(dict([pair]))
