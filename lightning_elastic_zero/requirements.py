@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -63,6 +64,14 @@ class Requirement:
             f"this library reads: install {self}; {self.newest_tested} is the newest that it was "
             "tested with"
         )
+
+
+def version_of(package: str) -> str:
+    """Return an installed package's version, empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def missing_names(owner: object, names: Iterable[str]) -> list[str]:

@@ -1,13 +1,13 @@
 """What a rank holds and what it is given, as tensors: the words between engine and formats.
 
-``RankState`` is what one rank of a live engine holds, by reference. ``RestoreTargets`` is what it
-is to be given: buffers to fill, before anything live is changed.
+``RankState`` is what one rank of a live engine holds, by reference. ``RestoreTargets`` is a restore
+that has begun: buffers to fill, before anything live is changed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -56,18 +56,6 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreTargets:
-    """The buffers that a load fills; live state changes when they are committed."""
-
-    fragments: tuple[Fragment, ...]
-    """What is wanted of the weights; ``Fragment.buffer`` counts in ``weights``."""
-    weights: tuple[torch.Tensor, ...]
-    """1-D targets: masters per flat buffer, then frozen weights, one each."""
-    states: tuple[Mapping[str, torch.Tensor], ...]
-    """Per flat buffer: a 1-D target for each element-wise optimizer state."""
-
-
-@dataclass(frozen=True, slots=True)
 class RestoreValues:
     """What a load brings beside the filled buffers: small, and committed with them."""
 
@@ -84,13 +72,19 @@ class RestoreValues:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerScope:
-    """What a load wants of the optimizer that a checkpoint was saved with."""
+class RestoreTargets:
+    """The buffers that a load fills, and what then becomes of them."""
 
-    state: bool
-    hyperparameters: bool
-    stepped: bool
-    """Whether the saved run may have taken a step."""
+    fragments: tuple[Fragment, ...]
+    """What is wanted; ``Fragment.buffer`` counts in ``weights`` and ``states``."""
+    weights: tuple[torch.Tensor, ...]
+    """1-D targets: the masters of a flat buffer, or one frozen weight."""
+    states: tuple[Mapping[str, torch.Tensor], ...]
+    """For each of these a 1-D target for each element-wise optimizer state; frozen: none."""
+    commit: Callable[[RestoreValues], None]
+    """Makes live what was filled in, with the values beside it: collective; it must not fail."""
+    rollback: Callable[[], None]
+    """Leaves the live state as it was, after a failure: no collective, since a rank may be lost."""
 
 
 def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning_elastic_zero.checkpoint.types import report_bytes
 from lightning_elastic_zero.coordination import Ranks
@@ -27,20 +25,11 @@ DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotF
 """What may mean that the checkpoint which was asked for is not what it was."""
 
 
-@dataclass(frozen=True, slots=True)
-class FallbackCheckpoint:
-    """What an older checkpoint is."""
-
-    path: str
-    step: int
-    """Optimizer steps that had been taken."""
-
-
 def find_fallback(
     asked: str | os.PathLike[str],
     ranks: Ranks,
     fits_model: Callable[[Manifest], bool],
-) -> FallbackCheckpoint | None:
+) -> tuple[str, int] | None:
     """Find the newest sound checkpoint of this library beside one that is damaged. Collective.
 
     Every byte of it has been verified, each rank reading its share. It has the parameters of the
@@ -53,8 +42,8 @@ def find_fallback(
             one cannot say what it had.
 
     Returns:
-        None where there is none, where nothing says that there was ever a checkpoint, or where
-        other software wrote the damaged one.
+        Its path, and the optimizer steps that had been taken. None where there is none, where
+        nothing says that there was ever one, or where other software wrote the damaged one.
     """
     found = ranks.broadcast(
         f"load {asked}: look for an older one", lambda: _beside(asked, ranks.progress, fits_model)
@@ -62,7 +51,7 @@ def find_fallback(
     for path, step in found:
         problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
         if not any(problems):
-            return FallbackCheckpoint(path, step)
+            return path, step
     return None
 
 
@@ -80,20 +69,23 @@ def _beside(
     if _is_foreign(real):
         return []
     mine = _manifest_of(real)
-    rows: list[tuple[Any, str, int]] = []
-    for manifest_path in {*damaged.parent.glob(f"*/{MANIFEST_NAME}"), *_siblings(real)}:
+    rows: set[tuple[int, int, str]] = set()
+    # What a link leads to may be in another folder.
+    folders = (damaged.parent, real.parent)
+    for manifest_path in {p for folder in folders for p in folder.glob(f"*/{MANIFEST_NAME}")}:
         path = Path(os.path.realpath(manifest_path.parent))
         manifest = _manifest_of(path)
         on_progress()
         if path == real or path.name.startswith(".") or manifest is None:
             continue
-        if not (_shapes(manifest) == _shapes(mine) if mine else fits_model(manifest)):
-            continue
-        if _can_replace(manifest, mine) if mine else _was_before(path, (real, damaged), manifest):
-            step = manifest.progress.global_steps
-            rows.append(((_published_at(path), step), str(path), step))
-    ordered = sorted(set(rows), reverse=True)
-    return [(path, step) for _, path, step in ordered]
+        if mine:
+            usable = _can_replace(manifest, mine)
+        else:  # The damaged one can no longer say what it was: by the clock.
+            before = _published_at(path) <= _published_at(real, damaged)
+            usable = fits_model(manifest) and before and not manifest.weights_only
+        if usable:
+            rows.add((_published_at(path), manifest.progress.global_steps, str(path)))
+    return [(path, step) for _, step, path in sorted(rows, reverse=True)]
 
 
 def _is_foreign(path: Path) -> bool:
@@ -108,11 +100,6 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in manifest.parameters}
 
 
-def _siblings(real: Path) -> list[Path]:
-    """Return the manifests beside what a link leads to, which may be in another folder."""
-    return list(real.parent.glob(f"*/{MANIFEST_NAME}"))
-
-
 def _manifest_of(path: Path) -> Manifest | None:
     with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
         # Of other software's checkpoints it cannot be told what a load would find.
@@ -121,14 +108,10 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _can_replace(other: Manifest, damaged: Manifest) -> bool:
-    """Return whether a run can go on from the other one: it is older, and as whole."""
+    """Return whether a run can go on from the other one: it is alike, older, and as whole."""
     older = other.progress.global_steps <= damaged.progress.global_steps
-    return older and (damaged.weights_only or not other.weights_only)
-
-
-def _was_before(path: Path, damaged: tuple[Path, ...], manifest: Manifest) -> bool:
-    """Return the same by the clock, where the damaged one can no longer say what it was."""
-    return _published_at(path) <= _published_at(*damaged) and not manifest.weights_only
+    whole = damaged.weights_only or not other.weights_only
+    return _shapes(other) == _shapes(damaged) and older and whole
 
 
 def _published_at(*paths: Path) -> int:

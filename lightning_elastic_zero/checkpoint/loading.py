@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -44,10 +44,9 @@ from lightning_elastic_zero.formats import (
 )
 from lightning_elastic_zero.key_mapping import KeyMapping
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
-from lightning_elastic_zero.manifest import Manifest, Progress
+from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import check_local_path, repair_target
 from lightning_elastic_zero.tensor_state import (
-    OptimizerScope,
     RestoreTargets,
     RestoreValues,
     Scalar,
@@ -78,13 +77,14 @@ def load(
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
-        older = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
-        if older is None:
+        fallback = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
+        if fallback is None:
             raise
+        older, step = fallback
         if not options.fallback:
             msg = (
                 f"{error}\nThe newest older checkpoint beside it that is sound, every byte of it "
-                f"verified, is {older.path} (step {older.step}). It has the same parameters, and "
+                f"verified, is {older} (step {step}). It has the same parameters, and "
                 "may be of another run all the same. Load that one, or allow it by fallback=True."
             )
             raise type(error)(msg) from error
@@ -94,10 +94,10 @@ def load(
                 "fallback=True allows: what was trained since then is trained anew.",
                 path,
                 error,
-                older.path,
-                older.step,
+                older,
+                step,
             )
-    return replace(_load(older.path, live, ranks, options=options), instead_of=str(path))
+    return replace(_load(older, live, ranks, options=options), instead_of=str(path))
 
 
 def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> bool:
@@ -117,40 +117,23 @@ def _load(
     first = ranks.broadcast(
         "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
     )
-    directory = Path(first["path"])
-    source = ranks.run_all(
-        f"load {directory}: open", lambda: _open(path, first, options, ranks.progress)
-    )
-    try:
-        once = ranks.run_all(
-            f"load {directory}: check", lambda: _check(source, live, options, str(path), ranks)
+    step = f"load {first['path']}"
+    with ExitStack() as files, ExitStack() as undo:
+        source = ranks.run_all(
+            f"{step}: open",
+            lambda: files.enter_context(closing(_open(path, first, options, ranks.progress))),
         )
-        try:
-            filled = ranks.run_all(
-                f"load {directory}: read", lambda: _read(source, live, options, ranks, once)
-            )
-        except BaseException:
-            live.rollback()
-            raise
-        live.commit(filled.restore_targets, filled.restore_values)
-    finally:
-        source.close()
-    of_ranks = ranks.gather(f"load {directory}: done", lambda: filled.bytes_read) or []
+        load = _Load(source, live, options, str(path), ranks)
+        scope, shared = ranks.run_all(f"{step}: check", load.check)
+        filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
+        undo.pop_all()
+        filled.targets.commit(filled.values)
+    bytes_read = ranks.gather(f"{step}: done", lambda: filled.bytes_read) or []
     seconds = time.monotonic() - began
-    stats = CheckpointStats(str(directory), seconds, sum(of_ranks), waited_s=seconds)
+    stats = CheckpointStats(first["path"], seconds, sum(bytes_read), waited_s=seconds)
     found = _source_summary(source).rstrip(",") if source.found.lacks else ""
-    return LoadResult(filled.client_state, source.manifest, stats, found, filled.of_ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """What one rank has read, ready to be committed."""
-
-    restore_targets: RestoreTargets
-    restore_values: RestoreValues
-    client_state: dict[str, Any]
-    of_ranks: Mapping[int, Any]
-    bytes_read: int
+    client = dict(shared.client_state)
+    return LoadResult(client, source.manifest, stats, found, filled.of_ranks)
 
 
 def _find(
@@ -189,60 +172,146 @@ def _open(
     return RenamedReader(source, KeyMapping(options.renamed), str(directory))
 
 
-def _check(
-    source: CheckpointReader, live: LiveState, options: LoadOptions, where: str, ranks: Ranks
-) -> SharedState:
-    """Find all that can be wrong before anything is changed; give what is held once."""
-    here = live.describe()
-    source.bind(here)
-    training = bool(here.groups)
-    # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result must
-    # not depend on the number of devices. Training goes on with each rank's own.
-    once = source.module_state(ranks.rank if training else 0, ranks.world_size)
-    buffers = list(_pairs(once.buffers, live.module_buffers()))
-    wanted = RestoreScope(
-        optimizer_state=training and options.optimizer_state,
-        hyperparameters=training and _with_hyperparameters(source, options),
-        strict=options.strict,
-    )
-    check_compatible(source.manifest, here, wanted, where, buffers)
-    _check_optimizer(source, live, wanted, where)
-    if once.lr_scheduler is not None and _restores_run(source, here) and options.hyperparameters:
-        live.check_scheduler(once.lr_scheduler)
-    if ranks.rank == 0:
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What one rank has read, ready to be committed."""
+
+    targets: RestoreTargets
+    values: RestoreValues
+    of_ranks: Mapping[int, Any]
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """An open checkpoint and the engine that it is loaded into, on one rank."""
+
+    source: CheckpointReader
+    live: LiveState
+    options: LoadOptions
+    where: str
+    ranks: Ranks
+
+    def check(self) -> tuple[RestoreScope, SharedState]:
+        """Find all that can be wrong before anything is changed.
+
+        Returns:
+            What is restored, and what the checkpoint holds once.
+        """
+        source, here = self.source, self.live.describe()
+        source.bind(here)
+        training = bool(here.groups)
+        # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result
+        # must not depend on the number of devices. Training goes on with each rank's own.
+        own = self.ranks.rank if training else 0
+        shared = source.module_state(own, self.ranks.world_size)
+        held = source.found.hyperparameters and not source.manifest.weights_only
+        scope = RestoreScope(
+            optimizer_state=training and self.options.optimizer_state,
+            hyperparameters=training and held and self.options.hyperparameters,
+            strict=self.options.strict,
+        )
+        buffers = list(_pairs(shared.buffers, self.live.module_buffers()))
+        check_compatible(source.manifest, here, scope, self.where, buffers)
+        self._check_optimizer(scope)
+        if shared.lr_scheduler is not None and scope.hyperparameters:
+            self.live.check_scheduler(shared.lr_scheduler)
+        if self.ranks.rank == 0:
+            self._log(here, scope, buffers)
+        source.verify(self.ranks.rank, self.ranks.world_size, report_bytes("verifying", self.ranks))
+        return scope, shared
+
+    def _check_optimizer(self, scope: RestoreScope) -> None:
+        """Refuse what is not this run's optimizer's, or not of one step with the rest.
+
+        Raises:
+            CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
+            CheckpointFormatError: it was saved at another step.
+        """
+        manifest, found = self.source.manifest, self.source.found
+        if scope.optimizer_state and found.unmatched:
+            msg = f"{self.where} does not fit this model: {found.unmatched}"
+            raise CheckpointMismatchError(msg)
+        if scope.optimizer_state and found.mixed:
+            msg = f"{self.where} is not of one save: {found.mixed}"
+            raise CheckpointFormatError(msg)
+        if scope.optimizer_state or scope.hyperparameters:
+            steps = manifest.progress.global_steps - manifest.progress.skipped_steps
+            self.live.check_optimizer(
+                manifest,
+                state=scope.optimizer_state,
+                hyperparameters=scope.hyperparameters,
+                stepped=not found.progress or steps > 0,
+            )
+
+    def _log(self, here: Manifest, scope: RestoreScope, buffers: Sequence[BufferPair]) -> None:
+        """Report what is loaded, and what of it is not as it was."""
+        where, source = self.where, self.source
         log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
         if source.found.mixed:
             log.warning("%s may not be of one save: %s", where, source.found.mixed)
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
-        for text in describe_unrestored(source.manifest, here, wanted):
+        for text in describe_unrestored(source.manifest, here, scope):
             log.warning("%s: %s", where, text)
-    source.verify(ranks.rank, ranks.world_size, report_bytes("verifying", ranks))
-    return once
 
+    def read(self, scope: RestoreScope, shared: SharedState, undo: ExitStack) -> _Filled:
+        """Fill this rank's buffers from the checkpoint; ``undo`` is told how to give them up."""
+        source = self.source
+        targets = self.live.allocate_targets(source.manifest, with_optimizer=scope.optimizer_state)
+        undo.callback(targets.rollback)
+        plans = _plans(source, targets)
+        source.check(*(plan.ranks for plan in plans))
+        values = self._values(scope, shared)
+        # From one source rank after the other; never all transfers at once.
+        in_order = heapq.merge(*(plan.by_rank() for plan in plans), key=itemgetter(0))
+        on_bytes = report_bytes("reading", self.ranks)
+        bytes_read = sum(source.read(_requests(runs, targets), on_bytes) for _, runs in in_order)
+        return _Filled(targets, values, self._of_ranks(shared), bytes_read)
 
-def _check_optimizer(
-    source: CheckpointReader, live: LiveState, wanted: RestoreScope, where: str
-) -> None:
-    """Refuse what is not this run's optimizer's, or not of one step with the rest.
-
-    Raises:
-        CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
-        CheckpointFormatError: it was saved at another step.
-    """
-    if wanted.optimizer_state and source.found.unmatched:
-        msg = f"{where} does not fit this model: {source.found.unmatched}"
-        raise CheckpointMismatchError(msg)
-    if wanted.optimizer_state and source.found.mixed:
-        msg = f"{where} is not of one save: {source.found.mixed}"
-        raise CheckpointFormatError(msg)
-    if wanted.optimizer_state or wanted.hyperparameters:
-        of_optimizer = OptimizerScope(
-            state=wanted.optimizer_state,
-            hyperparameters=wanted.hyperparameters,
-            stepped=not source.found.progress or _has_stepped(source.manifest.progress),
+    def _values(self, scope: RestoreScope, shared: SharedState) -> RestoreValues:
+        """Return what is restored beside the buffers; weights alone begin a new run."""
+        source, manifest, here = self.source, self.source.manifest, self.live.describe()
+        resumes = bool(here.groups) and not manifest.weights_only
+        layout = source.layout()
+        return RestoreValues(
+            scalars=tuple(
+                _scalars_of(source, layout, buffer.names) if scope.optimizer_state else {}
+                for buffer in here.buffers
+            ),
+            hyperparameters=tuple(group.hyperparameters for group in manifest.groups)
+            if scope.hyperparameters
+            else None,
+            module_buffers=shared.buffers,
+            progress=manifest.progress if resumes and source.found.progress else here.progress,
+            loss_scaler=shared.loss_scaler if resumes else {},
+            lr_scheduler=shared.lr_scheduler if scope.hyperparameters else None,
+            optimizer=manifest.writer.optimizer,
         )
-        live.check_optimizer(source.manifest, of_optimizer)
+
+    def _of_ranks(self, shared: SharedState) -> dict[int, Any]:
+        """Return the entry that is wanted of the ranks whose part this one takes over, if any.
+
+        Of more ranks each has every so many; of fewer, several ranks share what one had.
+        """
+        wanted, rank = self.options.of_ranks, self.ranks.rank
+        saved, here = self.source.manifest.world_size, self.ranks.world_size
+        if not wanted or shared.read_client_entry is None or saved == here:
+            return {}
+        taken_over = range(rank, saved, here) or [rank % saved]
+        entries = {other: shared.read_client_entry(other, wanted) for other in taken_over}
+        return {other: entry for other, entry in entries.items() if entry is not None}
+
+
+def _plans(source: CheckpointReader, targets: RestoreTargets) -> tuple[TransferPlan, TransferPlan]:
+    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights."""
+    owned = {p.name for p in source.manifest.optimized}
+    masters = [f for f in targets.fragments if f.name in owned]
+    frozen = [f for f in targets.fragments if f.name not in owned]
+    return (
+        TransferPlan(masters, source.layout()),
+        TransferPlan(frozen, source.frozen_layout()),
+    )
 
 
 def _pairs(
@@ -262,21 +331,6 @@ def _pairs(
         )
 
 
-def _has_stepped(progress: Progress) -> bool:
-    return progress.global_steps > progress.skipped_steps
-
-
-def _restores_run(source: CheckpointReader, here: Manifest) -> bool:
-    """Return whether a run goes on, if need be with a fresh optimizer; weights start a new one."""
-    return bool(here.groups) and not source.manifest.weights_only
-
-
-def _with_hyperparameters(source: CheckpointReader, options: LoadOptions) -> bool:
-    """Return whether the groups' hyperparameters are restored."""
-    held = source.found.hyperparameters and not source.manifest.weights_only
-    return options.hyperparameters and held
-
-
 def _source_summary(source: CheckpointReader) -> str:
     """Return in one line what was found, and what it does not hold."""
     manifest, found = source.manifest, source.found
@@ -287,94 +341,14 @@ def _source_summary(source: CheckpointReader) -> str:
     return f"{text} without {', '.join(found.lacks)}," if found.lacks else text
 
 
-def _read(
-    source: CheckpointReader, live: LiveState, options: LoadOptions, ranks: Ranks, once: SharedState
-) -> _Filled:
-    """Fill this rank's buffers from the checkpoint."""
-    manifest = source.manifest
-    here = live.describe()
-    with_optimizer = options.optimizer_state and bool(here.groups) and not manifest.weights_only
-    restore_targets = live.allocate_targets(manifest, with_optimizer=with_optimizer)
-    plans = _plan(source, restore_targets)
-    source.check(plans.masters.ranks, plans.frozen.ranks)
-    restores_run = _restores_run(source, here)
-    layout = source.layout()
-    restore_values = RestoreValues(
-        scalars=tuple(
-            _scalars_of(source, layout, buffer.names) if with_optimizer else {}
-            for buffer in here.buffers
-        ),
-        hyperparameters=tuple(group.hyperparameters for group in manifest.groups)
-        if restores_run and _with_hyperparameters(source, options)
-        else None,
-        module_buffers=once.buffers,
-        progress=manifest.progress if restores_run and source.found.progress else here.progress,
-        loss_scaler=once.loss_scaler if restores_run else {},
-        lr_scheduler=once.lr_scheduler if restores_run and options.hyperparameters else None,
-        optimizer=manifest.writer.optimizer,
-    )
-    on_bytes = report_bytes("reading", ranks)
-    bytes_read = sum(
-        source.read(_requests(transfers, restore_targets), on_bytes)
-        for transfers in plans.by_rank()
-    )
-    of_ranks = _of_ranks(manifest, options, ranks, once)
-    return _Filled(restore_targets, restore_values, dict(once.client_state), of_ranks, bytes_read)
-
-
-def _of_ranks(
-    manifest: Manifest, options: LoadOptions, ranks: Ranks, once: SharedState
-) -> dict[int, Any]:
-    """Return the entry that is wanted of the ranks whose part this one takes over, if others saved.
-
-    Of more ranks each has every so many; of fewer, several ranks share what one had.
-    """
-    saved, here = manifest.world_size, ranks.world_size
-    if not options.of_ranks or once.read_client_entry is None or saved == here:
-        return {}
-    entries = {
-        rank: once.read_client_entry(rank, options.of_ranks)
-        for rank in (range(ranks.rank, saved, here) or [ranks.rank % saved])
-    }
-    return {rank: entry for rank, entry in entries.items() if entry is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """Which runs this rank reads."""
-
-    masters: TransferPlan
-    """Of masters, and of the states beside them."""
-    frozen: TransferPlan
-
-    def by_rank(self) -> Iterator[list[Transfer]]:
-        """Yield the runs from one source rank after the other; never all of them at once."""
-        in_order = heapq.merge(self.masters.by_rank(), self.frozen.by_rank(), key=itemgetter(0))
-        return (transfers for _, transfers in in_order)
-
-
-def _plan(source: CheckpointReader, restore_targets: RestoreTargets) -> _Plans:
-    """Plan every run to be read: weights from masters or frozen weights, then states."""
-    owned = {p.name for p in source.manifest.optimized}
-    mine = [f for f in restore_targets.fragments if f.name in owned]
-    frozen = [f for f in restore_targets.fragments if f.name not in owned]
-    return _Plans(TransferPlan(mine, source.layout()), TransferPlan(frozen, source.frozen_layout()))
-
-
-def _requests(transfers: Sequence[Transfer], restore_targets: RestoreTargets) -> list[ReadRequest]:
+def _requests(transfers: Sequence[Transfer], targets: RestoreTargets) -> list[ReadRequest]:
     """Return what is to be read by runs: weights, then states."""
-    requests = [ReadRequest(WEIGHT, t, restore_targets.weights[t.target_buffer]) for t in transfers]
+    requests = [ReadRequest(WEIGHT, t, targets.weights[t.target_buffer]) for t in transfers]
     return requests + [
-        ReadRequest(key, transfer, target)
-        for transfer in transfers
-        for key, target in _states_of(transfer, restore_targets).items()
+        ReadRequest(key, t, target)
+        for t in transfers
+        for key, target in targets.states[t.target_buffer].items()
     ]
-
-
-def _states_of(transfer: Transfer, restore_targets: RestoreTargets) -> Mapping[str, Any]:
-    """Return the state targets that share a transfer's place; frozen weights have none."""
-    states = restore_targets.states
-    return states[transfer.target_buffer] if transfer.target_buffer < len(states) else {}
 
 
 def _scalars_of(

@@ -12,12 +12,7 @@ import torch
 
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.manifest import Manifest, Plain
-from lightning_elastic_zero.tensor_state import (
-    OptimizerScope,
-    RankState,
-    RestoreTargets,
-    RestoreValues,
-)
+from lightning_elastic_zero.tensor_state import RankState, RestoreTargets
 
 REPORT_EVERY_S = 10.0
 """How often long reading and writing says how far it is."""
@@ -40,8 +35,17 @@ class LiveState(Protocol):
         """Return the persistent module buffers, by reference."""
         ...
 
-    def check_optimizer(self, source: Manifest, wanted: OptimizerScope) -> None:
-        """Refuse the state, and the hyperparameters, of another optimizer."""
+    def check_optimizer(
+        self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
+    ) -> None:
+        """Refuse the state, and the hyperparameters, of another optimizer.
+
+        Args:
+            source: of the checkpoint.
+            state: whether the optimizer's state is wanted.
+            hyperparameters: whether those of the parameter groups are.
+            stepped: whether the saved run may have taken a step.
+        """
         ...
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
@@ -49,15 +53,7 @@ class LiveState(Protocol):
         ...
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Allocate buffers to fill; nothing live is lost before ``commit``."""
-        ...
-
-    def rollback(self) -> None:
-        """Undo ``allocate_targets`` after a failure; no collective."""
-        ...
-
-    def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
-        """Commit what was received; collective."""
+        """Allocate buffers to fill, and then to commit or to roll back; nothing live is lost."""
         ...
 
 

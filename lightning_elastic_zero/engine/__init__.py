@@ -16,14 +16,12 @@ import torch
 from lightning_elastic_zero.engine.flat_buffers import group_parameters
 from lightning_elastic_zero.engine.gradients import drop_accumulation_window
 from lightning_elastic_zero.engine.inference import InferenceEngine
+from lightning_elastic_zero.engine.installation import recovery_script, use_accelerator
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
-    check_options,
+    check_supported,
     optimizer_wrapper,
-    recovery_script,
-    use_accelerator,
-    version_of,
 )
 from lightning_elastic_zero.engine.training import TrainingEngine
 
@@ -41,7 +39,6 @@ __all__ = [
     "trained_parameters",
     "updates_state_before_step",
     "use_accelerator",
-    "version_of",
     "weights_match_masters",
 ]
 
@@ -60,15 +57,6 @@ def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401
     wrapper = optimizer_wrapper(engine)
     members = group_parameters(engine.optimizer, wrapper) if wrapper else []
     return [parameter for group in members for parameter in group]
-
-
-def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Refuse an engine that the library cannot save and resume: alike on all ranks.
-
-    Raises:
-        UnsupportedError: with every reason that was found.
-    """
-    check_options(engine)
 
 
 def check_places(engine: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -103,7 +91,7 @@ def live_engine(
     Raises:
         UnsupportedError: the engine, or an option of it, is not supported.
     """
-    check_options(engine)
+    check_supported(engine)
     if not optimizer_wrapper(engine):
         return InferenceEngine(engine)
     live = TrainingEngine(engine)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_elastic_zero.engine.module import (
+    allocate_pieces,
+    commit_pieces,
     drop_secondary_tensors,
     engine_precision,
     full_shape,
@@ -18,15 +21,10 @@ from lightning_elastic_zero.engine.module import (
     weight_piece,
     write_buffers,
 )
-from lightning_elastic_zero.engine.support import version_of
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Manifest, Writer
-from lightning_elastic_zero.tensor_state import (
-    OptimizerScope,
-    RankState,
-    RestoreTargets,
-    RestoreValues,
-)
+from lightning_elastic_zero.requirements import version_of
+from lightning_elastic_zero.tensor_state import RankState, RestoreTargets, RestoreValues
 
 
 class InferenceEngine:
@@ -36,20 +34,10 @@ class InferenceEngine:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
-        """Read from a supported engine (``check_options``)."""
+        """Read from a supported engine (``check_supported``)."""
         self._engine = engine
         self._parameters = {names[0]: p for p, names in parameter_names(engine.module).items()}
         self._partitioned = any(hasattr(p, "ds_tensor") for p in self._parameters.values())
-
-    @property
-    def rank(self) -> int:
-        """This rank among the data-parallel ones."""
-        return int(self._engine.global_rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return int(self._engine.seq_dp_world_size)
 
     def describe(self) -> Manifest:
         """Return a description of the engine: a manifest without groups."""
@@ -57,7 +45,7 @@ class InferenceEngine:
         return Manifest(
             save_id="",
             stage=STAGE_WEIGHTS if self._partitioned else 0,
-            world_size=self.world_size,
+            world_size=self._engine.seq_dp_world_size,
             precision=engine_precision(engine),
             master_dtype="",
             parameters=parameter_table(engine.module, {}),
@@ -89,13 +77,15 @@ class InferenceEngine:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
-    def check_optimizer(self, source: Manifest, wanted: OptimizerScope) -> None:
+    def check_optimizer(
+        self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
+    ) -> None:
         """Accept: no optimizer state is wanted."""
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
         """Accept: nothing steps."""
 
-    def partition(self) -> None:
+    def _partition(self) -> None:
         """ZeRO-3: partition the parameters that are gathered (collective)."""
         if self._partitioned:
             self._engine.optimizer.partition_all_parameters()
@@ -103,28 +93,22 @@ class InferenceEngine:
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         """Allocate buffers, beside the live weights, for this rank's pieces of all weights."""
         del with_optimizer
-        self.partition()
+        self._partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
-        fragments: list[Fragment] = []
-        weights: list[torch.Tensor] = []
-        for name, parameter in self._parameters.items():
-            start, piece = weight_piece(parameter)
-            if name in held and piece.numel():
-                stop = start + piece.numel()
-                fragments.append(Fragment(name, start, stop, self.rank, len(weights), 0))
-                weights.append(torch.empty_like(piece, device="cpu"))
-        return RestoreTargets(tuple(fragments), tuple(weights), states=())
-
-    def rollback(self) -> None:
-        """Undo nothing: what was received lies beside the live weights."""
+        pieces = allocate_pieces(self._parameters, held, self._engine.global_rank)
+        return RestoreTargets(
+            fragments=tuple(pieces),
+            weights=tuple(pieces.values()),
+            states=tuple({} for _ in pieces),
+            commit=partial(self._commit, pieces),
+            rollback=lambda: None,
+        )
 
     @torch.no_grad()
-    def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
+    def _commit(self, pieces: Mapping[Fragment, torch.Tensor], values: RestoreValues) -> None:
         """Commit what was received: collective under ZeRO-3."""
-        for fragment in filled.fragments:
-            _, piece = weight_piece(self._parameters[fragment.name])
-            piece.copy_(filled.weights[fragment.buffer])
-        self._after_weights_changed(restore_values.module_buffers)
+        commit_pieces(self._parameters, pieces)
+        self._after_weights_changed(values.module_buffers)
 
     @torch.no_grad()
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
@@ -136,7 +120,7 @@ class InferenceEngine:
         Returns:
             The names of the parameters that were taken.
         """
-        self.partition()
+        self._partition()
         taken = []
         for name, parameter in self._parameters.items():
             if name in weights and weights[name].shape == full_shape(parameter):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import distributed
 
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Parameter, Plain
 from lightning_elastic_zero.tensor_state import cast_like, dtype_name
 
@@ -62,6 +63,34 @@ def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:  # noqa: ANN401 (Z
     start = distributed.get_rank(group=parameter.ds_process_group) * piece
     count = max(0, min(piece, parameter.ds_numel - start))
     return start, parameter.ds_tensor.data[:count]
+
+
+def allocate_pieces(
+    parameters: Mapping[str, torch.nn.Parameter], held: Collection[str], rank: int, first: int = 0
+) -> dict[Fragment, torch.Tensor]:
+    """Allocate a tensor on the host for this rank's piece of each weight that a checkpoint holds.
+
+    Args:
+        parameters: partitioned, by name.
+        held: names of the weights that the checkpoint holds.
+        rank: this one.
+        first: number of the first tensor, as ``Fragment.buffer`` has it.
+    """
+    pieces: dict[Fragment, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        start, piece = weight_piece(parameter)
+        if name in held and piece.numel():
+            fragment = Fragment(name, start, start + piece.numel(), rank, first + len(pieces), 0)
+            pieces[fragment] = torch.empty_like(piece, device="cpu")
+    return pieces
+
+
+def commit_pieces(
+    parameters: Mapping[str, torch.nn.Parameter], pieces: Mapping[Fragment, torch.Tensor]
+) -> None:
+    """Copy what was received into this rank's pieces of weights."""
+    for fragment, values in pieces.items():
+        weight_piece(parameters[fragment.name])[1].copy_(values)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.manifest import Group, Plain, StateKey
+from lightning_elastic_zero.manifest import Group, StateKey
 from lightning_elastic_zero.tensor_state import Scalar, numpy_to_python, state_key
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
@@ -124,28 +124,6 @@ def place_scalar(
     # a tensor of its own, since the optimizer counts it up in place.
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return value.detach().clone().to(device if on_device else "cpu")
-
-
-def update_group(
-    group: dict[str, Any],
-    saved: Mapping[str, Plain],
-    *,
-    same_class: bool,
-    restore: Any,  # noqa: ANN401
-) -> None:
-    """Restore a group's hyperparameters in place: schedulers hold on to the dict.
-
-    Args:
-        group: the live group.
-        saved: the saved hyperparameters.
-        same_class: whether the same optimizer class saved them; another one's own are left out.
-        restore: turns plain data into a value like the live one.
-    """
-    for key, value in saved.items():
-        if key in EXECUTION_KEYS | MEMBER_KEYS:
-            continue
-        if same_class or key in group or key in SCHEDULER_KEYS:
-            group[key] = restore(value, group.get(key))
 
 
 def check_groups_alike(

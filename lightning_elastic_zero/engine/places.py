@@ -17,7 +17,7 @@ from torch import distributed
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.module import weight_piece
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
 
 COMPARE_ELEMENTS = 1 << 20
@@ -117,5 +117,17 @@ def bounded_runs(fragments: Iterable[Fragment]) -> Iterator[tuple[Fragment, int,
     """Yield the runs of a flat buffer, at most ``COMPARE_ELEMENTS`` long, as offsets in it."""
     for fragment in fragments:
         end = fragment.offset + fragment.stop - fragment.start
-        for at in range(fragment.offset, end, COMPARE_ELEMENTS):
-            yield fragment, at, min(at + COMPARE_ELEMENTS, end)
+        for at, stop in spans(fragment.offset, end, COMPARE_ELEMENTS):
+            yield fragment, at, stop
+
+
+def weights_match(buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[Fragment]) -> bool:
+    """Whether this rank's part of the weights in a flat buffer is its masters, rounded."""
+    parameters = dict(zip(row.names, buffer.parameters, strict=True))
+    for fragment, at, end in bounded_runs(fragments):
+        first, piece = weight_piece(parameters[fragment.name])
+        skipped = fragment.start - first - fragment.offset
+        weights = piece[at + skipped : end + skipped]
+        if not torch.equal(weights, buffer.master.data[at:end].to(weights)):
+            return False
+    return True

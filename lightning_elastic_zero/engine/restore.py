@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,55 +10,75 @@ import torch
 
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.module import unplain
-from lightning_elastic_zero.engine.optimizer_state import place_scalar, update_group
+from lightning_elastic_zero.engine.optimizer_state import (
+    EXECUTION_KEYS,
+    MEMBER_KEYS,
+    SCHEDULER_KEYS,
+    place_scalar,
+)
 from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.tensor_state import RestoreTargets, RestoreValues, Scalar, cast_like
+from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where one flat buffer's masters are received."""
+class FlatTarget:
+    """Where the masters and the states of one flat buffer are received."""
 
     buffer: LiveFlatBuffer
     fragments: tuple[Fragment, ...]
     """What this rank holds in it."""
-    tensor: torch.Tensor
+    master: torch.Tensor
     """The live masters, or a tensor of their shape on the host."""
     in_place: bool
-
-    def copy_live_masters(self) -> None:
-        """Begin with the live masters, where the checkpoint does not hold all of them."""
-        if not self.in_place:
-            self.tensor.copy_(self.buffer.master.data)
+    """Whether it is the live ones."""
+    states: Mapping[str, torch.Tensor]
+    """Element-wise optimizer states, beside the live ones."""
 
 
-def master_target(buffer: LiveFlatBuffer, fragments: tuple[Fragment, ...]) -> Target:
+def flat_target(
+    buffer: LiveFlatBuffer,
+    fragments: tuple[Fragment, ...],
+    states: Mapping[str, torch.Tensor],
+    *,
+    whole: bool,
+) -> FlatTarget:
     """Choose where a flat buffer's masters are received.
 
     In place, where the low-precision weights can rebuild what is overwritten: that is so in a
     fresh engine, and in one that trains in fp32. It saves one more copy of the masters.
+
+    Args:
+        buffer: the live one.
+        fragments: what this rank holds in it.
+        states: where its states are received.
+        whole: whether all of it is received; else what is not stays as it is.
     """
-    master = buffer.master.data
-    low = buffer.low.data
+    live, low = buffer.master.data, buffer.low.data
     if all(
-        torch.equal(master[at:end], low[at:end].to(master))
-        for _, at, end in bounded_runs(fragments)
+        torch.equal(live[at:end], low[at:end].to(live)) for _, at, end in bounded_runs(fragments)
     ):
-        return Target(buffer, fragments, master, in_place=True)
-    return Target(buffer, fragments, torch.empty_like(master, device="cpu"), in_place=False)
+        return FlatTarget(buffer, fragments, live, in_place=True, states=states)
+    master = torch.empty_like(live, device="cpu")
+    if not whole:
+        master.copy_(live)
+    return FlatTarget(buffer, fragments, master, in_place=False, states=states)
 
 
-def rebuild_masters(targets: Sequence[Target]) -> None:
+def rebuild_masters(targets: Iterable[FlatTarget]) -> None:
     """Undo receiving in place."""
     for target in targets:
         if target.in_place:
             target.buffer.master.data.copy_(target.buffer.low.data)
 
 
-def state_targets(inner: Any, buffer: LiveFlatBuffer, source: Manifest) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def allocate_states(
+    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    buffer: LiveFlatBuffer,
+    source: Manifest,
+) -> dict[str, torch.Tensor]:
     """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
 
     On the host, where a live state will take the values in its own memory: the device never holds
@@ -68,7 +88,9 @@ def state_targets(inner: Any, buffer: LiveFlatBuffer, source: Manifest) -> dict[
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].state:
         if key.kind == "elementwise":
-            dtype = _state_dtype(key.dtype, source, master)
+            # One that is kept in the masters' dtype follows the live masters.
+            like_masters = key.dtype == source.master_dtype
+            dtype = master.dtype if like_masters else getattr(torch, key.dtype)
             device = "cpu" if _has_place(live.get(key.name), master, dtype) else master.device
             targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
     return targets
@@ -84,60 +106,46 @@ def _has_place(live: object, master: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _state_dtype(saved: str, source: Manifest, master: torch.Tensor) -> torch.dtype:
-    """Return a state's dtype: one kept in the masters' dtype follows the live masters' one."""
-    dtype: torch.dtype = master.dtype if saved == source.master_dtype else getattr(torch, saved)
-    return dtype
-
-
-def commit_masters(targets: Sequence[Target], filled: RestoreTargets, *, keep_fp32: bool) -> None:
-    """Commit the masters; padding, which is uninitialised memory in a live engine, is zeroed.
+def commit_masters(target: FlatTarget, *, keep_fp32: bool) -> None:
+    """Commit masters; padding, which is uninitialised memory in a live engine, is zeroed.
 
     Args:
-        targets: where they were received.
-        filled: the filled tensors.
+        target: where they were received.
         keep_fp32: False is DeepSpeed's ``load_from_fp32_weights: false``: masters without what
             rounding to the low-precision weights takes away.
     """
-    for index, target in enumerate(targets):
-        master = target.buffer.master.data
-        if not target.in_place:
-            master.copy_(filled.weights[index])
-        if not keep_fp32:
-            _round(master, target.buffer.low.dtype)
-        reached = 0
-        for fragment in target.fragments:
-            master[reached : fragment.offset].zero_()
-            reached = fragment.offset + fragment.stop - fragment.start
-        master[reached:].zero_()
+    master = target.buffer.master.data
+    if not target.in_place:
+        master.copy_(target.master)
+    if not keep_fp32:
+        _round(master, target.buffer.low.dtype)
+    reached = 0
+    for fragment in target.fragments:
+        master[reached : fragment.offset].zero_()
+        reached = fragment.offset + fragment.stop - fragment.start
+    master[reached:].zero_()
 
 
 def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
     """Round masters to a narrower type, a bounded part at a time: the device may be full."""
-    for start in range(0, master.numel(), COMPARE_ELEMENTS):
-        part = master[start : start + COMPARE_ELEMENTS]
-        part.copy_(part.to(dtype))
+    for start, stop in spans(0, master.numel(), COMPARE_ELEMENTS):
+        master[start:stop] = master[start:stop].to(dtype)
 
 
-def commit_state(
-    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
-    buffer: LiveFlatBuffer,
-    elementwise: Mapping[str, torch.Tensor],
-    scalars: Mapping[str, Scalar],
-) -> None:
+def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) -> None:  # noqa: ANN401
     """Commit a flat buffer's states; without any the optimizer starts fresh on it.
 
     Live states of the same type are overwritten where they are: they may be pinned or linked to,
     and what is allocated now could fail half-way. Scalars are new: each buffer needs its own.
     """
-    master = buffer.master
-    if not elementwise and not scalars:
+    master = target.buffer.master
+    if not target.states and not scalars:
         _reset_state(inner, master)
         return
-    group, live = inner.param_groups[buffer.group], type(inner).__name__
+    group, live = inner.param_groups[target.buffer.group], type(inner).__name__
     kept = inner.state.get(master, {})
     inner.state[master] = {
-        **{key: _take(kept.get(key), value, master) for key, value in elementwise.items()},
+        **{key: _take(kept.get(key), value, master) for key, value in target.states.items()},
         **{k: place_scalar(k, v, live, group, master.device) for k, v in scalars.items()},
     }
 
@@ -163,13 +171,19 @@ def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
         inner.state.pop(flat, None)
 
 
-def commit_groups(inner: Any, restore_values: RestoreValues) -> None:  # noqa: ANN401
-    """Restore each parameter group's hyperparameters, in place, where they are to be restored."""
-    if restore_values.hyperparameters is None:
+def commit_groups(inner: Any, values: RestoreValues) -> None:  # noqa: ANN401
+    """Restore the groups' hyperparameters in place: schedulers hold on to the dicts.
+
+    Where another class of optimizer saved them, what only it has is left out.
+    """
+    if values.hyperparameters is None:
         return
-    same_class = restore_values.optimizer == type(inner).__name__
-    for group, saved in zip(inner.param_groups, restore_values.hyperparameters, strict=True):
-        update_group(group, saved, same_class=same_class, restore=unplain)
+    same_class = values.optimizer == type(inner).__name__
+    for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):
+        for key, value in saved.items():
+            known = same_class or key in group or key in SCHEDULER_KEYS
+            if known and key not in EXECUTION_KEYS | MEMBER_KEYS:
+                group[key] = unplain(value, group.get(key))
 
 
 def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: ANN401
@@ -197,9 +211,9 @@ def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: AN
         raise CheckpointMismatchError(msg)
 
 
-def commit_counters(engine: Any, restore_values: RestoreValues) -> None:  # noqa: ANN401 (untyped library)
+def commit_counters(engine: Any, values: RestoreValues) -> None:  # noqa: ANN401 (untyped library)
     """Restore what DeepSpeed counts, its loss scaler, and the scheduler that it steps itself."""
-    progress = restore_values.progress
+    progress = values.progress
     engine.global_steps = progress.global_steps
     engine.global_samples = progress.global_samples
     engine.skipped_steps = progress.skipped_steps
@@ -207,11 +221,9 @@ def commit_counters(engine: Any, restore_values: RestoreValues) -> None:  # noqa
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if scaler is not None and restore_values.loss_scaler.get("class") == type(scaler).__name__:
-        for key in vars(scaler).keys() & restore_values.loss_scaler.keys():
-            setattr(scaler, key, restore_values.loss_scaler[key])
-    if restore_values.lr_scheduler is not None and engine.lr_scheduler is not None:
+    if scaler is not None and values.loss_scaler.get("class") == type(scaler).__name__:
+        for key in vars(scaler).keys() & values.loss_scaler.keys():
+            setattr(scaler, key, values.loss_scaler[key])
+    if values.lr_scheduler is not None and engine.lr_scheduler is not None:
         scheduler = engine.lr_scheduler
-        scheduler.load_state_dict(
-            cast_like(dict(restore_values.lr_scheduler), scheduler.state_dict())
-        )
+        scheduler.load_state_dict(cast_like(dict(values.lr_scheduler), scheduler.state_dict()))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Mapping
-from importlib import metadata, util
-from pathlib import Path
-from subprocess import SubprocessError
 from typing import Any
 
+from lightning_elastic_zero.engine.flat_buffers import live_flat_buffers
 from lightning_elastic_zero.engine.releases import check_names
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.requirements import DEEPSPEED
-
-log = logging.getLogger(__name__)
+from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
 WRAPPERS = {
     "DeepSpeedZeroOptimizer": "ZeRO-1 and ZeRO-2",
@@ -48,7 +42,7 @@ def optimizer_wrapper(engine: Any) -> str | None:  # noqa: ANN401 (untyped libra
     return None if name in NO_OPTIMIZER else name
 
 
-def check_options(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     """Refuse an engine that the library cannot save and resume.
 
     Raises:
@@ -67,7 +61,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
     Args:
         config: the DeepSpeed config dict. What only a live engine shows is left to
-            ``check_options``.
+            ``check_supported``.
 
     Raises:
         UnsupportedError: with every reason that was found.
@@ -105,64 +99,6 @@ def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
         levels = [config, config.get(part) or {}, (config.get(part) or {}).get(name) or {}]
         if all(level.get("enabled") for level in levels):
             yield title
-
-
-def use_accelerator(name: str) -> None:
-    """Have DeepSpeed use the accelerator that the trainer uses: ``"cpu"`` or ``"cuda"``.
-
-    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by what it finds.
-
-    Raises:
-        UnsupportedError: it has decided otherwise already.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", name)
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (after the variable is set)
-
-    chosen = get_accelerator().device_name()
-    if chosen != name:
-        msg = (
-            f"the trainer runs on {name}, but DeepSpeed has chosen {chosen} in this process: set "
-            f"the environment variable DS_ACCELERATOR={name} before the script starts"
-        )
-        raise UnsupportedError(msg)
-    if name == "cpu":
-        _do_without_shared_memory_op(get_accelerator())
-
-
-def _do_without_shared_memory_op(accelerator: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Make DeepSpeed start on a machine that cannot compile its shared-memory collectives.
-
-    They are an optional speed-up beside gloo, but ``init_distributed`` raises where they do not
-    build. DeepSpeed consults its table of compatible ops first; what cannot be built is not.
-    """
-    from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
-
-    builder = accelerator.create_op_builder("ShareMemCommBuilder")
-    table = ops.__compatible_ops__
-    if builder is None or not table.get(builder.NAME, False):
-        return
-    try:
-        builder.load()
-    except (RuntimeError, ImportError, OSError, SubprocessError) as error:
-        log.warning("going on without DeepSpeed's shared-memory collectives: %s", error)
-        table[builder.NAME] = False
-
-
-def recovery_script() -> Path | None:
-    """Return DeepSpeed's own ``zero_to_fp32.py``, which checkpoints carry; None where it lacks."""
-    spec = util.find_spec("deepspeed")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    script = Path(next(iter(spec.submodule_search_locations))) / "utils" / "zero_to_fp32.py"
-    return script if script.is_file() else None
-
-
-def version_of(package: str) -> str:
-    """Return an installed package's version, empty where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _stage(stage: object) -> Iterator[str]:
@@ -221,7 +157,7 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
     if wrapper == "DeepSpeedZeroOptimizer" and any(g.get("use_muon") for g in inner.param_groups):
         yield "Muon in ZeRO-1/2: its momentum is not cut like the parameters; use stage 3"
     yield from _added_later(engine)
-    flats = len(_flat_groups(engine.optimizer, wrapper))
+    flats = len({buffer.group for buffer in live_flat_buffers(engine.optimizer, wrapper)})
     if len(inner.param_groups) < flats:
         yield (
             f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
@@ -239,14 +175,6 @@ def _added_later(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library
                 "initialized, so that it is not partitioned: let all groups be there from the "
                 "beginning, with lr=0 until their turn comes"
             )
-
-
-def _flat_groups(optimizer: Any, wrapper: str) -> set[int]:  # noqa: ANN401 (untyped library)
-    """Return the indices of the parameter groups that the wrapper was built with."""
-    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
-        return set(optimizer.sub_group_to_group_id.values())
-    bf16 = wrapper == "BF16_Optimizer"
-    return set(range(len(optimizer.bf16_groups if bf16 else optimizer.bit16_groups)))
 
 
 def _offload(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from lightning_elastic_zero.engine.infer_optimizer import (
     check_unnamed_state,
 )
 from lightning_elastic_zero.engine.module import (
+    allocate_pieces,
+    commit_pieces,
     drop_secondary_tensors,
     engine_precision,
     full_shape,
@@ -40,23 +43,23 @@ from lightning_elastic_zero.engine.optimizer_state import (
     state_keys,
 )
 from lightning_elastic_zero.engine.places import (
-    bounded_runs,
     rank_fragments,
     verify_pieces,
     verify_places,
+    weights_match,
 )
 from lightning_elastic_zero.engine.restore import (
-    Target,
+    FlatTarget,
+    allocate_states,
     check_scheduler,
     commit_counters,
     commit_groups,
     commit_masters,
     commit_state,
-    master_target,
+    flat_target,
     rebuild_masters,
-    state_targets,
 )
-from lightning_elastic_zero.engine.support import optimizer_wrapper, version_of
+from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.engine.weight_decay import weight_decay_change
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.layout import Fragment
@@ -70,9 +73,9 @@ from lightning_elastic_zero.manifest import (
     Writer,
 )
 from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.tensor_state import (
     FlatState,
-    OptimizerScope,
     RankState,
     RestoreTargets,
     RestoreValues,
@@ -92,13 +95,14 @@ class TrainingEngine:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
-        """Read from a supported engine (``check_options``)."""
+        """Read from a supported engine (``check_supported``)."""
         self._engine = engine
         self._wrapper = optimizer_wrapper(engine) or ""
         self._optimizer = engine.optimizer
         self._stage: int = int(engine.zero_optimization_stage())
         self._names = {p: names[0] for p, names in parameter_names(engine.module).items()}
-        self._targets: list[Target] = []
+        self._rank: int = engine.global_rank
+        self._world_size: int = engine.seq_dp_world_size
         if offloaded := getattr(self._optimizer, "offloaded_states", None):
             msg = f"states are offloaded ({offloaded}): call engine.reload_states() first"
             raise UnsupportedError(msg)
@@ -112,16 +116,6 @@ class TrainingEngine:
     @property
     def _inner(self) -> Any:  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
         return self._optimizer.optimizer
-
-    @property
-    def rank(self) -> int:
-        """This rank among the data-parallel ones."""
-        return int(self._engine.global_rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return int(self._engine.seq_dp_world_size)
 
     @cached_property
     def _rows(self) -> tuple[FlatBuffer, ...]:
@@ -141,7 +135,11 @@ class TrainingEngine:
     @cached_property
     def _fragments(self) -> tuple[tuple[Fragment, ...], ...]:
         """What this rank holds, by flat buffer."""
-        return rank_fragments(self._stage, self._rows, self.world_size, self.rank)
+        return rank_fragments(self._stage, self._rows, self._world_size, self._rank)
+
+    def _placed(self) -> Iterator[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
+        """Yield each flat buffer, how it is laid out over all ranks, and what this one holds."""
+        yield from zip(self._buffers, self._rows, self._fragments, strict=True)
 
     def verify_places(self, *, fresh: bool) -> None:
         """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
@@ -149,8 +147,8 @@ class TrainingEngine:
         Raises:
             UnsupportedError: they lie elsewhere; see ``places.verify_places``.
         """
-        verify_pieces(self._names, self.rank, self.world_size)
-        for placed in zip(self._buffers, self._rows, self._fragments, strict=True):
+        verify_pieces(self._names, self._rank, self._world_size)
+        for placed in self._placed():
             verify_places(*placed, fresh=fresh)
 
     def weights_match_masters(self) -> bool:
@@ -159,15 +157,7 @@ class TrainingEngine:
         After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
         masters.
         """
-        for buffer, row, fragments in zip(self._buffers, self._rows, self._fragments, strict=True):
-            parameters = dict(zip(row.names, buffer.parameters, strict=True))
-            for fragment, at, end in bounded_runs(fragments):
-                first, piece = weight_piece(parameters[fragment.name])
-                skipped = fragment.start - first - fragment.offset
-                weights = piece[at + skipped : end + skipped]
-                if not torch.equal(weights, buffer.master.data[at:end].to(weights)):
-                    return False
-        return True
+        return all(starmap(weights_match, self._placed()))
 
     def describe(self) -> Manifest:
         """Return a description of the engine: a manifest that has no files yet.
@@ -180,7 +170,7 @@ class TrainingEngine:
         return Manifest(
             save_id="",
             stage=self._stage,
-            world_size=self.world_size,
+            world_size=self._world_size,
             precision=engine_precision(engine),
             master_dtype=dtype_name(self._buffers[0].master.dtype),
             parameters=parameter_table(engine.module, groups_of),
@@ -281,22 +271,14 @@ class TrainingEngine:
 
     # -- how it is given other state ---------------------------------------------------------
 
-    def partition(self) -> None:
-        """ZeRO-3: partition the parameters that are gathered."""
-        if self._stage == STAGE_WEIGHTS:
-            self._optimizer.checkpoint_event_prologue()
-
-    def gather_persistent(self) -> None:
-        """ZeRO-3: gather the parameters that stay gathered between steps (collective)."""
-        if self._stage == STAGE_WEIGHTS:
-            self._optimizer.checkpoint_event_epilogue()
-
     def module_buffers(self) -> dict[str, torch.Tensor]:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
-    def check_optimizer(self, source: Manifest, wanted: OptimizerScope) -> None:
-        """Refuse state and hyperparameters of another optimizer.
+    def check_optimizer(
+        self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
+    ) -> None:
+        """Refuse state and hyperparameters of another optimizer; see ``LiveState``.
 
         Raises:
             CheckpointMismatchError: they belong to another class, or a group lacks its state.
@@ -305,10 +287,10 @@ class TrainingEngine:
             check_same_optimizer(saved, type(self._inner).__name__)
         else:
             check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
-            if wanted.state:
-                check_unnamed_state(source.groups, self._inner, stepped=wanted.stepped)
-        changed = weight_decay_change(source, self._inner) if wanted.hyperparameters else ""
-        if changed and self.rank == 0:
+            if state:
+                check_unnamed_state(source.groups, self._inner, stepped=stepped)
+        changed = weight_decay_change(source, self._inner) if hyperparameters else ""
+        if changed and self._rank == 0:
             log.warning("%s", changed)
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
@@ -326,65 +308,51 @@ class TrainingEngine:
         beside the live ones. Masters are received in place where the low-precision weights can
         rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
         """
-        self.partition()
-        self._targets = list(map(master_target, self._buffers, self._fragments))
+        if self._stage == STAGE_WEIGHTS:  # What is gathered is partitioned.
+            self._optimizer.checkpoint_event_prologue()
         held = {p.name for p in source.parameters} - set(source.excluded)
-        fragments = [
-            fragment
-            for target in self._targets
-            for fragment in target.fragments
-            if fragment.name in held
+        flats = [
+            flat_target(
+                buffer,
+                fragments,
+                allocate_states(self._inner, buffer, source) if with_optimizer else {},
+                whole=held.issuperset(row.names),
+            )
+            for buffer, row, fragments in self._placed()
         ]
-        for target, row in zip(self._targets, self._rows, strict=True):
-            if not held.issuperset(row.names):
-                target.copy_live_masters()
-        weights = [target.tensor for target in self._targets]
-        for name, parameter in self._frozen().items():
-            start, piece = weight_piece(parameter)
-            if name in held and piece.numel():
-                stop = start + piece.numel()
-                fragments.append(Fragment(name, start, stop, self.rank, len(weights), 0))
-                weights.append(torch.empty_like(piece, device="cpu"))
+        frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
+        wanted = (f for flat in flats for f in flat.fragments if f.name in held)
         return RestoreTargets(
-            fragments=tuple(fragments),
-            weights=tuple(weights),
-            states=tuple(
-                state_targets(self._inner, target.buffer, source) if with_optimizer else {}
-                for target in self._targets
-            ),
+            fragments=(*wanted, *frozen),
+            weights=(*(flat.master for flat in flats), *frozen.values()),
+            states=(*(flat.states for flat in flats), *({} for _ in frozen)),
+            commit=partial(self._commit, flats, frozen),
+            # ZeRO-3 gathers what it needs at the next forward.
+            rollback=partial(rebuild_masters, flats),
         )
 
-    def rollback(self) -> None:
-        """Undo ``allocate_targets`` after a failure, and rebuild masters received in place.
-
-        No collective: a rank may be lost. ZeRO-3 gathers what it needs at the next forward.
-        """
-        rebuild_masters(self._targets)
-
     @torch.no_grad()
-    def commit(self, filled: RestoreTargets, restore_values: RestoreValues) -> None:
+    def _commit(
+        self,
+        flats: Sequence[FlatTarget],
+        frozen: Mapping[Fragment, torch.Tensor],
+        values: RestoreValues,
+    ) -> None:
         """Commit what was received: collective, after all ranks have agreed that all is well."""
         vars(self).pop("_states", None)  # the old states go with each buffer, not all at the end
         keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
-        commit_masters(self._targets, filled, keep_fp32=keep_fp32)
-        for index, target in enumerate(self._targets):
-            states, scalars = filled.states[index], restore_values.scalars[index]
-            commit_state(self._inner, target.buffer, states, scalars)
+        for flat, scalars in zip(flats, values.scalars, strict=True):
+            commit_masters(flat, keep_fp32=keep_fp32)
+            commit_state(self._inner, flat, scalars)
         if self._stage == STAGE_WEIGHTS:
             restore_muon_momentum(self._optimizer)
-        commit_groups(self._inner, restore_values)
-        has_state = any(filled.states) or any(restore_values.scalars)
+        commit_groups(self._inner, values)
+        has_state = any(flat.states for flat in flats) or any(values.scalars)
         refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)
-        self._commit_frozen(filled)
-        write_buffers(self._engine.module, restore_values.module_buffers)
-        commit_counters(self._engine, restore_values)
+        commit_pieces(self._frozen(), frozen)
+        write_buffers(self._engine.module, values.module_buffers)
+        commit_counters(self._engine, values)
         drop_gradients(self._engine, self._wrapper)
         drop_secondary_tensors(self._engine.module)
-        self.gather_persistent()
-
-    def _commit_frozen(self, filled: RestoreTargets) -> None:
-        frozen = self._frozen()
-        for fragment in filled.fragments:
-            if fragment.buffer >= len(self._targets):
-                _, piece = weight_piece(frozen[fragment.name])
-                piece.copy_(filled.weights[fragment.buffer])
+        if self._stage == STAGE_WEIGHTS:  # What stays gathered between steps is gathered.
+            self._optimizer.checkpoint_event_epilogue()

@@ -20,7 +20,8 @@ from lightning_elastic_zero.checkpoint import (
     load_engine,
 )
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.engine import copy_full_weights, version_of
+from lightning_elastic_zero.engine import copy_full_weights
+from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit

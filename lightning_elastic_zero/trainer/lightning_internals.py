@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
@@ -26,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.option_checks import check_known_options
-from lightning_elastic_zero.requirements import LIGHTNING, missing_names
+from lightning_elastic_zero.requirements import LIGHTNING, missing_names, version_of
 
 RESUME_END = "_CheckpointConnector.resume_end"
 """Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
@@ -122,18 +121,10 @@ def check_lightning_release(trainer: pl.Trainer) -> None:
     Raises:
         UnsupportedError: it is outside the range that is wanted, or lacks a private name.
     """
-    found = installed_release()
+    found = version_of(LIGHTNING.package)
     reason = LIGHTNING.incompatibility(found) or "\n".join(filter(None, _missing(trainer, found)))
     if reason:
         raise UnsupportedError(reason)
-
-
-def installed_release() -> str:
-    """Return the installed release of Lightning; empty where it is not known."""
-    try:
-        return metadata.version(LIGHTNING.package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:

@@ -141,7 +141,7 @@ def proposed_for(
 ) -> str | None:
     """Return the name of the checkpoint that is proposed in place of another."""
     older = find_fallback(checkpoint, OneRank(), fits_model)
-    return None if older is None else Path(older.path).name
+    return None if older is None else Path(older[0]).name
 
 
 @pytest.mark.parametrize(
