@@ -2,7 +2,7 @@
 
 ``support`` refuses what cannot be done; ``flat_buffers`` reads where each optimizer wrapper keeps
 its flat buffers; ``places`` computes and verifies what lies where in them; ``module`` reads names,
-shapes and buffers; ``training`` and ``inference`` are what ``checkpoint`` saves and restores.
+shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores.
 Nothing of DeepSpeed is patched.
 """
 
@@ -15,19 +15,17 @@ import torch
 
 from lightning_elastic_zero.engine.flat_buffers import group_parameters
 from lightning_elastic_zero.engine.gradients import drop_accumulation_window
-from lightning_elastic_zero.engine.inference import InferenceEngine
 from lightning_elastic_zero.engine.installation import recovery_script, use_accelerator
+from lightning_elastic_zero.engine.live_state import LiveEngine
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_supported,
     optimizer_wrapper,
 )
-from lightning_elastic_zero.engine.training import TrainingEngine
 
 __all__ = [
-    "InferenceEngine",
-    "TrainingEngine",
+    "LiveEngine",
     "add_step_pre_hook",
     "check_config",
     "check_places",
@@ -49,7 +47,7 @@ def copy_full_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> list[
     Returns:
         The names of the parameters that were taken.
     """
-    return InferenceEngine(engine).copy_full_weights(weights) if weights else []
+    return LiveEngine(engine).copy_full_weights(weights) if weights else []
 
 
 def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401 (untyped library)
@@ -67,20 +65,19 @@ def check_places(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     Raises:
         UnsupportedError: this rank's do.
     """
-    if optimizer_wrapper(engine):
-        TrainingEngine(engine).verify_places(fresh=True)
+    LiveEngine(engine).verify_places(fresh=True)
 
 
 def weights_match_masters(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
     """Whether this rank's trained weights are its masters, rounded; True without masters."""
-    return not optimizer_wrapper(engine) or TrainingEngine(engine).weights_match_masters()
+    return LiveEngine(engine).weights_match_masters()
 
 
 def live_engine(
     engine: Any,  # noqa: ANN401 (untyped library)
     *,
     places_checked: bool = False,
-) -> TrainingEngine | InferenceEngine:
+) -> LiveEngine:
     """Return the engine's state, with or without an optimizer.
 
     Args:
@@ -92,9 +89,7 @@ def live_engine(
         UnsupportedError: the engine, or an option of it, is not supported.
     """
     check_supported(engine)
-    if not optimizer_wrapper(engine):
-        return InferenceEngine(engine)
-    live = TrainingEngine(engine)
+    live = LiveEngine(engine)
     if not places_checked:
         live.verify_places(fresh=False)
     return live

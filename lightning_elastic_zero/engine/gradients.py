@@ -10,14 +10,9 @@ from lightning_elastic_zero.engine.releases import zero_grad
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 
 
-def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped library)
-    """Make the next micro-batch the first of its window, as in an engine that has just been made.
-
-    Args:
-        engine: one that trains.
-        wrapper: class name of its ZeRO optimizer.
-    """
-    optimizer = engine.optimizer
+def drop_gradients(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Make the next micro-batch the first of its window, as in an engine just made."""
+    optimizer, wrapper = engine.optimizer, optimizer_wrapper(engine)
     # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
     zero_grad(optimizer)
     for parameter in engine.module.parameters():
@@ -38,7 +33,7 @@ def drop_gradients(engine: Any, wrapper: str) -> None:  # noqa: ANN401 (untyped 
 
 def drop_accumulation_window(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     """Drop the gradients of a window that no step ended, and count it as one that did."""
-    drop_gradients(engine, optimizer_wrapper(engine) or "")
+    drop_gradients(engine)
     accumulate = engine.gradient_accumulation_steps()
     engine.micro_steps -= engine.micro_steps % accumulate
 

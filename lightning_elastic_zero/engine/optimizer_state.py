@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.manifest import Group, StateKey
+from lightning_elastic_zero.manifest import Plain, StateKey
 from lightning_elastic_zero.tensor_state import Scalar, numpy_to_python, state_key
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
@@ -32,21 +32,17 @@ SCHEDULER_KEYS = frozenset(
 
 
 def split_state(
-    state: Mapping[str, Any], flat: torch.Tensor, optimizer: str
+    optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    flat: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Part the states of one flat buffer into element-wise tensors and scalars.
-
-    Args:
-        state: what the optimizer keeps for the flat buffer.
-        flat: the buffer, 1-D.
-        optimizer: class name, for the message.
+    """Part the states of one flat buffer, 1-D, into element-wise tensors and scalars.
 
     Raises:
         UnsupportedError: a state is neither: it has no rule by which it could be cut.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
-    for key, held in state.items():
+    for key, held in optimizer.state.get(flat, {}).items():
         value = numpy_to_python(held)
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
             elementwise[key] = value
@@ -55,9 +51,10 @@ def split_state(
         else:
             what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             msg = (
-                f"{optimizer} keeps {key!r} as {what} for a flat buffer of {flat.numel()} "
-                "elements: neither one value per element nor one for all, so it cannot be cut "
-                "for another number of devices; use an optimizer with element-wise state"
+                f"{type(optimizer).__name__} keeps {key!r} as {what} for a flat buffer of "
+                f"{flat.numel()} elements: neither one value per element nor one for all, so it "
+                "cannot be cut for another number of devices; use an optimizer with element-wise "
+                "state"
             )
             raise UnsupportedError(msg)
     return elementwise, scalars
@@ -126,19 +123,26 @@ def place_scalar(
     return value.detach().clone().to(device if on_device else "cpu")
 
 
-def check_groups_alike(
-    groups: Sequence[Group], flats: Sequence[tuple[int, tuple[StateKey, ...]]]
-) -> None:
-    """Refuse flat buffers of one group that do not hold the same states.
+def check_states_alike(group: int, keys: Sequence[StateKey], others: Sequence[StateKey]) -> None:
+    """Refuse two flat buffers of one group that do not hold the same states.
 
     Raises:
         UnsupportedError: they differ, so that the group has no single table of states.
     """
-    for group, keys in flats:
-        if keys != groups[group].state:
-            have, first = ([k.name for k in t] for t in (keys, groups[group].state))
-            msg = (
-                f"parameter group {group}: one flat buffer holds the states {have}, another "
-                f"{first}; save after a step that updates all of the group"
-            )
-            raise UnsupportedError(msg)
+    if keys != others:
+        have, first = ([k.name for k in table] for table in (keys, others))
+        msg = (
+            f"parameter group {group}: one flat buffer holds the states {have}, another "
+            f"{first}; save after a step that updates all of the group"
+        )
+        raise UnsupportedError(msg)
+
+
+def loss_scaler_fields(wrapper: Any) -> dict[str, Plain]:  # noqa: ANN401 (DeepSpeed's)
+    """Return the class of a wrapper's loss scaler and its plain fields; empty without one."""
+    scaler = getattr(wrapper, "loss_scaler", None)
+    if scaler is None:
+        return {}
+    held = numpy_to_python(vars(scaler))
+    fields = {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
+    return {"class": type(scaler).__name__, **fields}

@@ -8,20 +8,35 @@ Masters lie as the low-precision weights do: DeepSpeed's step copies the one int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
-from lightning_elastic_zero.engine.module import weight_piece
+from lightning_elastic_zero.engine.module import full_shape, weight_piece
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.layout import Fragment, spans
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
 
 COMPARE_ELEMENTS = 1 << 20
 """Elements compared at a time: bounds the memory of comparing masters with weights."""
+
+
+def flat_buffer_row(
+    buffer: LiveFlatBuffer, names: Mapping[torch.nn.Parameter, str], stage: int
+) -> FlatBuffer:
+    """Return how a flat buffer is laid out over all ranks."""
+    return FlatBuffer(
+        group=buffer.group,
+        names=tuple(names[p] for p in buffer.parameters),
+        numels=tuple(math.prod(full_shape(p)) for p in buffer.parameters),
+        paddings=buffer.paddings,
+        partition_numel=0 if stage == STAGE_WEIGHTS else buffer.master.numel(),
+    )
 
 
 def rank_fragments(

@@ -58,12 +58,12 @@ OPTIMIZER_NAMES = {
     ),
     "DeepSpeedZeroOptimizer_Stage3": (
         "_reassign_or_swap_out_partitioned_parameters",
-        "checkpoint_event_epilogue",
         "checkpoint_event_prologue",
         "fp16_groups",
         "fp16_partitioned_groups_flat",
         "fp32_partitioned_groups_flat",
         "optimizer",
+        "persistent_parameters",
         "sub_group_to_group_id",
     ),
 }
@@ -80,12 +80,12 @@ PARAMETER_NAMES = (
 """Of a parameter that ZeRO-3 has cut up, since 0.16 or before."""
 
 
-def check_names(engine: Any, wrapper: str | None, found: str) -> Iterator[str]:  # noqa: ANN401
+def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa: ANN401
     """Yield what the installed release of DeepSpeed lacks of what is relied upon.
 
     Args:
         engine: a live engine.
-        wrapper: class name of its optimizer wrapper; None without one.
+        wrapper: class name of its optimizer wrapper; empty without one.
         found: the installed release.
     """
     checked: list[tuple[str, Any, tuple[str, ...]]] = [

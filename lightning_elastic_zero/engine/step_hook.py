@@ -23,7 +23,7 @@ def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], Non
     Raises:
         UnsupportedError: the wrapped optimizer is none of torch's kind.
     """
-    if optimizer_wrapper(engine) is None:  # nothing steps
+    if not optimizer_wrapper(engine):  # nothing steps
         return lambda: None
     inner = engine.optimizer.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
@@ -42,6 +42,6 @@ def updates_state_before_step(engine: Any) -> bool:  # noqa: ANN401 (untyped lib
     as in BF16_Optimizer, and while gradients arrive in backward before. The other wrappers that
     change states by themselves are not supported: SuperOffload, ZenFlow, those of 1-bit optimizers.
     """
-    if optimizer_wrapper(engine) is None:
+    if not optimizer_wrapper(engine):
         return False
     return any(group.get("use_muon") for group in engine.optimizer.optimizer.param_groups)

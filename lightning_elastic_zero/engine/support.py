@@ -34,12 +34,12 @@ CURRICULUM = (
 )
 
 
-def optimizer_wrapper(engine: Any) -> str | None:  # noqa: ANN401 (untyped library)
-    """Return the class name of the engine's ZeRO optimizer; None in an engine without one."""
+def optimizer_wrapper(engine: Any) -> str:  # noqa: ANN401 (untyped library)
+    """Return the class name of the engine's ZeRO optimizer; empty in an engine without one."""
     name = type(engine.optimizer).__name__
     if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
-        return None
-    return None if name in NO_OPTIMIZER else name
+        return ""
+    return "" if name in NO_OPTIMIZER else name
 
 
 def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -139,7 +139,7 @@ def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library
 def _optimizer(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield what is unknown or unfit about the optimizer and its wrapper."""
     wrapper = optimizer_wrapper(engine)
-    if wrapper is None:
+    if not wrapper:
         return
     if wrapper not in WRAPPERS:
         known = "; ".join(f"{name} ({what})" for name, what in WRAPPERS.items())

@@ -1,10 +1,10 @@
-"""An engine that trains: what it holds, and how it is given other state."""
+"""An engine, with or without an optimizer: what it holds, and how it is given other state."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import starmap
 from typing import Any
@@ -37,12 +37,14 @@ from lightning_elastic_zero.engine.module import (
 )
 from lightning_elastic_zero.engine.muon import restore_muon_momentum
 from lightning_elastic_zero.engine.optimizer_state import (
-    check_groups_alike,
     check_same_optimizer,
+    check_states_alike,
+    loss_scaler_fields,
     split_state,
     state_keys,
 )
 from lightning_elastic_zero.engine.places import (
+    flat_buffer_row,
     rank_fragments,
     verify_pieces,
     verify_places,
@@ -67,7 +69,6 @@ from lightning_elastic_zero.manifest import (
     STAGE_WEIGHTS,
     Group,
     Manifest,
-    Plain,
     Progress,
     StateKey,
     Writer,
@@ -88,8 +89,11 @@ from lightning_elastic_zero.tensor_state import (
 log = logging.getLogger(__name__)
 
 
-class TrainingEngine:
-    """A DeepSpeed engine with a ZeRO optimizer, as state to save and to restore.
+class LiveEngine:
+    """A DeepSpeed engine as state to save and to restore (``LiveState``).
+
+    One that only evaluates has no flat buffers: no optimizer owns its weights, as if all were
+    frozen.
 
     It is made anew for each save and load: DeepSpeed may replace its buffers in between.
     """
@@ -97,10 +101,10 @@ class TrainingEngine:
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 (untyped library)
         """Read from a supported engine (``check_supported``)."""
         self._engine = engine
-        self._wrapper = optimizer_wrapper(engine) or ""
+        self._wrapper = optimizer_wrapper(engine)
         self._optimizer = engine.optimizer
-        self._stage: int = int(engine.zero_optimization_stage())
         self._names = {p: names[0] for p, names in parameter_names(engine.module).items()}
+        self._partitioned = any(hasattr(p, "ds_tensor") for p in self._names)
         self._rank: int = engine.global_rank
         self._world_size: int = engine.seq_dp_world_size
         if offloaded := getattr(self._optimizer, "offloaded_states", None):
@@ -111,35 +115,28 @@ class TrainingEngine:
 
     @cached_property
     def _buffers(self) -> list[LiveFlatBuffer]:
-        return live_flat_buffers(self._optimizer, self._wrapper)
+        return live_flat_buffers(self._optimizer, self._wrapper) if self._wrapper else []
 
     @property
     def _inner(self) -> Any:  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
         return self._optimizer.optimizer
 
+    @property
+    def _stage(self) -> int:
+        if self._wrapper:
+            return int(self._engine.zero_optimization_stage())
+        return STAGE_WEIGHTS if self._partitioned else 0
+
     @cached_property
     def _rows(self) -> tuple[FlatBuffer, ...]:
         """How each flat buffer is laid out over all ranks."""
-        zero_3 = self._stage == STAGE_WEIGHTS
-        return tuple(
-            FlatBuffer(
-                group=buffer.group,
-                names=tuple(self._names[p] for p in buffer.parameters),
-                numels=tuple(math.prod(full_shape(p)) for p in buffer.parameters),
-                paddings=buffer.paddings,
-                partition_numel=0 if zero_3 else buffer.master.numel(),
-            )
-            for buffer in self._buffers
-        )
+        return tuple(flat_buffer_row(b, self._names, self._stage) for b in self._buffers)
 
     @cached_property
-    def _fragments(self) -> tuple[tuple[Fragment, ...], ...]:
-        """What this rank holds, by flat buffer."""
-        return rank_fragments(self._stage, self._rows, self._world_size, self._rank)
-
-    def _placed(self) -> Iterator[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
-        """Yield each flat buffer, how it is laid out over all ranks, and what this one holds."""
-        yield from zip(self._buffers, self._rows, self._fragments, strict=True)
+    def _placed(self) -> list[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
+        """Each flat buffer, how it is laid out over all ranks, and what this one holds of it."""
+        held = rank_fragments(self._stage, self._rows, self._world_size, self._rank)
+        return list(zip(self._buffers, self._rows, held, strict=True))
 
     def verify_places(self, *, fresh: bool) -> None:
         """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
@@ -147,8 +144,10 @@ class TrainingEngine:
         Raises:
             UnsupportedError: they lie elsewhere; see ``places.verify_places``.
         """
+        if not self._wrapper:
+            return
         verify_pieces(self._names, self._rank, self._world_size)
-        for placed in self._placed():
+        for placed in self._placed:
             verify_places(*placed, fresh=fresh)
 
     def weights_match_masters(self) -> bool:
@@ -157,7 +156,7 @@ class TrainingEngine:
         After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
         masters.
         """
-        return all(starmap(weights_match, self._placed()))
+        return all(starmap(weights_match, self._placed))
 
     def describe(self) -> Manifest:
         """Return a description of the engine: a manifest that has no files yet.
@@ -165,19 +164,27 @@ class TrainingEngine:
         Raises:
             UnsupportedError: an optimizer state or a hyperparameter has no rule.
         """
-        groups_of = {p: b.group for b in self._buffers for p in b.parameters}
         engine = self._engine
-        return Manifest(
+        groups_of = {p: b.group for b in self._buffers for p in b.parameters}
+        manifest = Manifest(
             save_id="",
             stage=self._stage,
             world_size=self._world_size,
             precision=engine_precision(engine),
-            master_dtype=dtype_name(self._buffers[0].master.dtype),
+            master_dtype="",
             parameters=parameter_table(engine.module, groups_of),
-            groups=self._groups(),
+            groups=(),
             buffers=self._rows,
             module_buffers=tuple(persistent_buffers(engine.module)),
             files=(),
+            writer=Writer(torch=torch.__version__, deepspeed=version_of("deepspeed")),
+        )
+        if not self._wrapper:
+            return manifest
+        return replace(
+            manifest,
+            master_dtype=dtype_name(self._buffers[0].master.dtype),
+            groups=self._groups(),
             progress=Progress(
                 global_steps=engine.global_steps,
                 global_samples=engine.global_samples,
@@ -186,9 +193,8 @@ class TrainingEngine:
                 gradient_accumulation_steps=engine.gradient_accumulation_steps(),
                 global_batch_size=engine.train_batch_size(),
             ),
-            writer=Writer(
-                torch=torch.__version__,
-                deepspeed=version_of("deepspeed"),
+            writer=replace(
+                manifest.writer,
                 lightning=version_of("lightning"),
                 library=version_of("lightning-elastic-zero"),
                 engine=self._wrapper,
@@ -198,15 +204,12 @@ class TrainingEngine:
 
     def _groups(self) -> tuple[Group, ...]:
         """Describe the optimizer's parameter groups; a group's buffers must hold like states."""
-        keys = [
-            (buffer.group, state_keys(*states))
-            for buffer, states in zip(self._buffers, self._states, strict=True)
-        ]
+        tables: dict[int, tuple[StateKey, ...]] = {}
+        for buffer, states in zip(self._buffers, self._states, strict=True):
+            keys = state_keys(*states)
+            check_states_alike(buffer.group, keys, tables.setdefault(buffer.group, keys))
         members = group_parameters(self._optimizer, self._wrapper)
-        first: dict[int, tuple[StateKey, ...]] = {}
-        for group, table in keys:
-            first.setdefault(group, table)
-        groups = tuple(
+        return tuple(
             Group(
                 names=tuple(self._names[p] for p in members[index]),
                 hyperparameters={
@@ -214,60 +217,50 @@ class TrainingEngine:
                     for key, value in group.items()
                     if key != "params"
                 },
-                state=first.get(index, ()),
+                state=tables.get(index, ()),
             )
             for index, group in enumerate(self._inner.param_groups)
         )
-        check_groups_alike(groups, keys)
-        return groups
 
     @cached_property
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
-        name = type(self._inner).__name__
-        return tuple(
-            split_state(self._inner.state.get(buffer.master, {}), buffer.master, name)
-            for buffer in self._buffers
-        )
+        return tuple(split_state(self._inner, buffer.master) for buffer in self._buffers)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.
 
         Args:
-            exclude_frozen: leave out the weights that the optimizer does not own.
+            exclude_frozen: leave out the weights that the optimizer does not own. Without an
+                optimizer nobody knows which those are: none is left out.
             keep_module_weights: add the low-precision weights, as the module has them.
         """
-        module = self._engine.module
-        scheduler = self._engine.lr_scheduler
-        return RankState(
+        module, scheduler = self._engine.module, self._engine.lr_scheduler
+        left_out = exclude_frozen and self._wrapper
+        state = RankState(
             flats=tuple(
                 FlatState(fragments, buffer.master.detach(), *states)
-                for buffer, fragments, states in zip(
-                    self._buffers, self._fragments, self._states, strict=True
-                )
+                for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
             ),
-            frozen={} if exclude_frozen else self._frozen_pieces(),
+            frozen={}
+            if left_out
+            else {name: weight_piece(p)[1] for name, p in self._frozen().items()},
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
-            loss_scaler=self._loss_scaler(),
+            loss_scaler={},
+        )
+        if not self._wrapper:
+            return state
+        return replace(
+            state,
+            loss_scaler=loss_scaler_fields(self._optimizer),
             lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
         )
 
     def _frozen(self) -> dict[str, torch.nn.Parameter]:
+        """Return the weights that no optimizer owns, by name."""
         owned = {p for b in self._buffers for p in b.parameters}
         return {name: p for p, name in self._names.items() if p not in owned}
-
-    def _frozen_pieces(self) -> dict[str, torch.Tensor]:
-        return {name: weight_piece(p)[1] for name, p in self._frozen().items()}
-
-    def _loss_scaler(self) -> dict[str, Plain]:
-        """Return the scaler's class and its plain fields."""
-        scaler = getattr(self._optimizer, "loss_scaler", None)
-        if scaler is None:
-            return {}
-        held = numpy_to_python(vars(scaler))
-        fields = {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
-        return {"class": type(scaler).__name__, **fields}
 
     # -- how it is given other state ---------------------------------------------------------
 
@@ -301,6 +294,13 @@ class TrainingEngine:
         """
         check_scheduler(self._engine.lr_scheduler, saved)
 
+    def _partition(self) -> None:
+        """ZeRO-3: partition the parameters that are gathered (collective)."""
+        if self._partitioned and self._wrapper:
+            self._optimizer.checkpoint_event_prologue()
+        elif self._partitioned:
+            self._optimizer.partition_all_parameters()
+
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         """Allocate buffers to fill with what this rank wants of a checkpoint.
 
@@ -308,8 +308,7 @@ class TrainingEngine:
         beside the live ones. Masters are received in place where the low-precision weights can
         rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
         """
-        if self._stage == STAGE_WEIGHTS:  # What is gathered is partitioned.
-            self._optimizer.checkpoint_event_prologue()
+        self._partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
         flats = [
             flat_target(
@@ -318,7 +317,7 @@ class TrainingEngine:
                 allocate_states(self._inner, buffer, source) if with_optimizer else {},
                 whole=held.issuperset(row.names),
             )
-            for buffer, row, fragments in self._placed()
+            for buffer, row, fragments in self._placed
         ]
         frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
         wanted = (f for flat in flats for f in flat.fragments if f.name in held)
@@ -339,6 +338,12 @@ class TrainingEngine:
         values: RestoreValues,
     ) -> None:
         """Commit what was received: collective, after all ranks have agreed that all is well."""
+        if self._wrapper:
+            self._commit_optimizer(flats, values)
+        commit_pieces(self._frozen(), frozen)
+        self._after_weights_changed(values.module_buffers)
+
+    def _commit_optimizer(self, flats: Sequence[FlatTarget], values: RestoreValues) -> None:
         vars(self).pop("_states", None)  # the old states go with each buffer, not all at the end
         keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
         for flat, scalars in zip(flats, values.scalars, strict=True):
@@ -349,10 +354,36 @@ class TrainingEngine:
         commit_groups(self._inner, values)
         has_state = any(flat.states for flat in flats) or any(values.scalars)
         refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)
-        commit_pieces(self._frozen(), frozen)
-        write_buffers(self._engine.module, values.module_buffers)
         commit_counters(self._engine, values)
-        drop_gradients(self._engine, self._wrapper)
+        drop_gradients(self._engine)
+
+    @torch.no_grad()
+    def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """Write whole weights and buffers into an engine without optimizer: collective (ZeRO-3).
+
+        Args:
+            weights: by the module's names; those of another shape, and others, are not taken.
+
+        Returns:
+            The names of the parameters that were taken.
+        """
+        self._partition()
+        taken = []
+        for name, parameter in self._frozen().items():
+            if name in weights and weights[name].shape == full_shape(parameter):
+                start, piece = weight_piece(parameter)
+                piece.copy_(weights[name].reshape(-1)[start : start + piece.numel()])
+                taken.append(name)
+        live = self.module_buffers()
+        self._after_weights_changed(
+            {n: w for n, w in weights.items() if n in live and w.shape == live[n].shape}
+        )
+        return taken
+
+    def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers, and refresh what forward reads of the weights: collective (ZeRO-3)."""
+        write_buffers(self._engine.module, buffers)
         drop_secondary_tensors(self._engine.module)
-        if self._stage == STAGE_WEIGHTS:  # What stays gathered between steps is gathered.
-            self._optimizer.checkpoint_event_epilogue()
+        # What ZeRO-3 keeps gathered between steps.
+        if persistent := getattr(self._optimizer, "persistent_parameters", None):
+            persistent[0].all_gather(persistent)
