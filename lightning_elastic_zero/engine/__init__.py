@@ -2,13 +2,12 @@
 
 ``support`` refuses what cannot be done; ``flat_buffers`` reads where each optimizer wrapper keeps
 its flat buffers; ``places`` computes and verifies what lies where in them; ``module`` reads names,
-shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores.
-Nothing of DeepSpeed is patched.
+shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores. Nothing of DeepSpeed
+is patched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,26 +27,14 @@ __all__ = [
     "LiveEngine",
     "add_step_pre_hook",
     "check_config",
-    "check_places",
     "check_supported",
-    "copy_full_weights",
     "drop_accumulation_window",
     "live_engine",
     "recovery_script",
     "trained_parameters",
     "updates_state_before_step",
     "use_accelerator",
-    "weights_match_masters",
 ]
-
-
-def copy_full_weights(engine: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:  # noqa: ANN401
-    """Write whole weights and buffers into an engine without an optimizer; collective.
-
-    Returns:
-        The names of the parameters that were taken.
-    """
-    return LiveEngine(engine).copy_full_weights(weights) if weights else []
 
 
 def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401 (untyped library)
@@ -55,22 +42,6 @@ def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401
     wrapper = optimizer_wrapper(engine)
     members = group_parameters(engine.optimizer, wrapper) if wrapper else []
     return [parameter for group in members for parameter in group]
-
-
-def check_places(engine: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Refuse an engine, fresh from DeepSpeed, whose weights lie elsewhere than computed.
-
-    Ranks may differ in that: it belongs into a step of all of them.
-
-    Raises:
-        UnsupportedError: this rank's do.
-    """
-    LiveEngine(engine).verify_places(fresh=True)
-
-
-def weights_match_masters(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
-    """Whether this rank's trained weights are its masters, rounded; True without masters."""
-    return LiveEngine(engine).weights_match_masters()
 
 
 def live_engine(
@@ -82,8 +53,8 @@ def live_engine(
 
     Args:
         engine: DeepSpeed's.
-        places_checked: whether ``check_places`` has passed for it. What differs since then are
-            weights that a user has put elsewhere, which says nothing of the masters.
+        places_checked: whether ``LiveEngine.verify_places`` has passed for it. What differs since
+            then are weights that a user has put elsewhere, which says nothing of the masters.
 
     Raises:
         UnsupportedError: the engine, or an option of it, is not supported.

@@ -141,8 +141,13 @@ class LiveEngine:
     def verify_places(self, *, fresh: bool) -> None:
         """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
 
+        Ranks may differ in that: it belongs into a step of all of them.
+
+        Args:
+            fresh: whether the engine is fresh from DeepSpeed; see ``places.verify_places``.
+
         Raises:
-            UnsupportedError: they lie elsewhere; see ``places.verify_places``.
+            UnsupportedError: this rank's lie elsewhere.
         """
         if not self._wrapper:
             return
@@ -151,7 +156,7 @@ class LiveEngine:
             verify_places(*placed, fresh=fresh)
 
     def weights_match_masters(self) -> bool:
-        """Whether this rank's part of the module's trained weights is its masters, rounded.
+        """Whether this rank's trained weights are its masters, rounded; True without masters.
 
         After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
         masters.
@@ -367,6 +372,8 @@ class LiveEngine:
         Returns:
             The names of the parameters that were taken.
         """
+        if not weights:
+            return []
         self._partition()
         taken = []
         for name, parameter in self._frozen().items():

@@ -20,7 +20,7 @@ from lightning_elastic_zero.checkpoint import (
     load_engine,
 )
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.engine import copy_full_weights
+from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
@@ -89,7 +89,8 @@ class CheckpointLoader:
         if trainer is not None:
             rank_zero_info(format_loaded(loaded, trainer.world_size))
             if not fitting:
-                taken = copy_full_weights(engine, weight_averaging.extra_weights(state))
+                extra = weight_averaging.extra_weights(state)
+                taken = LiveEngine(engine).copy_full_weights(extra)
                 weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
             module = trainer.lightning_module
             state = weight_averaging.with_module_weights(state, module, fitting=fitting)

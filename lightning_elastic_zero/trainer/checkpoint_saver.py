@@ -16,7 +16,7 @@ from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import CheckpointManager, EngineHandle, SaveOptions
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.data_progress import with_loader_states
-from lightning_elastic_zero.engine import check_places
+from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.option_checks import check_flag
 from lightning_elastic_zero.trainer.last_fit import LastFit
@@ -71,7 +71,9 @@ class CheckpointSaver:
         callbacks = trainer.checkpoint_callbacks if is_fitting(trainer) else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
         # Only one rank's may differ, of a layout that this library does not know.
-        self._get_ranks().run_all("compare where weights lie", lambda: check_places(engine))
+        self._get_ranks().run_all(
+            "compare where weights lie", lambda: LiveEngine(engine).verify_places(fresh=True)
+        )
         self._manager.start(engine_handle(engine, places_checked=True), rank, dirpaths)
         self._hooks.begin(trainer)
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.engine import weights_match_masters
+from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS
 from lightning_elastic_zero.trainer.lightning_internals import known_callback_metrics
 from lightning_elastic_zero.trainer.metric_internals import displayed_metrics
@@ -65,7 +65,7 @@ class LastFit:
         if self._engine.module is not live.module:
             return False
         step = "save: compare the module with what was trained"
-        on_ranks = ranks.gather(step, lambda: weights_match_masters(self._engine))
+        on_ranks = ranks.gather(step, lambda: LiveEngine(self._engine).weights_match_masters())
         return ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
 
     @property

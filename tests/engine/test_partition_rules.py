@@ -106,14 +106,17 @@ def test_rules_say_what_engines_hold(setup: Setup, world: int, pools: Pools) -> 
 
 def refusals(setup: Setup) -> dict[str, str]:
     """Change what the library reads of an engine's flat buffers; return what it says of it."""
-    from lightning_elastic_zero.engine import check_places, live_engine
+    from lightning_elastic_zero.engine import LiveEngine, live_engine
+
+    def at_setup(engine: Engine) -> None:
+        LiveEngine(engine).verify_places(fresh=True)
 
     said = {}
     with engine_of(setup, 0) as engine:
-        check_places(engine)
+        at_setup(engine)
         for what, (holder, key, value) in _changes(engine.optimizer, setup).items():
             before, holder[key] = holder[key], value
-            for when, look in (("setup", check_places), ("save", live_engine)):
+            for when, look in (("setup", at_setup), ("save", live_engine)):
                 try:
                     look(engine)
                     said[f"{what} at {when}"] = "nothing"
@@ -126,7 +129,7 @@ def refusals(setup: Setup) -> dict[str, str]:
 
 def put_elsewhere(setup: Setup) -> tuple[str, str]:
     """Put a weight where another one lies; return what a save says, after a setup and without."""
-    from lightning_elastic_zero.engine import check_places, live_engine
+    from lightning_elastic_zero.engine import LiveEngine, live_engine
 
     def look(*, places_checked: bool) -> str:
         try:
@@ -136,7 +139,7 @@ def put_elsewhere(setup: Setup) -> tuple[str, str]:
         return ""
 
     with engine_of(setup, 0) as engine:
-        check_places(engine)
+        LiveEngine(engine).verify_places(fresh=True)
         weight = engine.optimizer.round_robin_bit16_groups[0][-1]
         weight.data = engine.optimizer.bit16_groups_flat[0][: weight.numel()].view_as(weight)
         return look(places_checked=True), look(places_checked=False)
