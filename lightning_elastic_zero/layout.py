@@ -12,7 +12,6 @@ What no fragment covers is padding. It needs no name and is never saved as state
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,12 +45,6 @@ class Fragment:
             msg = f"no run of elements: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
             raise ValueError(msg)
 
-    def cut(self, start: int, stop: int) -> Fragment:
-        """Return the part of this fragment inside ``[start, stop)``, which must overlap it."""
-        first, last = max(self.start, start), min(self.stop, stop)
-        offset = self.offset + first - self.start
-        return Fragment(self.name, first, last, self.rank, self.buffer, offset)
-
 
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield ``[start, stop)`` in parts of at most ``size`` elements, in order."""
@@ -66,11 +59,6 @@ class Layout(Protocol):
     hold a million of them, so both questions below are answered by arithmetic. Of one parameter, a
     rank holds at most one run, and consecutive ranks hold consecutive runs.
     """
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that hold something."""
-        ...
 
     def on_rank(self, rank: int) -> Sequence[Fragment]:
         """Return all that one rank holds, ordered by buffer and offset."""
@@ -152,28 +140,19 @@ class TransferPlan:
             raise CheckpointFormatError(msg)
 
 
-def plan_transfers(wanted: Iterable[Fragment], held: Layout) -> list[Transfer]:
-    """Plan all transfers at once, in the order of the wanted fragments; for a few of them.
-
-    Pure: integers in, integers out. ``TransferPlan`` computes the same ones rank by rank.
-
-    Raises:
-        CheckpointFormatError: an element is held nowhere, or twice.
-    """
-    return [transfer for fragment in wanted for transfer in _fill(fragment, held)]
-
-
 def _extent(wanted: Fragment, held: Layout) -> tuple[int, int]:
     """Return the first and the last source rank of a wanted fragment.
 
     Raises:
-        CheckpointFormatError: its first or last element is held nowhere.
+        CheckpointFormatError: no rank holds the parameter, or the fragment's first or last element.
     """
-    first = next(_covering(wanted, held, wanted.start, wanted.stop), None)
-    last = first
-    if first is None or first.stop != wanted.stop:
-        last = next(_covering(wanted, held, wanted.stop - 1, wanted.stop), None)
-    if not (first and last and (first.start, last.stop) == (wanted.start, wanted.stop)):
+    whole, end = (wanted.start, wanted.stop), (wanted.stop - 1, wanted.stop)
+    try:
+        first, last = (next(held.covering(wanted.name, *part), None) for part in (whole, end))
+    except KeyError as error:
+        msg = f"the checkpoint's layout holds no parameter named {wanted.name}"
+        raise CheckpointFormatError(msg) from error
+    if not (first and last and (first.start, last.stop) == whole):
         reached = max((t.stop for t in _fill(wanted, held)), default=wanted.start)
         raise CheckpointFormatError(_not_once(wanted, reached))
     return first.rank, last.rank
@@ -182,7 +161,7 @@ def _extent(wanted: Fragment, held: Layout) -> tuple[int, int]:
 def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
     """Yield the transfers of one wanted fragment, checking that they tile it."""
     reached = wanted.start
-    for source in _covering(wanted, held, wanted.start, wanted.stop):
+    for source in held.covering(wanted.name, wanted.start, wanted.stop):
         if source.start != reached or source.stop > wanted.stop:
             raise CheckpointFormatError(_not_once(wanted, reached))
         yield Transfer(
@@ -198,21 +177,6 @@ def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
         reached = source.stop
     if reached != wanted.stop:
         raise CheckpointFormatError(_not_once(wanted, reached))
-
-
-def _covering(wanted: Fragment, held: Layout, start: int, stop: int) -> Iterator[Fragment]:
-    """Return the held runs of a part of a wanted fragment.
-
-    Raises:
-        CheckpointFormatError: the layout has no parameter of that name.
-    """
-    runs = held.covering(wanted.name, start, stop)
-    try:
-        first = list(itertools.islice(runs, 1))
-    except KeyError as error:
-        msg = f"the checkpoint's layout holds no parameter named {wanted.name}"
-        raise CheckpointFormatError(msg) from error
-    return itertools.chain(first, runs)
 
 
 def _not_once(wanted: Fragment, reached: int) -> str:

@@ -11,6 +11,7 @@ The format is described field by field in ``docs/format.md``. Readers refuse a n
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -59,10 +60,7 @@ class Parameter:
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,13 @@ per rank, and concatenates a rank's pieces. The rules were read in DeepSpeed 0.1
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.layout import Fragment, Layout
-
-FLAT_ALIGNMENT_PER_RANK = 2
-"""ZeRO-1/2 pads a group's flat buffer to this many elements per rank (for NCCL)."""
-
-PARAMETER_ALIGNMENT_BYTES = 16
-"""With ``parameter_alignment``, ZeRO-1/2 starts each parameter at a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,126 +56,125 @@ class FlatBuffer:
         return (0, *ends)[: len(self.names)]
 
 
-class ContiguousPartition:
-    """ZeRO-1/2: rank ``r`` holds ``[r, r + 1) * partition_numel`` of each group's flat buffer."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter lies in a row of elements that is cut into equal parts, one per rank.
+
+    The row is the whole flat buffer in ZeRO-1/2, and the parameter itself in ZeRO-3.
+    """
+
+    buffer: int
+    first: int
+    """Index of the parameter's first element in the row."""
+    numel: int
+    """Elements of the whole parameter."""
+    part: int
+    """Elements of each rank's part of the row."""
+    offset: int
+    """Where that part begins in each rank's flat buffer."""
+
+
+class _Partition:
+    """Answers a layout's two questions from the places of the parameters."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Hold the buffers in order.
+        """Take the buffers in order; a subclass places their parameters.
 
         Raises:
-            CheckpointFormatError: a buffer's partitions cannot hold its parameters, two buffers
-                name one parameter, or there is no rank.
+            CheckpointFormatError: two buffers name one parameter, or there is no rank.
         """
-        _check_ranks(world_size)
-        self._buffers = tuple(buffers)
-        self._world_size = world_size
-        self._starts = [buffer.starts() for buffer in self._buffers]
-        _check_names_once(self._buffers)
-        for buffer, starts in zip(self._buffers, self._starts, strict=True):
-            end = starts[-1] + buffer.numels[-1] if starts else 0
-            if end > buffer.partition_numel * world_size:
-                msg = (
-                    f"group {buffer.group}: {end} elements do not fit into {world_size} "
-                    f"partitions of {buffer.partition_numel}"
-                )
+        if world_size < 1:
+            msg = f"a layout over {world_size} ranks holds nothing"
+            raise CheckpointFormatError(msg)
+        seen: set[str] = set()
+        for buffer in buffers:
+            if twice := seen.intersection(buffer.names):
+                msg = f"parameters in two flat buffers: {', '.join(sorted(twice))}"
                 raise CheckpointFormatError(msg)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that hold a partition."""
-        return self._world_size
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int, int]]:
-        """Where each parameter lies: buffer, first element in the whole buffer, elements."""
-        return {
-            name: (index, start, numel)
-            for index, (buffer, starts) in enumerate(zip(self._buffers, self._starts, strict=True))
-            for name, start, numel in zip(buffer.names, starts, buffer.numels, strict=True)
-        }
+            seen.update(buffer.names)
+        self._buffers = tuple(buffers)
+        self._places: dict[str, _Place] = {}
+        """By name, ordered by buffer and offset."""
 
     def on_rank(self, rank: int) -> list[Fragment]:
         """Return all that one rank holds, ordered by buffer and offset."""
         return [
             fragment
-            for index, buffer in enumerate(self._buffers)
-            for fragment in self._in_partition(index, buffer, rank)
+            for name in self._near(rank)
+            for fragment in self._held(name, (rank,), 0, self._places[name].numel)
         ]
-
-    def _in_partition(self, index: int, buffer: FlatBuffer, rank: int) -> Iterator[Fragment]:
-        """Yield the fragments of one buffer's partition, touching only parameters inside it."""
-        first, last = rank * buffer.partition_numel, (rank + 1) * buffer.partition_numel
-        starts = self._starts[index]
-        for i in range(max(bisect_right(starts, first) - 1, 0), len(starts)):
-            if starts[i] >= last:
-                return
-            low, high = max(first, starts[i]), min(last, starts[i] + buffer.numels[i])
-            if low < high:
-                inside = low - starts[i], high - starts[i]
-                yield Fragment(buffer.names[i], *inside, rank, index, low - first)
 
     def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the runs that hold ``[start, stop)`` of a parameter, in order."""
-        index, base, numel = self._places[name]
-        size = self._buffers[index].partition_numel
-        low, stop = start, min(stop, numel)
-        while low < stop:
-            rank = (base + low) // size
-            high = min(stop, (rank + 1) * size - base)
-            yield Fragment(name, low, high, rank, index, base + low - rank * size)
-            low = high
+        place = self._places[name]
+        stop = min(stop, place.numel)
+        if start < stop:
+            first, last = ((place.first + at) // place.part for at in (start, stop - 1))
+            yield from self._held(name, range(first, last + 1), start, stop)
+
+    def _held(self, name: str, ranks: Iterable[int], start: int, stop: int) -> Iterator[Fragment]:
+        """Yield what each of these ranks holds of ``[start, stop)`` of a parameter."""
+        place = self._places[name]
+        for rank in ranks:
+            begin = rank * place.part - place.first  # of the rank's part, counted in the parameter
+            low, high = max(begin, start), min(begin + place.part, stop)
+            if low < high:
+                yield Fragment(name, low, high, rank, place.buffer, place.offset + low - begin)
+
+    def _near(self, rank: int) -> Iterable[str]:
+        """Return the parameters of which a rank may hold something, in order."""
+        del rank
+        return self._places
 
 
-class PerParameterPartition:
+class ContiguousPartition(_Partition):
+    """ZeRO-1/2: rank ``r`` holds ``[r, r + 1) * partition_numel`` of each group's flat buffer."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
+        """Place the parameters one after the other in the whole buffers.
+
+        Raises:
+            CheckpointFormatError: a buffer's partitions cannot hold its parameters, two buffers
+                name one parameter, or there is no rank.
+        """
+        super().__init__(buffers, world_size)
+        self._starts = [buffer.starts() for buffer in buffers]
+        for index, (buffer, starts) in enumerate(zip(buffers, self._starts, strict=True)):
+            size = buffer.partition_numel
+            end = starts[-1] + buffer.numels[-1] if starts else 0
+            if end > size * world_size:
+                msg = (
+                    f"group {buffer.group}: {end} elements do not fit into {world_size} "
+                    f"partitions of {size}"
+                )
+                raise CheckpointFormatError(msg)
+            for name, start, numel in zip(buffer.names, starts, buffer.numels, strict=True):
+                self._places[name] = _Place(index, start, numel, part=size, offset=0)
+
+    def _near(self, rank: int) -> Iterator[str]:
+        for buffer, starts in zip(self._buffers, self._starts, strict=True):
+            first, last = rank * buffer.partition_numel, (rank + 1) * buffer.partition_numel
+            # From the parameter that the partition begins in to the last one that begins in it.
+            entered = max(bisect_right(starts, first) - 1, 0)
+            yield from buffer.names[entered : bisect_left(starts, last)]
+
+
+class PerParameterPartition(_Partition):
     """ZeRO-3: rank ``r`` holds ``[r, r + 1) * ceil(numel / world_size)`` of each parameter."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Hold the sub-groups in order.
+        """Place each rank's pieces one after the other in its sub-groups.
 
         Raises:
             CheckpointFormatError: two buffers name one parameter, or there is no rank.
         """
-        _check_ranks(world_size)
-        self._buffers = tuple(buffers)
-        self._world_size = world_size
-        _check_names_once(self._buffers)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that hold a piece."""
-        return self._world_size
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int, int]]:
-        """Where each parameter lies: buffer, offset in every rank's buffer, elements."""
-        places = {}
-        for index, buffer in enumerate(self._buffers):
+        super().__init__(buffers, world_size)
+        for index, buffer in enumerate(buffers):
             offset = 0
             for name, numel in zip(buffer.names, buffer.numels, strict=True):
-                places[name] = (index, offset, numel)
-                offset += piece_numel(numel, self._world_size)
-        return places
-
-    def on_rank(self, rank: int) -> list[Fragment]:
-        """Return all that one rank holds, ordered by buffer and offset."""
-        fragments = []
-        for name, (index, offset, numel) in self._places.items():
-            piece = piece_numel(numel, self._world_size)
-            start, stop = rank * piece, min((rank + 1) * piece, numel)
-            if start < stop:
-                fragments.append(Fragment(name, start, stop, rank, index, offset))
-        return fragments
-
-    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
-        """Yield the runs that hold ``[start, stop)`` of a parameter, in order."""
-        index, offset, numel = self._places[name]
-        piece = piece_numel(numel, self._world_size)
-        low, stop = start, min(stop, numel)
-        while low < stop:
-            rank = low // piece
-            high = min(stop, (rank + 1) * piece)
-            yield Fragment(name, low, high, rank, index, offset + low - rank * piece)
-            low = high
+                piece = piece_numel(numel, world_size)
+                self._places[name] = _Place(index, 0, numel, piece, offset)
+                offset += piece
 
 
 def zero_layout(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
@@ -205,54 +197,6 @@ def piece_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-def partition_numel(numels: Sequence[int], paddings: Sequence[int], world_size: int) -> int:
-    """ZeRO-1/2: the elements of each rank's partition of a group's flat buffer."""
-    unit = FLAT_ALIGNMENT_PER_RANK * world_size
-    return -(-(sum(numels) + sum(paddings)) // unit) * FLAT_ALIGNMENT_PER_RANK
-
-
-def alignment_paddings(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """ZeRO-1/2 with ``parameter_alignment``: padding after each parameter but the last.
-
-    Args:
-        numels: elements of the parameters, in flat order.
-        itemsize: bytes per element of the low-precision parameters.
-    """
-    unit = max(PARAMETER_ALIGNMENT_BYTES // itemsize, 1)
-    return tuple(0 if i == len(numels) - 1 else -n % unit for i, n in enumerate(numels))
-
-
 def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
     """ZeRO-1/2 with ``round_robin_gradients``: the flat order of a group's parameters."""
     return tuple(i for first in range(world_size) for i in range(first, count, world_size))
-
-
-def sub_groups(numels: Sequence[int], world_size: int, limit: int) -> list[tuple[int, ...]]:
-    """ZeRO-3: cut a group into sub-groups, each closed once its pieces reach ``limit`` elements."""
-    groups: list[tuple[int, ...]] = []
-    current: list[int] = []
-    size = 0
-    for index, numel in enumerate(numels):
-        current.append(index)
-        size += piece_numel(numel, world_size)
-        if size >= limit or index == len(numels) - 1:
-            groups.append(tuple(current))
-            current, size = [], 0
-    return groups
-
-
-def _check_ranks(world_size: int) -> None:
-    """Refuse a layout over no ranks."""
-    if world_size < 1:
-        msg = f"a layout over {world_size} ranks holds nothing"
-        raise CheckpointFormatError(msg)
-
-
-def _check_names_once(buffers: Sequence[FlatBuffer]) -> None:
-    """Refuse a parameter that lies in two buffers."""
-    seen: set[str] = set()
-    for buffer in buffers:
-        if twice := seen.intersection(buffer.names):
-            msg = f"parameters in two flat buffers: {', '.join(sorted(twice))}"
-            raise CheckpointFormatError(msg)
-        seen.update(buffer.names)

@@ -27,7 +27,7 @@ from lightning_elastic_zero.manifest import (
     StateKey,
     manifest_from_json,
 )
-from lightning_elastic_zero.partition import FlatBuffer, partition_numel, sub_groups, zero_layout
+from lightning_elastic_zero.partition import FlatBuffer, zero_layout
 
 SAVED_ON = 1024
 RESUMED_ON = 768
@@ -37,7 +37,7 @@ CASES = [(2, 2), (2, 3), (3, 2), (3, 3)]  # stage of the save, stage of the resu
 ROUNDS = 5
 
 LAYERS, HIDDEN, KEYS, FEED_FORWARD, VOCABULARY = 80, 8192, 1024, 28672, 128256  # Llama 3 70B
-SUB_GROUP_NUMEL = 20_000_000  # small, so that there are several
+SUB_GROUP = 200  # parameters; few, so that there are several
 ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -92,11 +92,10 @@ def flat_buffers(table: tuple[Parameter, ...], stage: int, ranks: int) -> list[F
         names = tuple(p.name for p in table if p.group == group)
         numels = tuple(p.numel for p in table if p.group == group)
         if stage == 3:
-            for members in sub_groups(numels, ranks, SUB_GROUP_NUMEL):
-                in_it = tuple(names[i] for i in members), tuple(numels[i] for i in members)
-                buffers.append(FlatBuffer(group, *in_it))
+            cuts = [slice(i, i + SUB_GROUP) for i in range(0, len(names), SUB_GROUP)]
+            buffers += [FlatBuffer(group, names[cut], numels[cut]) for cut in cuts]
         else:
-            size = partition_numel(numels, (), ranks)
+            size = -(-sum(numels) // ranks)
             buffers.append(FlatBuffer(group, names, numels, (), size))
     return buffers
 

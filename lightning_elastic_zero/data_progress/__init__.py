@@ -1,10 +1,7 @@
 """How far a run has come, counted in samples: what does not depend on the number of devices.
 
-``batch_plan`` cuts a global batch over ranks and micro-batches; ``sampler`` gives every rank its
-samples, from any step of an epoch on, and ``sample_order`` asks users' samplers; ``position`` is
-where a run stands, as a checkpoint records it; ``loop_counters`` reads and writes Lightning's loop
-counters for it; ``rng`` keeps the streams of random numbers. Nothing in here imports Lightning or
-DeepSpeed.
+Nothing in here imports Lightning or DeepSpeed: its loop counters are dicts, and an engine's numbers
+are given.
 """
 
 from __future__ import annotations

@@ -20,6 +20,11 @@ LISTED_COUNTS = 12
 """How many device counts an error message names."""
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return how many parts of at most ``size`` make up ``count``."""
+    return -(-count // size)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How the samples of one optimizer step are spread."""
@@ -39,7 +44,7 @@ class BatchPlan:
     @property
     def largest_micro_batch(self) -> int:
         """Samples in the largest micro-batch of any rank."""
-        return _ceil(_ceil(self.global_batch_size, self.world_size), self.accumulate)
+        return ceil_div(ceil_div(self.global_batch_size, self.world_size), self.accumulate)
 
     def samples_of(self, rank: int) -> int:
         """Return a rank's samples per optimizer step."""
@@ -77,7 +82,7 @@ def plan_batches(
     """
     plan = _even_plan(global_batch_size, most_samples, world_size)
     if plan is None and allow_uneven and global_batch_size >= world_size:
-        accumulate = _ceil(_ceil(global_batch_size, world_size), most_samples)
+        accumulate = ceil_div(ceil_div(global_batch_size, world_size), most_samples)
         uneven = BatchPlan(global_batch_size, world_size, accumulate)
         plan = uneven if uneven.samples_of(world_size - 1) >= accumulate else None
     if plan is None:
@@ -92,7 +97,7 @@ def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> Ba
     of_rank, rest = divmod(global_batch_size, world_size)
     if rest or not of_rank:
         return None
-    fewest = _ceil(of_rank, most_samples)
+    fewest = ceil_div(of_rank, most_samples)
     for accumulate in range(fewest, min(MOST_SMALLER * fewest, of_rank) + 1):
         if of_rank % accumulate == 0:
             return BatchPlan(global_batch_size, world_size, accumulate)
@@ -117,7 +122,3 @@ def _refusal(
         f"micro-batches of at most {most_samples} samples (the loader's batch_size). Device counts "
         f"that fit: {listed}. Use one of them, or change the loader's batch_size{hint}"
     )
-
-
-def _ceil(count: int, size: int) -> int:
-    return -(-count // size)

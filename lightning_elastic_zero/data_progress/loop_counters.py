@@ -12,6 +12,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_elastic_zero.data_progress.batch_plan import ceil_div
 from lightning_elastic_zero.data_progress.position import DataProgress, Position
 from lightning_elastic_zero.manifest import Progress
 
@@ -42,7 +43,7 @@ def read_position(
     last = fit_loop[BATCHES]["is_last_batch"] and done == batch["ready"]
     is_over = done > 0 and (last or done >= batches)
     if is_over and batch["started"] == done:
-        steps = -(-done // accumulate)  # the last one may be of fewer micro-batches
+        steps = ceil_div(done, accumulate)  # the last one may be of fewer micro-batches
     if epochs["processed"] == epochs["ready"]:
         # The epoch's end has been reached. max_steps and early stopping get here in mid-epoch too.
         if done and not is_over:
@@ -138,7 +139,7 @@ def _batches_at(
     before = int(batch["total"]["processed"]) - done
     if was != now:
         return before // was * now, position.steps * now
-    is_as_saved = position.is_over and position.steps == -(-done // was)
+    is_as_saved = position.is_over and position.steps == ceil_div(done, was)
     return before, done if is_as_saved else position.steps * now
 
 

@@ -9,9 +9,6 @@ from typing import Any
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.manifest import Plain
 
-MEAN = "mean"
-"""The gradient of a step is the mean over its samples, whatever the accumulation."""
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -49,7 +46,8 @@ class DataProgress:
     orders: tuple[tuple[int, str] | None, ...] = ()
     """For each training loader, the epoch that its order was made for last and the order's digest;
     None where its order is its own."""
-    gradient: str = MEAN
+    gradient: str = "mean"
+    """Of a step: the mean over its samples, whatever the accumulation."""
     settings: Mapping[str, Plain] | None = None
     """Trainer settings that count batches, as they were given."""
 
@@ -123,10 +121,11 @@ class DataProgress:
 
     def at_batch_size(self, global_batch_size: int | None) -> Position:
         """Return the position in steps of another global batch, rounded down: none is skipped."""
-        if not self.global_batch_size or not global_batch_size or self.samples is None:
+        samples = self.samples
+        if not samples or not global_batch_size:
             return self.position
-        steps = self.samples // global_batch_size
-        exact = steps * global_batch_size == self.samples
+        steps = samples // global_batch_size
+        exact = steps * global_batch_size == samples
         return replace(
             self.position, steps=steps, is_validated=self.position.is_validated and exact
         )

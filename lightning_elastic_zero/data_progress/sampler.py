@@ -20,9 +20,6 @@ from lightning_elastic_zero.data_progress.rng import derive_seed, seed_host_rng
 from lightning_elastic_zero.data_progress.sample_order import digest_of, epoch_order
 from lightning_elastic_zero.errors import UnsupportedError
 
-EpochOrder = Callable[[int], Sequence[Any] | torch.Tensor]
-"""Gives an epoch's samples in order: the same on all ranks, whenever it is asked."""
-
 
 class ElasticSampler(DistributedSampler[Any]):
     """A ``DistributedSampler`` whose steps are the same on every number of ranks.

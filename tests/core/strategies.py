@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.layout import Layout
+from lightning_elastic_zero.layout import Fragment, Layout
 from lightning_elastic_zero.manifest import (
     FileEntry,
     Group,
@@ -22,12 +22,7 @@ from lightning_elastic_zero.manifest import (
     StateKey,
     Writer,
 )
-from lightning_elastic_zero.partition import (
-    ContiguousPartition,
-    FlatBuffer,
-    PerParameterPartition,
-    partition_numel,
-)
+from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer, PerParameterPartition
 
 MAX_RANKS = 64
 
@@ -46,6 +41,13 @@ class Cut:
         """Make the layout, by the class of the stage."""
         rule = PerParameterPartition if self.stage == 3 else ContiguousPartition
         return rule(self.buffers, self.world_size)
+
+
+def cut_to(whole: Fragment, start: int, stop: int) -> Fragment:
+    """Return the part of a fragment inside ``[start, stop)``, which overlaps it."""
+    first = max(whole.start, start)
+    offset = whole.offset + first - whole.start
+    return replace(whole, start=first, stop=min(whole.stop, stop), offset=offset)
 
 
 def tables(min_numel: int = 1) -> st.SearchStrategy[dict[str, int]]:
@@ -73,7 +75,7 @@ def contiguous_cuts(draw: st.DrawFn, table: dict[str, int]) -> Cut:
         numels = tuple(table[name] for name in names)
         padding = st.lists(st.integers(0, 9), min_size=len(names), max_size=len(names))
         paddings = tuple(draw(st.one_of(st.just([]), padding)))
-        size = partition_numel(numels, paddings, world_size) + draw(st.integers(0, 5))
+        size = -(-sum(numels + paddings) // world_size) + draw(st.integers(0, 5))
         buffers.append(FlatBuffer(group, names, numels, paddings, size))
     return Cut(draw(st.sampled_from([1, 2])), tuple(buffers), world_size)
 

@@ -260,9 +260,11 @@ class TestProperties:
     def test_layouts(self) -> None:
         """Weights that the optimizer does not own lie whole on rank 0, or in pieces in ZeRO-3."""
         whole = replace(SMALL, excluded=())
-        assert whole.layout().world_size == 2
-        assert whole.frozen_layout().world_size == 1
-        assert replace(whole, stage=3).frozen_layout().world_size == 2
+        assert [f.rank for f in whole.layout().covering("w", 0, 6)] == [0, 1]
+        whole = replace(whole, parameters=(Parameter("f", (4,), "bfloat16", None),), excluded=())
+        assert [f.rank for f in whole.frozen_layout().covering("f", 0, 4)] == [0]
+        cut = replace(whole, stage=3).frozen_layout()
+        assert [f.rank for f in cut.covering("f", 0, 4)] == [0, 1]
 
 
 class TestDigest:

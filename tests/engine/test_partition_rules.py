@@ -10,14 +10,7 @@ import torch
 from torch import distributed
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.partition import (
-    FlatBuffer,
-    alignment_paddings,
-    partition_numel,
-    round_robin_order,
-    sub_groups,
-    zero_layout,
-)
+from lightning_elastic_zero.partition import FlatBuffer, piece_numel, round_robin_order, zero_layout
 from tests.engine._model import group_members, trained
 from tests.engine._oracle import PADDING, positions
 from tests.engine._setup import Engine, Setup, engine_of
@@ -64,17 +57,22 @@ def _contiguous(setup: Setup, group: int, table: list[tuple[str, int]]) -> list[
     order = round_robin_order(len(table), setup.world) if setup.round_robin else range(len(table))
     names, numels = zip(*[table[i] for i in order], strict=True)
     itemsize = setup.dtype.itemsize
-    paddings = alignment_paddings(numels, itemsize) if setup.alignment else (0,) * len(names)
-    partition = partition_numel(numels, paddings, setup.world)
+    # With parameter_alignment, each parameter but the first begins at a multiple of 16 bytes;
+    unit = max(16 // itemsize, 1) if setup.alignment else 1
+    paddings = (*(-numel % unit for numel in numels[:-1]), 0)
+    # and a flat buffer has a multiple of two elements for each rank, for NCCL.
+    partition = 2 * -(-sum(numels + paddings) // (2 * setup.world))
     return [FlatBuffer(group, names, numels, paddings, partition)]
 
 
 def _sub_grouped(setup: Setup, group: int, table: list[tuple[str, int]]) -> list[FlatBuffer]:
-    cuts = sub_groups([n for _, n in table], setup.world, setup.sub_group)
-    return [
-        FlatBuffer(group, tuple(table[i][0] for i in cut), tuple(table[i][1] for i in cut))
-        for cut in cuts
-    ]
+    cuts: list[list[tuple[str, int]]] = [[]]
+    for row in table:
+        # A sub-group is closed once its pieces reach the limit.
+        if sum(piece_numel(n, setup.world) for _, n in cuts[-1]) >= setup.sub_group:
+            cuts.append([])
+        cuts[-1].append(row)
+    return [FlatBuffer(group, tuple(n for n, _ in c), tuple(n for _, n in c)) for c in cuts]
 
 
 def _numel_on_rank(setup: Setup, buffer: FlatBuffer) -> int:

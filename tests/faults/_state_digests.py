@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest, open_checkpoint
-from lightning_elastic_zero.layout import Fragment, plan_transfers
+from lightning_elastic_zero.layout import Fragment, TransferPlan
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_bytes
 from tests.core.spelling import spelled
@@ -52,7 +52,8 @@ def _tensors(source: CheckpointReader) -> dict[str, torch.Tensor]:
     requests: list[ReadRequest] = []
     for name, numel in {**masters, **frozen}.items():
         layout = source.layout() if name in masters else source.frozen_layout()
-        transfers = plan_transfers([Fragment(name, 0, numel, 0, 0, 0)], layout)
+        plan = TransferPlan([Fragment(name, 0, numel, 0, 0, 0)], layout)
+        transfers = [t for _, of_rank in plan.by_rank() for t in of_rank]
         for key, dtype in _keys_of(manifest, name).items():
             target = targets[f"{key or 'weight'}/{name}"] = torch.empty(numel, dtype=dtype)
             requests += [ReadRequest(key, transfer, target) for transfer in transfers]

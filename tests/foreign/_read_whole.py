@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest, open_checkpoint
-from lightning_elastic_zero.layout import Fragment, Layout, plan_transfers
+from lightning_elastic_zero.layout import Fragment, Layout, TransferPlan
 from lightning_elastic_zero.manifest import Parameter
 from lightning_elastic_zero.storage import ignore_bytes
 
@@ -58,4 +58,5 @@ def _requests(
     if not parameter.numel:
         return []
     whole = Fragment(parameter.name, 0, parameter.numel, 0, 0, 0)
-    return [ReadRequest(key, t, target) for t in plan_transfers([whole], layout)]
+    by_rank = TransferPlan([whole], layout).by_rank()
+    return [ReadRequest(key, t, target) for _, transfers in by_rank for t in transfers]
