@@ -43,7 +43,7 @@ def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda va
     for field, kind in _fields_of(cls):  # type: ignore[arg-type]
         if field.name not in row:
             continue
-        value, inner = row[field.name], get_args(kind)[:1]
+        value, inner = row[field.name], get_args(kind)
         if is_dataclass(kind):
             values[field.name] = from_json(kind, value, untag)  # type: ignore[arg-type]
         elif inner and is_dataclass(inner[0]):

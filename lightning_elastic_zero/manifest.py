@@ -275,9 +275,7 @@ def _check_tables(manifest: Manifest) -> None:
     wrong = next(_contradictions(manifest), None)
     if wrong is not None:
         raise CheckpointFormatError(wrong)
-    # These refuse flat buffers that cannot hold what is said to be in them.
-    manifest.layout()
-    manifest.frozen_layout()
+    manifest.layout()  # It refuses flat buffers that cannot hold what is said to be in them.
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -292,8 +290,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         for buffer in manifest.buffers
         for name, numel in zip(buffer.names, buffer.numels, strict=True)
     }
-    if differ := sorted(n for n in owned.keys() | placed if owned.get(n) != placed.get(n)):
-        yield f"the flat buffers do not hold {differ[0]} as the parameter table has it"
+    if differ := {n for n in owned.keys() | placed if owned.get(n) != placed.get(n)}:
+        yield f"the flat buffers do not hold {min(differ)} as the parameter table has it"
     grouped = [(name, index) for index, g in enumerate(manifest.groups) for name in g.names]
     if sorted(grouped) != sorted((name, group) for name, (group, _) in owned.items()):
         yield "the groups do not name the parameters that the parameter table puts in them"

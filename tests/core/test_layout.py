@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
 from tests.core.strategies import Cut, cut_to, pairs_of_cuts
 
@@ -197,6 +198,23 @@ class TestPlan:
         with pytest.raises(CheckpointFormatError, match=what):
             list(plan.by_rank())
 
+    @pytest.mark.parametrize(("walked", "end_is_held"), [(4, True), (6, False)])
+    def test_a_walk_that_contradicts_the_end_is_refused(
+        self, walked: int, end_is_held: bool
+    ) -> None:
+        """What is held of a fragment, run by run, reaches its end, which is held by itself too."""
+
+        class Torn(Scripted):
+            def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+                if start == 0:
+                    for first, end in spans(0, walked, 2):
+                        yield Fragment(name, first, end, first // 2, 0, 0)
+                elif end_is_held:
+                    yield Fragment(name, start, stop, 2, 0, 0)
+
+        with pytest.raises(CheckpointFormatError, match=f"overlaps, at element {walked}$"):
+            planned([Fragment("w", 0, 6, 0, 0, 0)], Torn())
+
     def test_a_parameter_that_nobody_holds_is_refused(self) -> None:
         """An unknown name is an error of the format, with the name."""
         with pytest.raises(CheckpointFormatError, match=r"holds no parameter named v\.weight"):
@@ -219,3 +237,14 @@ class TestFragment:
         """A fragment has at least one element, at places that exist."""
         with pytest.raises(ValueError, match="no run of elements"):
             Fragment("w", start, stop, 0, 0, offset)
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 20))
+def test_spans_are_whole_but_for_the_last(start: int, numel: int, size: int) -> None:
+    """Together they are the run, in order; none is empty or longer than allowed."""
+    parts = list(spans(start, start + numel, size))
+    assert [i for first, stop in parts for i in range(first, stop)] == [
+        *range(start, start + numel)
+    ]
+    assert all(stop - first == size for first, stop in parts[:-1])
+    assert all(0 < stop - first <= size for first, stop in parts)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.data_progress import (
+    LOADER_STATES,
     DataProgress,
     Position,
     fit_loop_at,
     infer_progress,
     read_position,
     validation_counters_at,
+    with_loader_states,
 )
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.manifest import Progress
@@ -108,31 +112,110 @@ def test_another_programs_accumulation_is_inferred(told: int, steps: int, expect
     )
 
 
+@given(st.integers(0, 12), st.integers(1, 5), st.booleans())
+def test_every_moment_of_an_epoch_is_read(
+    batches: int, accumulate: int, length_is_known: bool
+) -> None:
+    """The steps are those that were taken: also the last one, of fewer micro-batches."""
+    for moment in range(4 * batches + 1):
+        ready, started, processed, completed = ((moment + at) // 4 for at in (3, 2, 1, 0))
+        # Where the length is not known, the last batch is known when it comes.
+        is_last = not length_is_known and ready == batches
+        state = loops((1, 1, 0, 0), (ready, started, processed, completed), is_last=is_last)
+        steps = [n for n in range(1, processed + 1) if n % accumulate == 0 or n == batches]
+        expected = Position(0, len(steps), is_over=0 < processed == batches)
+        known = batches if length_is_known else math.inf
+        assert read_position(state, accumulate, batches=known, validating=False) == expected
+
+
+def test_a_last_batch_that_was_left_out_is_no_step() -> None:
+    """``on_train_batch_start`` gave -1 within a window: the epoch is over, the step not taken."""
+    state = loops((1, 1, 0, 0), (5, 4, 5, 4), is_last=True)
+    assert read_position(state, 2, batches=10, validating=False) == Position(0, 2, is_over=True)
+
+
+@pytest.mark.parametrize(
+    ("current", "is_last", "finished"),
+    [
+        (counts(1, 1, 1, 1), True, True),
+        (counts(3, 3, 3, 2), True, False),
+        (counts(3, 3, 3, 3), False, False),
+        (counts(0, 0, 0, 0), True, False),
+    ],
+)
+def test_a_validation_is_over_with_its_last_batch(
+    current: dict[str, int], is_last: bool, finished: bool
+) -> None:
+    """And not where it has none, or goes on."""
+    state = loops((1, 1, 0, 0), (4, 4, 4, 4))
+    state["epoch_loop.val_loop.batch_progress"].update(current=current, is_last_batch=is_last)
+    expected = Position(0, 2, is_validated=finished)
+    assert read_position(state, 2, batches=10, validating=True) == expected
+
+
 @given(
     st.integers(0, 5),
     st.integers(0, 9),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
     st.integers(1, 6),
     st.integers(1, 6),
     st.integers(0, 7),
 )
+@example(0, 1, (False, False, True), 2, 2, 3)
 def test_what_is_written_is_read_again(
-    epoch: int, steps: int, is_over: bool, was: int, now: int, before: int
+    epoch: int, steps: int, flags: tuple[bool, bool, bool], was: int, now: int, before: int
 ) -> None:
-    """In the units of the new world, whatever the old one's were."""
-    position = Position(epoch, steps, is_over=is_over and steps > 0)
+    """In the units of the new world, whatever the old one's were, and wherever they stood."""
+    is_over, is_validated, had_ended = flags
+    had_ended = had_ended and steps > 0  # max_steps ends an epoch after any step
+    in_epoch = steps > 0
+    entered = epoch + in_epoch
+    position = Position(epoch, steps, is_over=is_over and in_epoch, is_validated=is_validated)
     done = (steps * was,) * 4
-    state = loops((epoch + 1, epoch + 1, epoch, epoch), done, before=before * was)
+    ended = epoch + had_ended
+    state = loops((epoch + 1, epoch + 1, ended, ended), done, before=before * was, validated=3)
     written = fit_loop_at(state, position, was=was, now=now)
     batches = steps * now if position.is_over else 10**6
-    assert read_position(written, now, batches=batches, validating=False) == position
-    batch = written["epoch_loop.batch_progress"]
-    in_epoch = steps > 0
-    assert batch["current"]["ready"] == steps * now
-    assert batch["total"]["ready"] == (before + steps) * now
-    assert written["epoch_progress"]["current"]["processed"] == epoch
-    assert written["epoch_progress"]["current"]["ready"] == epoch + in_epoch
+    read = read_position(written, now, batches=batches, validating=False)
+    assert read == replace(position, is_validated=False)
+    batch, val = (written[f"epoch_loop.{loop}batch_progress"] for loop in ("", "val_loop."))
+    assert batch["current"] == counts(*[steps * now] * 4)
+    assert batch["total"] == counts(*[(before + steps) * now] * 4)
+    assert written["epoch_progress"]["current"] == counts(entered, entered, epoch, epoch)
     assert written["state_dict"] == {}
+    # One that may be due here has begun, with none of its batches: Lightning then decides.
+    pending = int(in_epoch and not is_validated)
+    begun = counts(pending, pending, 0, 0)
+    assert val == {"total": begun, "current": begun, "is_last_batch": False}
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"),
+    [
+        (Position(0, 5, is_over=True), 9),
+        (Position(0, 4, is_over=True), 8),
+        (Position(0, 5), 10),
+    ],
+)
+def test_a_short_last_window_is_counted_as_it_was(position: Position, expected: int) -> None:
+    """Where the position is that of the save; at another global batch, windows are whole."""
+    state = loops((1, 1, 0, 0), (9, 9, 9, 9), is_last=True)
+    written = fit_loop_at(state, position, was=2, now=2)
+    assert written["epoch_loop.batch_progress"]["current"] == counts(*[expected] * 4)
+
+
+def test_loader_states_replace_those_that_were_saved() -> None:
+    """Nothing else that was saved there is lost, and without any none is left."""
+    fit = loops((1, 1, 0, 0), (4, 4, 4, 4))
+    fit["state_dict"]["own"] = 7
+    saved = {"fit_loop": fit, "validate_loop": {}}
+    written = with_loader_states(saved, [{"at": 3}])
+    assert written == {
+        "fit_loop": {**fit, "state_dict": {"own": 7, LOADER_STATES: [{"at": 3}]}},
+        "validate_loop": {},
+    }
+    assert with_loader_states(saved, [])["fit_loop"]["state_dict"] == {"own": 7}
+    assert fit["state_dict"][LOADER_STATES] == [{"some": "state"}]
 
 
 def test_totals_of_an_earlier_fit_stay_apart() -> None:
@@ -157,11 +240,37 @@ RECORD = DataProgress(
 )
 
 
-def test_a_record_goes_through_the_manifest() -> None:
-    """What is written is what is read, and samples are what is told."""
-    content = RECORD.to_plain()
+def test_a_record_is_told_in_samples() -> None:
+    """And an order by its epoch and digest; a loader whose order is its own has none."""
+    content = replace(RECORD, orders=((3, "d1"), None)).to_plain()
     assert content["epoch_samples"] == 60
-    assert DataProgress.from_plain(content, "here") == RECORD
+    assert content["orders"] == [{"epoch": 3, "digest": "d1"}, None]
+
+
+COUNTS = st.integers(0, 50)
+RECORDS = st.builds(
+    DataProgress,
+    st.builds(Position, COUNTS, COUNTS, is_over=st.booleans(), is_validated=st.booleans()),
+    global_step=COUNTS,
+    global_batch_size=st.none() | st.integers(1, 50),
+    accumulate=st.integers(1, 3),
+    world_size=st.integers(1, 3),
+    steps_per_epoch=st.none() | COUNTS,
+    planned_steps=st.none() | COUNTS,
+    loaders=st.just(RECORD.loaders),
+    orders=st.lists(st.none() | st.tuples(COUNTS, st.text(max_size=3)), max_size=3).map(tuple),
+    settings=st.just(RECORD.settings),
+)
+
+
+@given(RECORDS)
+@example(DataProgress(Position(0, 0), 0, None, 1, 1, settings={}))
+def test_a_record_goes_through_the_manifest(record: DataProgress) -> None:
+    """What is written is what is read; what was written before orders were recorded, too."""
+    content = record.to_plain()
+    assert DataProgress.from_plain(content, "here") == record
+    del content["orders"]
+    assert DataProgress.from_plain(content, "here") == replace(record, orders=())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +278,9 @@ def test_a_record_goes_through_the_manifest() -> None:
     [
         {"epoch": None},
         {"epoch": "x"},
+        {"epoch": -1},
         {"epoch_steps": -1},
+        {"global_step": -1},
         {"accumulate": 0},
         {"world_size": 0},
         {"loaders": 3},
@@ -197,6 +308,13 @@ def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
     position = record.at_batch_size(size)
     assert position.steps * size <= steps * 12 < (position.steps + 1) * size
     assert position.is_validated == (position.steps * size == steps * 12)
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, 6), (12, None), (None, None)])
+def test_without_a_global_batch_a_position_stays(was: int | None, now: int | None) -> None:
+    """There is nothing to count in."""
+    record = replace(RECORD, global_batch_size=was)
+    assert record.at_batch_size(now) == record.position
 
 
 def test_a_window_that_begins_anew_is_not_counted() -> None:

@@ -28,6 +28,7 @@ from lightning_elastic_zero.data_progress import (
     BatchPlan,
     ElasticBatchSampler,
     ElasticSampler,
+    derive_seed,
     plan_batches,
 )
 from lightning_elastic_zero.data_progress.sample_order import digest_of, epoch_order
@@ -89,6 +90,7 @@ def test_steps_do_not_depend_on_the_ranks(
         options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 7}
         samplers = [sampler_of(length, plan, rank, **options) for rank in range(world)]
         assert {s.steps for s in samplers} == {length // size if drop_last else -(-length // size)}
+        assert sum(map(len, samplers)) == samplers[0].total_size == samplers[0].steps * size
         found.append((samplers, steps_of(samplers, epoch)))
     (_, first), (samplers, second) = found
     assert first == second
@@ -253,12 +255,63 @@ def test_generators_that_a_sampler_holds_are_seeded_by_epoch(epoch: int, asked: 
     assert sorted(orders[0]) == list(range(24))
 
 
+class Nested(Sampler[int]):
+    """A sampler with generators deep in containers, and with itself in an attribute."""
+
+    def __init__(self) -> None:
+        self.deep = {"pair": [[random.Random(5)], [random.Random(5)]]}
+        self.me = self
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(own.randrange(1 << 60) for (own,) in self.deep["pair"])
+
+
+def test_each_generator_is_seeded_by_its_own_place() -> None:
+    """Two of them do not draw alike, however deep they are; an epoch's order is its own."""
+    orders = [epoch_order(Nested(), 3, epoch, 2) for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1]
+    assert len({*orders[0], *orders[2]}) == 4
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_a_torch_samplers_generator_is_seeded_as_such(seed: int, epoch: int) -> None:
+    """By nothing but the run's seed and the epoch; where there is none, so are torch's own."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+    expected = list(SubsetRandomSampler(range(24), generator))
+    given_one = SubsetRandomSampler(range(24), torch.Generator())
+    assert epoch_order(given_one, seed, epoch, 24) == expected
+    torch.default_generator.manual_seed(derive_seed(seed, epoch))
+    expected = list(SubsetRandomSampler(range(24)))
+    assert epoch_order(SubsetRandomSampler(range(24)), seed, epoch, 24) == expected
+
+
+def test_a_sampler_with_epochs_is_told_the_epoch() -> None:
+    """As Lightning's own loops would."""
+    own: DistributedSampler[int] = DistributedSampler(range(9), 1, 0)  # type: ignore[arg-type]
+    orders = [epoch_order(own, 3, epoch, 9) for epoch in (0, 1, 0)]
+    own.set_epoch(1)
+    assert orders[0] == orders[2] != orders[1] == list(own)
+
+
+def test_without_options_it_is_torchs_own() -> None:
+    """Shuffled, from seed 0, and its samples are plain integers."""
+    own: DistributedSampler[int] = DistributedSampler(range(9), 1, 0)  # type: ignore[arg-type]
+    ours = ElasticSampler(range(9), BatchPlan(3, 1, 1), 0)
+    assert list(ours) == list(own)
+    assert {type(index) for index in ours} == {int}
+
+
 def test_a_digest_tells_orders_apart() -> None:
     """Of indices and other plain names; of objects, whose repr is a process's own, it is empty."""
     assert digest_of([3, 1, 2]) == digest_of(torch.tensor([3, 1, 2])) != digest_of([1, 2, 3])
     assert digest_of(["a", ("b", 1)]) == digest_of(["a", ("b", 1)]) != digest_of(["a", ("b", 2)])
     assert digest_of([1 << 70]) == digest_of([1 << 70])
-    assert digest_of([object()]) == ""
+    assert digest_of([1.5, 2]) != digest_of([1, 2])
+    assert digest_of([1, "a"]) == digest_of([1, "a"]) != ""
+    assert digest_of([object()]) == digest_of([("a", object())]) == ""
 
 
 class _OfAll(Sampler[int]):
@@ -303,3 +356,59 @@ def test_a_data_set_in_a_sampler_is_not_read() -> None:
     vars(own)["data"] = data
     list(sampler_of(8, BatchPlan(4, 1, 1), 0, sampler=own))
     assert data.reads == 0
+
+
+class Asked(SubsetRandomSampler):
+    """A sampler that counts how often it is asked, and names its samples by texts."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.asked += 1
+        return map(str, super().__iter__())
+
+
+def test_a_users_sampler_is_asked_once_per_epoch() -> None:
+    """One that counts its epochs by itself goes on by one; where none is left, it is not asked."""
+    own = Asked(range(8))
+    sampler = sampler_of(8, BatchPlan(4, 1, 1), 0, sampler=own)
+    sampler.start_at(0, 2)
+    assert list(sampler) == []
+    assert sampler.latest_order() is None
+    assert own.asked == 0
+    order = list(sampler)
+    assert sampler.order_digest(0) == digest_of(order) == sampler.order_digest(0)
+    assert sampler.latest_order() == (0, digest_of(order))
+    assert list(sampler) == order
+    assert own.asked == 1
+
+
+def test_a_fingerprint_tells_what_an_order_depends_on() -> None:
+    """As it stands in checkpoints."""
+    plan = BatchPlan(4, 1, 1)
+    assert sampler_of(8, plan, 0, seed=3).describe() == {
+        "order": "torch.randperm",
+        "sampler": "",
+        "seed": 3,
+        "dataset_length": 8,
+        "last_batch": "filled up",
+    }
+    other = sampler_of(9, plan, 0, shuffle=False, drop_last=True, sampler=Asked(range(6)))
+    assert other.state_dict() == {
+        "order": "sequential",
+        "sampler": "Asked",
+        "seed": 0,
+        "dataset_length": 6,
+        "last_batch": "dropped",
+    }
+
+
+def test_samples_that_are_no_indices_seed_no_worker() -> None:
+    """They are given as they are, one by one."""
+    sampler = sampler_of(2, BatchPlan(2, 1, 2), 0, sampler=Asked(range(2)), seed_workers=True)
+    batches = ElasticBatchSampler(sampler)
+    assert sorted(map(tuple, batches)) == [("0",), ("1",)]
+    assert (batches.sampler, batches.batch_size, batches.drop_last) == (sampler, 1, False)
+    assert len(batches) == 2
+    alone = sampler_of(2, BatchPlan(2, 1, 2), 0, shuffle=False, seed_workers=True)
+    assert list(alone.micro_batches()) == [[0], [1]]

@@ -1,174 +1,135 @@
 """Break the core in hundreds of small ways, and see the tests fail each time.
 
-``make mutants`` runs it. Each change is made in a copy of the checkout, and the tests of that file
-run there until the first failure. What no test notices survives: a survivor that is not in
-``_survivors`` with its reason fails the run, and so does one there that is noticed now.
+``make mutants`` runs it. For each change of a file, the tests of that file run until the first
+failure, in a process of their own that is given the changed text. What no test notices survives: a
+survivor that is not in ``_survivors`` with its reason fails the run, and so does one there that is
+noticed now, or whose line is gone.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.mutation._operators import Mutant, mutants_of
+from tests.mutation._operators import mutants_of
+from tests.mutation._runner import Case, Outcome, import_for_ranks, import_for_tests, outcomes
 from tests.mutation._survivors import SURVIVORS
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = "lightning_elastic_zero"
+PACKAGE = Path(__file__).parents[2] / "lightning_elastic_zero"
 
 TESTS: dict[str, tuple[str, ...]] = {
     "layout.py": ("tests/core/test_layout.py", "tests/core/test_partition.py"),
     "partition.py": ("tests/core/test_partition.py", "tests/core/test_layout.py"),
     "manifest.py": ("tests/core/test_manifest.py", "tests/core/test_format_page.py"),
     "json_records.py": ("tests/core/test_manifest.py",),
-    "compatibility.py": ("tests/core/test_compatibility.py",),
     "data_progress/batch_plan.py": ("tests/core/test_batch_plan.py", "tests/core/test_sampler.py"),
     "data_progress/loop_counters.py": ("tests/core/test_loop_counters.py",),
     "data_progress/position.py": ("tests/core/test_loop_counters.py",),
+    "data_progress/rng.py": ("tests/core/test_rng.py", "tests/core/test_sampler.py"),
+    "data_progress/sample_order.py": ("tests/core/test_sampler.py",),
     "data_progress/sampler.py": ("tests/core/test_sampler.py",),
-    "engine/restore.py": (
-        "tests/engine/test_reloading.py",
-        "tests/engine/test_mismatch.py",
-        "tests/engine/test_matrix.py",
-    ),
 }
 """The files that decide what every value becomes, and the tests that hold them."""
 
-STARTS_RANKS = ("engine/",)
-"""Files whose tests start process groups: one after the other, and only a few of their mutants."""
+_CONFIGURED = "test_save_load_options.py::test_configured_hyperparameters_with_restored_moments"
+_DAMAGED = "test_mismatch.py::test_a_damaged_checkpoint_is_refused"
+_SMALL, _OTHER = "zero2x2-bf16", "zero3x3-bf16-sub_group_700"
+TESTS_ON_RANKS: dict[str, tuple[str, ...]] = {
+    "engine/restore.py": tuple(
+        f"tests/engine/{test}]"
+        for test in (
+            "test_reloading.py::test_a_load_over_live_state_takes_its_place[zeroBx2-bf16",
+            f"test_save_load_options.py::test_no_state_stays_no_state[{_SMALL}-{_OTHER}-2",
+            f"{_CONFIGURED}[{_SMALL}-{_OTHER}",
+            "test_optimizers.py::test_every_state_survives[Adagrad-3 to 1",
+            "test_mismatch.py::test_another_scheduler_is_refused[zero2x2-fp32",
+            f"{_DAMAGED}[zeroBx2-bf16-zeroBx2-bf16-flip_bit-CheckpointCorruptedError",
+        )
+    ),
+}
+"""The same, where tests start process groups: few, and one after the other."""
 
-MUTANT_TIMEOUT_S = 240.0
-"""A mutant that hangs is noticed."""
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One mutant of one file."""
-
-    file: str
-    mutant: Mutant
-
-    @property
-    def key(self) -> str:
-        """What the table of survivors calls it."""
-        return f"{self.file}: {self.mutant.name()}"
-
-
-def chosen(files: Iterable[str], most: int, most_with_ranks: int, seed: int) -> list[Case]:
+def cases_of(files: Iterable[str], most: int, seed: int) -> list[Case]:
     """Return at most so many mutants of each file, the same ones for the same seed."""
+    tests = TESTS | TESTS_ON_RANKS
     cases = []
     for file in files:
-        source = (ROOT / PACKAGE / file).read_text(encoding="utf-8")
+        source = (PACKAGE / file).read_text(encoding="utf-8")
         mutants = mutants_of(source)
-        limit = most_with_ranks if file.startswith(STARTS_RANKS) else most
-        if len(mutants) > limit:
-            mutants = random.Random(seed).sample(mutants, limit)
-        cases += [Case(file, mutant) for mutant in mutants]
+        if len(mutants) > most:
+            mutants = random.Random(seed).sample(mutants, most)
+        cases += [Case(PACKAGE, file, source, tests[file], mutant) for mutant in mutants]
     return cases
 
 
-def copy_of_checkout(folder: Path) -> Path:
-    """Copy what the tests need, once for each worker."""
-    for name in (PACKAGE, "tests", "docs"):
-        shutil.copytree(
-            ROOT / name,
-            folder / name,
-            ignore=shutil.ignore_patterns("__pycache__", "*.tar.xz"),
-        )
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy2(ROOT / name, folder / name)
-    return folder
+def run(cases: Sequence[Case], jobs: int, *, verbose: bool) -> list[Outcome]:
+    """Run all cases, printing what survives; before them, the tests of each file as it is.
+
+    Raises:
+        AssertionError: tests fail without any change.
+    """
+    for outcome in outcomes([*{c.file: c.unchanged() for c in cases}.values()], jobs):
+        assert outcome.survived, f"{outcome.case.tests} fail as they are: {outcome.noticed_by}"
+    found: list[Outcome] = []
+    began = time.monotonic()
+    for outcome in outcomes(cases, jobs):
+        found.append(outcome)
+        if outcome.survived or verbose:
+            print(outcome, flush=True)
+        if len(found) % 20 == 0:
+            print(f"{len(found)} of {len(cases)}, {time.monotonic() - began:.0f} s", flush=True)
+    return found
 
 
-def survives(case: Case, checkout: Path) -> bool:
-    """Return whether all tests of the file pass with it."""
-    path = checkout / PACKAGE / case.file
-    original = path.read_text(encoding="utf-8")
-    path.write_text(case.mutant.applied_to(original), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly"]
-    options = ["-m", "not long and not gpu", "-o", f"cache_dir={checkout / '.pytest'}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(checkout),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(checkout / ".hypothesis"),
-    }
-    process = subprocess.Popen(
-        [*command, *options, "--hypothesis-seed=0", *TESTS[case.file]],
-        cwd=checkout,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(MUTANT_TIMEOUT_S) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        path.write_text(original, encoding="utf-8")
-
-
-def survivors_of(cases: list[Case], jobs: int, folder: Path) -> list[Case]:
-    """Run all cases, ``jobs`` at a time, and return those that no test noticed."""
-    free = [copy_of_checkout(folder / str(i)) for i in range(jobs)]
-    done, began = 0, time.monotonic()
-
-    def look(case: Case) -> bool:
-        nonlocal done
-        checkout = free.pop()
-        try:
-            survived = survives(case, checkout)
-        finally:
-            free.append(checkout)
-        done += 1
-        if survived:
-            print(f"survived  {case.file}:{case.mutant.line}  {case.mutant.name()}", flush=True)
-        if done % 20 == 0:
-            print(f"{done} of {len(cases)} in {time.monotonic() - began:.0f} s", flush=True)
-        return survived
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return [case for case, alive in zip(cases, pool.map(look, cases), strict=True) if alive]
+def verdict(found: Sequence[Outcome], files: Iterable[str]) -> list[str]:
+    """Return what is wrong: survivors without a reason, and reasons without a survivor."""
+    alive = {outcome.case.key for outcome in found if outcome.survived}
+    # Lines of the same text share a key: one that survives is enough.
+    noticed = {outcome.case.key for outcome in found} - alive
+    there = {case.key for case in cases_of(files, sys.maxsize, 0)}
+    explained = {key for key in SURVIVORS if key.partition(": ")[0] in set(files)}
+    return [
+        *(f"not explained in _survivors.py: {key}" for key in sorted(alive - SURVIVORS.keys())),
+        *(f"noticed now, remove it from _survivors.py: {key}" for key in noticed & explained),
+        *(f"no such line, remove it from _survivors.py: {key}" for key in explained - there),
+    ]
 
 
 def main() -> int:
     """Run the check; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", default=list(TESTS), help="below the package")
-    parser.add_argument("--most", type=int, default=40, help="mutants of each file")
-    parser.add_argument("--most-with-ranks", type=int, default=12, help="where tests start ranks")
+    parser.add_argument("files", nargs="*", help="below the package; all")
+    parser.add_argument("--most", type=int, default=25, help="mutants of each file")
+    parser.add_argument("--most-on-ranks", type=int, default=24, help="where tests start ranks")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="say which test notices each")
     options = parser.parse_args()
-    cases = chosen(options.files, options.most, options.most_with_ranks, options.seed)
-    print(f"{len(cases)} mutants of {len(options.files)} files, seed {options.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        alive = survivors_of(cases, options.jobs, Path(folder))
-    new = [case.key for case in alive if case.key not in SURVIVORS]
-    # Lines of the same text share a key: one that survives is enough.
-    gone = {case.key for case in cases} & SURVIVORS.keys() - {case.key for case in alive}
-    print(f"{len(cases) - len(alive)} of {len(cases)} noticed, {len(alive)} survive")
-    for key in new:
-        print(f"not explained in _survivors.py: {key}")
-    for key in sorted(gone):
-        print(f"noticed now, remove it from _survivors.py: {key}")
-    return 1 if new or gone else 0
+    files = options.files or [*TESTS, *TESTS_ON_RANKS]
+    import_for_tests()
+    in_one = cases_of([f for f in files if f in TESTS], options.most, options.seed)
+    on_ranks = cases_of(
+        [f for f in files if f in TESTS_ON_RANKS], options.most_on_ranks, options.seed
+    )
+    print(
+        f"{len(in_one + on_ranks)} mutants of {len(files)} files, seed {options.seed}", flush=True
+    )
+    found = run(in_one, options.jobs, verbose=options.verbose)
+    if on_ranks:
+        import_for_ranks()
+        found += run(on_ranks, 1, verbose=options.verbose)
+    wrong = verdict(found, files)
+    print(*wrong, sep="\n")
+    survived = sum(outcome.survived for outcome in found)
+    print(
+        f"{len(found) - survived} of {len(found)} noticed, {survived} survive, {len(wrong)} wrong"
+    )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

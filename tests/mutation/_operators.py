@@ -6,18 +6,20 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-COMPARISONS: dict[type[ast.cmpop], str] = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.In: "not in",
-    ast.NotIn: "in",
-    ast.Is: "is not",
-    ast.IsNot: "is",
+COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
 }
+"""Each as it is written, and what it becomes."""
+
 ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Add: "-",
     ast.Sub: "+",
@@ -129,12 +131,20 @@ def _of_operator(
 ) -> Iterator[Mutant]:
     """Exchange an operator for its neighbour."""
     match node:
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
-            other = COMPARISONS[type(op)]
-            yield source.mutant(node, f"{source.code(left)} {other} {source.code(right)}")
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            parts = [source.code(left)]
+            for op, right in zip(ops, comparators, strict=True):
+                parts += [COMPARISONS[type(op)][0], source.code(right)]
+            for place, op in enumerate(ops):
+                changed = [*parts]
+                changed[2 * place + 1] = COMPARISONS[type(op)][1]
+                yield source.mutant(node, " ".join(changed))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-            other = ARITHMETIC[type(op)]
-            yield source.mutant(node, f"{source.code(left)} {other} {source.code(right)}")
+            operands = [
+                f"({source.code(part)})" if isinstance(part, ast.BinOp) else source.code(part)
+                for part in (left, right)
+            ]
+            yield source.mutant(node, f" {ARITHMETIC[type(op)]} ".join(operands))
         case ast.BoolOp(op=op, values=values):
             word = " or " if isinstance(op, ast.And) else " and "
             yield source.mutant(node, f"({word.join(f'({source.code(v)})' for v in values)})")
