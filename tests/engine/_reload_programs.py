@@ -12,7 +12,7 @@ from torch import distributed
 
 from tests.engine._model import batch
 from tests.engine._oracle import differences, dump
-from tests.engine._save_load_programs import Saved, save
+from tests.engine._save_load_programs import Saved, assert_whole_windows, save
 from tests.engine._setup import Engine, Setup, engine_of, reset_secondary_partition, train
 from tests.engine._uninterrupted import Continued
 
@@ -33,6 +33,7 @@ def within_window(setup: Setup, saved: Saved) -> Continued:
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + 2 * setup.accumulation - 1)
         load_checkpoint(engine, saved.path)
+        assert_whole_windows(engine)
         resumed = train(engine, setup, middle, end)
         found = dump(engine, setup)
     differing = differences(wanted, found) if wanted and found else {}
@@ -106,6 +107,7 @@ def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
         held = [tensor_bytes()]
         for _ in range(loads):
             load_checkpoint(engine, saved.path)
+            assert_whole_windows(engine)
             held.append(tensor_bytes())
         after = _places(engine)
     moved = tuple(key for key, place in places.items() if after.get(key) != place)

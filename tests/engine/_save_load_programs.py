@@ -113,12 +113,18 @@ def load(
         loaded = load_checkpoint(engine, saved.path, **(options or {}))
         assert loaded.client_state["epoch"] == STEPS
         assert engine.module.scratch.tolist() == [7.0] * 3, "scratch is not persistent"
+        assert_whole_windows(engine)
         found = dump(engine, setup)
         if copy_to is not None:
             save(engine, copy_to)
     if found is None:
         return None
     return compare_states(expected_in(saved.dump(), saved.setup, setup), found)
+
+
+def assert_whole_windows(engine: Engine) -> None:
+    """Fail unless the next backward pass is the first of an accumulation window."""
+    assert engine.micro_steps == engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
