@@ -425,3 +425,23 @@ class TestRefusals:
         refused = refusal(edited(edit))
         assert refused.startswith(f"{WHERE} contradicts itself (")
         assert message in refused
+
+
+class TestFileEntry:
+    @pytest.mark.parametrize(
+        "name",
+        ["", ".", "..", "../a", "a/..", "a/../b", "/a", "./a", "a/", "a//b", "a\\b", "a\0b"],
+    )
+    def test_a_way_out_of_the_directory_is_no_name(self, name: str) -> None:
+        """Nor is anything that does not name one file in one way."""
+        with pytest.raises(CheckpointFormatError, match="cannot hold a file named"):
+            FileEntry(name, 1, "0" * 32)
+
+    @pytest.mark.parametrize(
+        ("size", "digest"), [(-1, "0" * 32), (0, "0" * 31), (0, "0" * 33), (0, "X" * 32)]
+    )
+    def test_numbers_that_no_writer_records(self, size: int, digest: str) -> None:
+        """Of bytes, and of a digest."""
+        with pytest.raises(CheckpointFormatError, match="makes no sense"):
+            FileEntry("a/b..c", size, digest)
+        assert FileEntry("a/b..c", 0, "09afbc" + "0" * 26).size_bytes == 0
