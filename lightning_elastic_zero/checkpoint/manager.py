@@ -212,9 +212,8 @@ class CheckpointManager:
             failure = self._writer.stop(DRAIN_TIMEOUT_S if interrupted else None)
             self._unhook()
             self._writer, self._unhook = None, _nothing
-            self._links = (
-                CheckpointLinks()
-            )  # one that is given up, but does not end, speaks no more
+            # A save that is given up, but does not end, makes no links any more.
+            self._links = CheckpointLinks()
         if self._is_rank_zero:
             self._retention.delete_pending()
         if interrupted and failure is not None:

@@ -33,6 +33,7 @@ def count(kind: str, verdict: StateComparison) -> None:
     MATRIX.count(kind, "differing bits", differing_bits)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(("source", "target"), small_matrix(), ids=str)
 def test_state_survives(
     source: Setup,
