@@ -64,6 +64,8 @@ class RestoreScope:
     """The optimizer's state, and so groups with the same members."""
     hyperparameters: bool = True
     """Each group's hyperparameters: the same number of groups."""
+    lr_scheduler: bool = True
+    """The state of the scheduler that the engine steps, also where there are no hyperparameters."""
     strict: bool = True
     """False (Lightning's ``strict_loading``): frozen parameters and buffers that the checkpoint
     lacks stay as they are, and what it has beyond the model is left out. Without optimizer state

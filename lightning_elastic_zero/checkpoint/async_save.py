@@ -115,7 +115,11 @@ class AsyncCheckpointer:
             snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
         job = _Job(snapshot, self._ranks, self._on_end, began)
         self._on_start(job.target)
-        job.start()
+        try:
+            job.start()
+        except BaseException:  # the system has no more threads
+            self._on_end(job.target, None)
+            raise
         self._job = job
 
     def wait_for_copies(self) -> None:

@@ -205,16 +205,18 @@ class _Load:
         # must not depend on the number of devices. Training goes on with each rank's own.
         own = self.ranks.rank if training else 0
         shared = source.module_state(own, self.ranks.world_size)
-        held = source.found.hyperparameters and not source.manifest.weights_only
+        # Weights alone begin a new run, with the schedule that is configured here.
+        resumes = training and not source.manifest.weights_only and self.options.hyperparameters
         scope = RestoreScope(
             optimizer_state=training and self.options.optimizer_state,
-            hyperparameters=training and held and self.options.hyperparameters,
+            hyperparameters=resumes and source.found.hyperparameters,
+            lr_scheduler=resumes,
             strict=self.options.strict,
         )
         buffers = list(_pairs(shared.buffers, self.live.module_buffers()))
         check_compatible(source.manifest, here, scope, self.where, buffers)
         self._check_optimizer(scope)
-        if shared.lr_scheduler is not None and scope.hyperparameters:
+        if shared.lr_scheduler is not None and scope.lr_scheduler:
             self.live.check_scheduler(shared.lr_scheduler)
         if self.ranks.rank == 0:
             self._log(here, scope, buffers)
@@ -285,7 +287,7 @@ class _Load:
             module_buffers=shared.buffers,
             progress=manifest.progress if resumes and source.found.progress else here.progress,
             loss_scaler=shared.loss_scaler if resumes else {},
-            lr_scheduler=shared.lr_scheduler if scope.hyperparameters else None,
+            lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
             optimizer=manifest.writer.optimizer,
         )
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,10 @@ class CheckpointManager:
         if self._background and self._writer is None:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
+            # Its last save may end after the run has, and makes the links that waited for it then.
+            on_end = partial(self._on_save_ended, self._links)
             self._writer = AsyncCheckpointer(
-                ranks, self._on_save_started, self._on_save_ended, self._snapshot_bytes
+                ranks, self._on_save_started, on_end, self._snapshot_bytes
             )
             self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 
@@ -100,8 +103,9 @@ class CheckpointManager:
         """Save while training waits. Collective; no save is in flight (``wait_until_finished``)."""
         self._retention.delete_pending()
         stats = save_engine(engine, path, ranks, client_state, options)
-        self._on_save_started(Path(stats.path))
-        self._on_save_ended(Path(stats.path), stats)
+        if self._is_rank_zero:
+            self._retention.on_save_started(Path(stats.path))
+        self._on_save_ended(self._links, Path(stats.path), stats)
 
     def save_async(
         self,
@@ -139,14 +143,16 @@ class CheckpointManager:
             self._links.on_save_started(target)
             self._retention.on_save_started(target)
 
-    def _on_save_ended(self, target: Path, stats: CheckpointStats | None) -> None:
+    def _on_save_ended(
+        self, links: CheckpointLinks, target: Path, stats: CheckpointStats | None
+    ) -> None:
         """Go on with what waited for a checkpoint; in the writer's thread, if there is one."""
         if stats is not None:
             self.last_save = stats
             self._run_monitor.look_soon()
         if self._is_rank_zero:
             try:
-                self._links.on_save_ended(target, published=stats is not None)
+                links.on_save_ended(target, published=stats is not None)
             finally:
                 if stats is not None:
                     self._retention.on_published(target)
@@ -212,7 +218,7 @@ class CheckpointManager:
             failure = self._writer.stop(DRAIN_TIMEOUT_S if interrupted else None)
             self._unhook()
             self._writer, self._unhook = None, _nothing
-            # A save that is given up, but does not end, makes no links any more.
+            # The next run's do not wait for a save that was given up and does not end.
             self._links = CheckpointLinks()
         if self._is_rank_zero:
             self._retention.delete_pending()

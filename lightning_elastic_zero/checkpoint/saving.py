@@ -90,11 +90,14 @@ def save_engine(
         UnsupportedError: something in the state has no rule by which it could be saved.
         RanksError: a rank failed, died, or did not call this.
     """
+    began = time.monotonic()
     contents = ranks.run_all(
         f"save: look at the engine {engine.at_step()}",
         lambda: collect(engine, path, ranks.rank, client_state, options),
     )
-    return write(contents, ranks)
+    stats = write(contents, ranks)
+    seconds = time.monotonic() - began
+    return replace(stats, seconds=seconds, waited_s=seconds)
 
 
 @dataclass(frozen=True, slots=True)

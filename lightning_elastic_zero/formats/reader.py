@@ -227,12 +227,18 @@ class CheckpointReader(ABC):
         for file, of_file in itertools.groupby(located, key=lambda found: found[0]):
             bytes_read += file.read_into([(slot, run) for _, run, slot in of_file], on_bytes)
         return bytes_read + sum(
-            self._check_rounding(r, *rounded)
+            self._check_rounding(r, *rounded, on_bytes)
             for r in requests
             if r.key == WEIGHT and (rounded := self.locate_rounded(r.transfer))
         )
 
-    def _check_rounding(self, request: ReadRequest, file: StoredTensors, run: StoredRun) -> int:
+    def _check_rounding(
+        self,
+        request: ReadRequest,
+        file: StoredTensors,
+        run: StoredRun,
+        on_bytes: Callable[[int], None],
+    ) -> int:
         """Compare masters that were read with low-precision weights; return the bytes read."""
         bytes_read = 0
         dtype = run.tensor.dtype
@@ -240,7 +246,7 @@ class CheckpointReader(ABC):
             return 0
         for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
             low = torch.empty(stop - start, dtype=dtype)
-            bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))])
+            bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], on_bytes)
             master = request.slot[start - run.start : stop - run.start].cpu()
             if not same_rounded(master, low):
                 msg = (

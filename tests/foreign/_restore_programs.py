@@ -13,8 +13,8 @@ from torch import nn
 from tests.engine._model import BUFFERS
 from tests.engine._oracle import Dump, dump, expected_in
 from tests.engine._reference_run import MORE, ReferenceComparison, compare_with_reference
-from tests.engine._save_load_programs import StateComparison, compare_states
-from tests.engine._setup import Setup, engine_of, train
+from tests.engine._save_load_programs import Scheduler, StateComparison, compare_states
+from tests.engine._setup import Engine, Setup, engine_of, train
 from tests.foreign._fixtures import Fixture
 
 
@@ -139,3 +139,27 @@ def another(setup: Setup, turn: int) -> Setup:
         offload=False,
         sub_group=1_000_000_000,
     )
+
+
+def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
+    """Let stock DeepSpeed step a scheduler and save; return the rates from the first step on."""
+    with engine_of(setup, 1) as engine:
+        Scheduler("warm-up")(engine)
+        rates = [_rate_after_step(engine, setup, step) for step in range(steps)]
+        engine.save_checkpoint(folder, tag="stock")
+        return rates + [_rate_after_step(engine, setup, steps + more) for more in range(2)]
+
+
+def resumed_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
+    """Load that into a run of another seed; return the rates of its next two steps."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7) as engine:
+        Scheduler("warm-up")(engine)
+        load_checkpoint(engine, f"{folder}/stock")
+        return [_rate_after_step(engine, setup, steps + more) for more in range(2)]
+
+
+def _rate_after_step(engine: Engine, setup: Setup, step: int) -> float:
+    train(engine, setup, step, step + 1)
+    return float(engine.optimizer.param_groups[0]["lr"])

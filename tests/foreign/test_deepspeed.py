@@ -14,9 +14,17 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import Fixture, names, unpack
-from tests.foreign._restore_programs import Case, Outcome, another, restore
+from tests.foreign._restore_programs import (
+    Case,
+    Outcome,
+    another,
+    restore,
+    resumed_with_scheduler,
+    saved_with_scheduler,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -97,6 +105,19 @@ def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> N
     fixture = unpacked(name)
     target = another(fixture.setup, STOCK.index(name))
     run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_the_schedule_goes_on(elastic: bool, pools: Pools, tmp_path: Path) -> None:
+    """Also where groups are not restored, since elastic checkpoints hold no hyperparameters."""
+    writer, steps = Setup(2, "2", elastic=elastic), 5
+    rates = pools.run(2, partial(saved_with_scheduler, writer, str(tmp_path), steps))[0]
+    assert len(set(rates)) > steps, rates
+    for target in (Setup(2, "2"), Setup(1, "1")):
+        found = pools.run(
+            target.world, partial(resumed_with_scheduler, target, str(tmp_path), steps)
+        )
+        assert found == [rates[steps:]] * target.world
 
 
 @pytest.mark.long

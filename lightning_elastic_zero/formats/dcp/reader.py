@@ -16,6 +16,7 @@ from lightning_elastic_zero.formats.dcp.detection import METADATA_NAME
 from lightning_elastic_zero.formats.dcp.metadata import read_metadata
 from lightning_elastic_zero.formats.dcp.optimizer_state_dict import state_dict_of
 from lightning_elastic_zero.formats.dcp.tree import (
+    Leaf,
     TreePath,
     choose_model,
     format_tree_path,
@@ -66,6 +67,7 @@ class DcpReader(FullStateReader):
             ordered=knows_order(metadata),
             kind="directory of torch.distributed.checkpoint",
         )
+        self._models: list[Mapping[str, Any]] = []
         self._choose(largest_model(self._tree))
         self._take(self._full_state)
 
@@ -88,6 +90,7 @@ class DcpReader(FullStateReader):
             weights=self._tree.models.get(model, {}),
             lacks=(f"the tensors of {', '.join(left)}",) if left else (),
         )
+        self._models.append(self._full_state.weights)
 
     def bind(self, live: Manifest) -> None:
         """Find the model and the optimizer, and whose each state is.
@@ -130,18 +133,21 @@ class DcpReader(FullStateReader):
         if rank == 0 and self._full_state.trainer:
             self.files.get(TRAINER_STATE).verify(on_bytes)
 
+    def _is_weight(self, leaf: Leaf) -> bool:
+        """Whether it is a tensor of what was taken for the model, at first or in the end."""
+        name = str(leaf.path[-1])
+        return any(weights.get(name) is leaf.tensor for weights in self._models)
+
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state, and what is beside model and optimizer and small.
 
         Raises:
             UnsupportedError: the model itself has entries that are no tensors.
         """
-        weights = self._full_state.weights
         rest = [
             leaf
             for leaf in self._tree.rest
-            if leaf.tensor is None
-            or (not leaf.tensor.ndim and weights.get(str(leaf.path[-1])) is not leaf.tensor)
+            if leaf.tensor is None or (not leaf.tensor.ndim and not self._is_weight(leaf))
         ]
         inside = [leaf for leaf in rest if self._model and leaf.path[:-1] == self._model]
         if strange := [leaf.key for leaf in inside if leaf.tensor is None]:

@@ -1,4 +1,8 @@
-"""Writing: a tree of tensors whose bytes are fetched while the file is written."""
+"""Writing: a tree of tensors whose bytes are fetched while the file is written.
+
+Not by torch's ``skip_data``: it needs a path, where checksums are made of a stream (torch 2.13 ends
+with "unexpected pos"), so that each file would have to be read again.
+"""
 
 from __future__ import annotations
 
