@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.api import engine_handle
-from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
+from lightning_elastic_zero.checkpoint import CheckpointManager, CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination import OneRank, Timeouts
 from lightning_elastic_zero.errors import UnsupportedError
 from tests.core._syscall_hooks import before_each_syscall
@@ -225,6 +225,22 @@ def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
     manager.link(str(target), str(link), OneRank())
     assert str(link.readlink()) == "a.ckpt"
     assert manager.stop(interrupted=False) is None
+
+
+def test_a_save_that_ends_after_the_run_makes_its_links(tmp_path: Path) -> None:
+    """It was given up too late, and is published: what waits for it is made, in its own thread."""
+    target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
+    manager = CheckpointManager(Timeouts(), background=True)
+    manager.start(engine_handle(SimpleNamespace(optimizer=None)), 0)
+    writer = manager._writer
+    assert writer is not None
+    writer._on_start(target)
+    manager.link(str(target), str(link), OneRank())
+    manager.stop(interrupted=True)
+    assert not link.is_symlink()
+    target.mkdir()
+    writer._on_end(target, CheckpointStats(str(target), 1.0, 1, 1.0))
+    assert str(link.readlink()) == "a.ckpt"
 
 
 def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
