@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from torch import distributed
 
 from tests.engine._model import batch
-from tests.engine._oracle import differences, dump
+from tests.engine._oracle import differences, dump, same_bits
 from tests.engine._save_load_programs import Saved, assert_whole_windows, save
 from tests.engine._setup import Engine, Setup, engine_of, reset_secondary_partition, train
 from tests.engine._uninterrupted import Continued
+from tests.outcome import error_text
 
 WINDOWS = 2
 """Accumulation windows before and after the save."""
@@ -86,6 +90,63 @@ def loss_of(engine: Engine, setup: Setup) -> float:
 
 
 @dataclass(frozen=True)
+class BrokenOff:
+    """How a load ended whose last read failed, and what it left changed."""
+
+    error: str
+    differing: dict[str, int]
+
+
+def broken_off(setup: Setup, path: str) -> BrokenOff:
+    """Load into a run, where the disk fails rank 0 once all else has been received.
+
+    Before, the run is restored from there and trained a step, without weight decay for vectors:
+    ``never``, which has no gradient, keeps masters that bf16 can hold, and no other one does.
+    """
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        reads = 0
+
+        def count() -> None:
+            nonlocal reads
+            reads += 1
+
+        def fail_at_last() -> None:
+            nonlocal reads
+            reads -= 1
+            if not reads and distributed.get_rank() == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with _at_each_read(count):
+            load_checkpoint(engine, path)
+        for group in engine.optimizer.optimizer.param_groups[1:]:
+            group["weight_decay"] = 0.0
+        train(engine, setup, 100, 101)
+        before = dump(engine, setup)
+        with _at_each_read(fail_at_last):
+            error = error_text(lambda: load_checkpoint(engine, path))
+        after = dump(engine, setup)
+    return BrokenOff(error, differences(before, after) if before and after else {})
+
+
+@contextlib.contextmanager
+def _at_each_read(act: Callable[[], None]) -> Iterator[None]:
+    """Do something whenever a range of a file is read."""
+    real = os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        act()
+        return real(*arguments)
+
+    os.preadv = preadv
+    try:
+        yield
+    finally:
+        os.preadv = real
+
+
+@dataclass(frozen=True)
 class Held:
     """What a run's memory held before and after loads over its own state."""
 
@@ -95,6 +156,8 @@ class Held:
     """Of the element-wise states before the loads."""
     moved: tuple[str, ...]
     """States whose memory is not what it was."""
+    narrow: tuple[str, ...]
+    """States that differ where the live ones were bf16 before the load."""
 
 
 def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
@@ -110,8 +173,21 @@ def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
             assert_whole_windows(engine)
             held.append(tensor_bytes())
         after = _places(engine)
+        narrow = _differing_over_narrow(engine, saved)
     moved = tuple(key for key, place in places.items() if after.get(key) != place)
-    return Held(tuple(held), state_bytes, moved)
+    return Held(tuple(held), state_bytes, moved, narrow)
+
+
+def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
+    """Load over states of a narrower type; return those that are not what they were."""
+    from lightning_elastic_zero import load_checkpoint
+
+    wanted = {key: state.clone() for key, state in _states(engine).items()}
+    for state in engine.optimizer.optimizer.state.values():
+        state.update({k: v.bfloat16() for k, v in state.items() if torch.is_tensor(v) and v.ndim})
+    load_checkpoint(engine, saved.path)
+    found = _states(engine)
+    return tuple(key for key in wanted if not same_bits(wanted[key], found[key]))
 
 
 def _places(engine: Engine) -> dict[str, int]:

@@ -12,10 +12,13 @@ import torch
 
 from tests.engine._model import BUFFERS
 from tests.engine._oracle import (
+    PADDING,
     Dump,
     differences,
     dump,
     expected_in,
+    flat_buffers,
+    positions,
     tensors_in,
     unrounded,
 )
@@ -114,6 +117,7 @@ def load(
         assert loaded.client_state["epoch"] == STEPS
         assert engine.module.scratch.tolist() == [7.0] * 3, "scratch is not persistent"
         assert_whole_windows(engine)
+        assert_zero_padding(engine, setup)
         found = dump(engine, setup)
         if copy_to is not None:
             save(engine, copy_to)
@@ -127,6 +131,15 @@ def assert_whole_windows(engine: Engine) -> None:
     assert engine.micro_steps == engine.global_steps * engine.gradient_accumulation_steps()
 
 
+def assert_zero_padding(engine: Engine, setup: Setup) -> None:
+    """Fail unless masters and states are zero where no parameter lies: it was NaN before."""
+    states = engine.optimizer.optimizer.state
+    for places, flat in zip(positions(setup), flat_buffers(engine, setup), strict=True):
+        for held in (flat, *states.get(flat, {}).values()):
+            if torch.is_tensor(held) and held.ndim:
+                assert not held[places == PADDING].any()
+
+
 def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
     """Load nothing: the negative control."""
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -138,12 +151,18 @@ def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
 
 
 def found_after_load(
-    setup: Setup, saved: Saved, options: Mapping[str, Any], *, steps_after: int = 0
+    setup: Setup,
+    saved: Saved,
+    options: Mapping[str, Any],
+    *,
+    steps_before: int = 0,
+    steps_after: int = 0,
 ) -> tuple[Dump, Dump] | None:
     """Return what a run held before, and after it loaded (and trained on)."""
     from lightning_elastic_zero import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 100 + steps_before)
         before = dump(engine, setup)
         load_checkpoint(engine, saved.path, **options)
         train(engine, setup, STEPS, STEPS + steps_after)

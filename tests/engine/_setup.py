@@ -168,7 +168,7 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
         "SGD": (torch.optim.SGD, {}),
         "Momentum": (torch.optim.SGD, {"momentum": 0.9}),
-        "Adagrad": (torch.optim.Adagrad, {}),
+        "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.25}),
         "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
         "NAdam": (torch.optim.NAdam, {}),
     }

@@ -65,7 +65,7 @@ def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[st
         train(engine, setup, 0, STEPS)
         for state in engine.optimizer.optimizer.state.values():
             state.update(scale=np.float32(0.1), count=np.int64(7), flag=np.bool_(True))
-        engine.optimizer.loss_scaler.cur_scale = np.float64(1)
+        engine.optimizer.loss_scaler.cur_scale = np.float64(2)
         save_checkpoint(engine, path, client)
         went_on = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
     with engine_of(setup, 1) as engine:

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine._save_load_programs import Saved, Saving, cpu_adam_builds, load, refusal
+from tests.engine._save_load_programs import (
+    Saved,
+    Saving,
+    cpu_adam_builds,
+    found_after_load,
+    load,
+    refusal,
+)
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 from tests.timeouts import PROMPT_TIMEOUT_S
@@ -57,6 +64,21 @@ def test_every_state_survives(
     verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
     assert verdict is not None
     verdict.assert_same()
+
+
+def test_adagrad_begins_anew(pools: Pools, saved_by: Callable[..., Saved]) -> None:
+    """It makes its state when it is made: without the saved one, that is set back to its start."""
+    source, target = (replace(run, optimizer="Adagrad", grouping="one") for run in RUNS["3 to 1"])
+    options = {"load_optimizer_state": False}
+    program = partial(found_after_load, target, saved_by(source), options, steps_before=1)
+    found = pools.run(target.world, program)[0]
+    assert found is not None
+    before, after = found
+    sums = [key for key in after if key.startswith("sum/")]
+    assert sums
+    assert not all(bool((before[key] == 0.25).all()) for key in sums)
+    assert all(bool((after[key] == 0.25).all()) for key in sums)
+    assert {v for k, v in after.items() if k.startswith("scalar/step/")} == {"tensor(0.)"}
 
 
 @pytest.mark.parametrize(

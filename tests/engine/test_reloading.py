@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._reload_programs import evaluated, loaded_over, within_window
+from tests.engine._damaged_checkpoints import copied
+from tests.engine._reload_programs import broken_off, evaluated, loaded_over, within_window
 from tests.engine._save_load_programs import Saved
 from tests.engine._setup import Setup
 from tests.engine._uninterrupted import same_world
@@ -77,11 +78,28 @@ def test_a_load_over_live_state_takes_its_place(
 ) -> None:
     """States are restored where they are: what is pinned stays so, and the device holds one copy.
 
-    A run without state at the save leaves none behind either.
+    Those of another type make room. A run without state at the save leaves none behind either.
     """
     saved, stateless = saved_by(setup), saved_by(setup, steps=0)
     for held in pools.run(setup.world, partial(loaded_over, setup, saved, 3)):
         assert not held.moved, held
         assert max(held.tensor_bytes) <= held.tensor_bytes[0], held
+        assert not held.narrow, held
     for held in pools.run(setup.world, partial(loaded_over, setup, stateless, 2)):
         assert max(held.tensor_bytes[1:]) <= held.tensor_bytes[0] - held.state_bytes, held
+
+
+@pytest.mark.parametrize(
+    ("setup", "steps"), [(Setup(2, "2"), 3), (Setup(2, "2", "bf16"), 0)], ids=str
+)
+def test_a_load_that_breaks_off_leaves_the_run_as_it_was(
+    setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+) -> None:
+    """What was received over live masters is undone on all ranks, where one could not read.
+
+    In bf16 masters are received beside the live ones if a part of them is no rounded weight.
+    """
+    checkpoint = copied(saved_by(setup, steps=steps).path, tmp_path)
+    for found in pools.run(setup.world, partial(broken_off, setup, str(checkpoint))):
+        assert "CheckpointCorruptedError" in found.error
+        assert not found.differing
