@@ -152,7 +152,7 @@ class AsyncCheckpointer:
             yield
         except ElasticZeroError:
             if self._job is not None:
-                self._job.told = True
+                self._job.reported = True
             raise
 
     def _wait(self, progress: Callable[[], None]) -> None:
@@ -162,14 +162,14 @@ class AsyncCheckpointer:
         began = time.monotonic()
         while not job.over.wait(_GLANCE_S):
             progress()
-            if job.told and time.monotonic() - began > DRAIN_TIMEOUT_S:
+            if job.reported and time.monotonic() - began > DRAIN_TIMEOUT_S:
                 msg = (
                     f"{job.target} is still being written, long after a wait for it had failed: "
                     "the disk may not answer"
                 )
                 raise SaveError(msg)
         failure, job.failure = job.failure, None
-        if failure is not None and not job.told:
+        if failure is not None and not job.reported:
             raise failure
         if failure is not None:
             log.error("%s", failure)
@@ -215,7 +215,7 @@ class _Job(threading.Thread):
         super().__init__(name=f"elastic-zero saves {self.target.name}", daemon=True)
         self.snapshot = snapshot
         self.copied = False
-        self.told = False
+        self.reported = False
         """All ranks have raised that they could not wait for it."""
         self.over = threading.Event()
         self._cancellation, self._ending = Cancellation(), False

@@ -131,9 +131,9 @@ def _load(
     bytes_read = ranks.gather(f"{step}: done", lambda: filled.bytes_read) or []
     seconds = time.monotonic() - began
     stats = CheckpointStats(first["path"], seconds, sum(bytes_read), waited_s=seconds)
-    found = _source_summary(source).rstrip(",") if source.found.lacks else ""
+    found = _source_summary(source).rstrip(",") if source.info.lacks else ""
     client = dict(shared.client_state)
-    return LoadResult(client, source.manifest, stats, found, filled.of_ranks)
+    return LoadResult(client, source.manifest, stats, found, filled.rank_entries)
 
 
 def _find(
@@ -178,7 +178,7 @@ class _Filled:
 
     targets: RestoreTargets
     values: RestoreValues
-    of_ranks: Mapping[int, Any]
+    rank_entries: Mapping[int, Any]
     bytes_read: int
 
 
@@ -209,7 +209,7 @@ class _Load:
         resumes = training and not source.manifest.weights_only and self.options.hyperparameters
         scope = RestoreScope(
             optimizer_state=training and self.options.optimizer_state,
-            hyperparameters=resumes and source.found.hyperparameters,
+            hyperparameters=resumes and source.info.hyperparameters,
             lr_scheduler=resumes,
             strict=self.options.strict,
         )
@@ -230,12 +230,12 @@ class _Load:
             CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
             CheckpointFormatError: it was saved at another step.
         """
-        manifest, found = self.source.manifest, self.source.found
-        if scope.optimizer_state and found.unmatched:
-            msg = f"{self.where} does not fit this model: {found.unmatched}"
+        manifest, info = self.source.manifest, self.source.info
+        if scope.optimizer_state and info.unmatched:
+            msg = f"{self.where} does not fit this model: {info.unmatched}"
             raise CheckpointMismatchError(msg)
-        if scope.optimizer_state and found.mixed:
-            msg = f"{self.where} is not of one save: {found.mixed}"
+        if scope.optimizer_state and info.mixed:
+            msg = f"{self.where} is not of one save: {info.mixed}"
             raise CheckpointFormatError(msg)
         if scope.optimizer_state or scope.hyperparameters:
             steps = manifest.progress.global_steps - manifest.progress.skipped_steps
@@ -243,15 +243,15 @@ class _Load:
                 manifest,
                 state=scope.optimizer_state,
                 hyperparameters=scope.hyperparameters,
-                stepped=not found.progress or steps > 0,
+                stepped=not info.progress or steps > 0,
             )
 
     def _log(self, here: Manifest, scope: RestoreScope, buffers: Sequence[BufferPair]) -> None:
         """Report what is loaded, and what of it is not as it was."""
         where, source = self.where, self.source
         log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
-        if source.found.mixed:
-            log.warning("%s may not be of one save: %s", where, source.found.mixed)
+        if source.info.mixed:
+            log.warning("%s may not be of one save: %s", where, source.info.mixed)
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
         for text in describe_unrestored(source.manifest, here, scope):
@@ -269,7 +269,7 @@ class _Load:
         in_order = heapq.merge(*(plan.by_rank() for plan in plans), key=itemgetter(0))
         on_bytes = report_bytes("reading", self.ranks)
         bytes_read = sum(source.read(_requests(runs, targets), on_bytes) for _, runs in in_order)
-        return _Filled(targets, values, self._of_ranks(shared), bytes_read)
+        return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
     def _values(self, scope: RestoreScope, shared: SharedState) -> RestoreValues:
         """Return what is restored beside the buffers; weights alone begin a new run."""
@@ -285,18 +285,18 @@ class _Load:
             if scope.hyperparameters
             else None,
             module_buffers=shared.buffers,
-            progress=manifest.progress if resumes and source.found.progress else here.progress,
+            progress=manifest.progress if resumes and source.info.progress else here.progress,
             loss_scaler=shared.loss_scaler if resumes else {},
             lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
             optimizer=manifest.writer.optimizer,
         )
 
-    def _of_ranks(self, shared: SharedState) -> dict[int, Any]:
+    def _rank_entries(self, shared: SharedState) -> dict[int, Any]:
         """Return the entry that is wanted of the ranks whose part this one takes over, if any.
 
         Of more ranks each has every so many; of fewer, several ranks share what one had.
         """
-        wanted, rank = self.options.of_ranks, self.ranks.rank
+        wanted, rank = self.options.rank_entry_path, self.ranks.rank
         saved, here = self.source.manifest.world_size, self.ranks.world_size
         if not wanted or shared.read_client_entry is None or saved == here:
             return {}
@@ -335,12 +335,12 @@ def _pairs(
 
 def _source_summary(source: CheckpointReader) -> str:
     """Return in one line what was found, and what it does not hold."""
-    manifest, found = source.manifest, source.found
+    manifest, info = source.manifest, source.info
     writer = manifest.writer
     names = {"DeepSpeed": writer.deepspeed, "Lightning": writer.lightning, "torch": writer.torch}
     by = " and ".join(f"{name} {version}" for name, version in names.items() if version)
-    text = f"a {found.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
-    return f"{text} without {', '.join(found.lacks)}," if found.lacks else text
+    text = f"a {info.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
+    return f"{text} without {', '.join(info.lacks)}," if info.lacks else text
 
 
 def _requests(transfers: Sequence[Transfer], targets: RestoreTargets) -> list[ReadRequest]:

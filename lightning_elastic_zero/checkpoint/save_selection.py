@@ -59,12 +59,12 @@ def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) ->
     )
 
 
-def warn_of_objects(path: Path, objects: Objects, told: set[str] | None) -> None:
+def warn_of_objects(path: Path, objects: Objects, warned: set[str] | None) -> None:
     """Rank 0: warn, once, of what a load will refuse to build unless it is allowed to."""
-    if told is None:
+    if warned is None:
         return
-    new = [(at, value) for at, value in objects if dotted(at) not in told]
-    told.update(dotted(at) for at, _ in new)
+    new = [(at, value) for at, value in objects if dotted(at) not in warned]
+    warned.update(dotted(at) for at, _ in new)
     for where, what in find_refused(new).items():
         log.warning(
             "%s: %s holds %s, no plain data: this checkpoint can be loaded only with "

@@ -112,7 +112,7 @@ class ShardContents:
     objects: Objects = ()
     recovery_script: Path | None = None
     """DeepSpeed's, to be laid beside the files."""
-    told: set[str] | None = None
+    warned_objects: set[str] | None = None
     """See ``SaveOptions``."""
 
     def tables(self) -> Tables:
@@ -160,7 +160,13 @@ def collect(
         repair_target(target)
         check_replaceable(target, f"step-{manifest.progress.global_steps}")
     return ShardContents(
-        target, manifest, state, split.plain, split.objects, engine.recovery_script(), options.told
+        target,
+        manifest,
+        state,
+        split.plain,
+        split.objects,
+        engine.recovery_script(),
+        options.warned_objects,
     )
 
 
@@ -252,7 +258,7 @@ def _stage(
 ) -> dict[str, Any]:
     """Rank 0: make the hidden directory beside the target; return what the others need to know."""
     target, save_id = contents.target, uuid.uuid4().hex
-    warn_of_objects(target, contents.objects, contents.told)
+    warn_of_objects(target, contents.objects, contents.warned_objects)
     with as_save_error(target):
         if target.parent.is_dir():
             remove_leftovers(target.parent, ranks.progress)

@@ -73,7 +73,7 @@ class SaveOptions:
     """How far the run is in its data, for the manifest's ``progress.sampler``."""
     module_buffers: Mapping[str, torch.Tensor] | None = None
     """Module buffers to save in the place of the live ones: those of the last optimizer step."""
-    told: set[str] | None = field(default_factory=set)
+    warned_objects: set[str] | None = field(default_factory=set)
     """Places of objects that were told of already, since a load refuses them; None: nobody is."""
 
 
@@ -94,7 +94,7 @@ class LoadOptions:
     """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names in the checkpoint, and what they are in the model."""
-    of_ranks: tuple[str, ...] = ()
+    rank_entry_path: tuple[str, ...] = ()
     """Path of an entry of the client state that is wanted of other ranks too, where as many as
     there are now did not save: of those whose part this rank takes over."""
 
@@ -120,9 +120,9 @@ class LoadResult:
     """What the trainer, module, datamodule and callbacks had saved."""
     manifest: Manifest
     stats: CheckpointStats
-    found: str = ""
+    source_summary: str = ""
     """Where it does not hold all that a run has: its kind, who wrote it, and what it lacks."""
-    of_ranks: Mapping[int, Any] = field(default_factory=dict)
+    rank_entries: Mapping[int, Any] = field(default_factory=dict)
     """The entry that was wanted of other ranks, by rank of the save; those that have it."""
     instead_of: str = ""
     """The damaged checkpoint that was asked for, where an older one was taken."""

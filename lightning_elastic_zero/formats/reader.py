@@ -123,12 +123,12 @@ class CheckpointReader(ABC):
 
     Attributes:
         files: the checkpoint's, a few of them open.
-        found: what kind of checkpoint it is, and what it does not hold.
+        info: what kind of checkpoint it is, and what it does not hold.
         manifest: what it says of itself; of what other software wrote, what could be found out.
     """
 
     files: OpenFiles[Any]
-    found: SourceInfo
+    info: SourceInfo
     manifest: Manifest
 
     # -- checks before anything is changed -------------------------------------------------------

@@ -36,7 +36,7 @@ class RenamedReader(CheckpointReader):
         self._describe()
 
     def _describe(self) -> None:
-        self.found = self._source.found
+        self.info = self._source.info
         self.manifest = _with_names(self._source.manifest, self._name)
 
     def _name(self, saved: str) -> str:

@@ -74,7 +74,7 @@ class CheckpointLoader:
             strict=trainer is None or trainer.lightning_module.strict_loading,
             # An evaluation of another checkpoint than the one that was named is no use to anybody.
             fallback=self._options.fallback and fitting,
-            of_ranks=(STATE_KEY, RESULTS) if fitting else (),
+            rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
         live = trainer.optimizers if is_fitting(trainer) else []
         configured = configured_rates(live) if options.hyperparameters else None
@@ -115,7 +115,7 @@ class CheckpointLoader:
         if manifest.weights_only:
             rank_zero_info("It holds weights only: a new run starts on them, at step 0")
             return _without_progress(state, trainer)
-        state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.of_ranks
+        state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
         self._resumer.resume_from(state, manifest, trainer, path)
         saved = state.get("lr_schedulers", [])
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -154,7 +154,7 @@ def format_loaded(loaded: LoadResult, world_size: int) -> str:
     saved, here = (
         f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
     )
-    found = loaded.found or f"saved on {saved} with ZeRO-{manifest.stage}"
+    found = loaded.source_summary or f"saved on {saved} with ZeRO-{manifest.stage}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
     return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}"
 

@@ -124,7 +124,7 @@ class CheckpointSaver:
             weights_only=weights_only,
             exclude_frozen=exclude_frozen,
             left_out=left_out,
-            told=self._warned_objects,
+            warned_objects=self._warned_objects,
             module_weights=self._save_module_weights,
         )
         with self._hooks.saving():

@@ -193,7 +193,7 @@ def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Pa
     assert on_disk != [f"model.{name}" for name in _layers()], "the order is the model's own here"
     reader = open_checkpoint(path)
     reader.bind(_live_layers())
-    assert not reader.found.unmatched
+    assert not reader.info.unmatched
     for index, (name, tensor) in enumerate(_layers().items()):
         for key, expected in (("", float(name.split(".")[1])), ("exp_avg", index)):
             target = torch.empty(tensor.numel())
@@ -376,5 +376,5 @@ def test_what_it_lacks_is_said(pools: Pools, tmp_path: Path) -> None:
     """Tensors that are left out are told of."""
     run = alone(pools, tmp_path, averaged_in_part)
     reader = open_checkpoint(Path(run.path))
-    assert reader.found.kind == "directory of torch.distributed.checkpoint"
-    assert "the tensors of ema" in reader.found.lacks
+    assert reader.info.kind == "directory of torch.distributed.checkpoint"
+    assert "the tensors of ema" in reader.info.lacks

@@ -143,14 +143,14 @@ def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
     )
     describe(fixture)
     reader = open_checkpoint(fixture.checkpoint)
-    assert reader.found.lacks == (
+    assert reader.info.lacks == (
         "step counters",
         "the trainer's state",
         "RNG states",
         "buffers of ranks other than 0",
         "the buffers average",
     )
-    assert not reader.found.progress
+    assert not reader.info.progress
     assert reader.manifest.module_buffers == (
         "seen",
         "bn.running_mean",

@@ -75,7 +75,7 @@ class UniversalReader(TagReader):
         groups = self._groups(buffers)
         self.manifest = self._describe(self._stage, master.dtype, buffers, groups)
         lacks = (*self._lacks, "optimizer states that are not Adam's")
-        self.found = SourceInfo("Universal Checkpoint (ds_to_universal)", lacks)
+        self.info = SourceInfo("Universal Checkpoint (ds_to_universal)", lacks)
 
     @property
     def _optimizer(self) -> Mapping[str, Any]:

@@ -52,7 +52,7 @@ class ZeroReader(TagReader):
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
         lacks = () if hyperparameters else ("hyperparameters of the parameter groups",)
-        self.found = SourceInfo(
+        self.info = SourceInfo(
             self._kind(),
             (*self._lacks, *lacks),
             hyperparameters,
@@ -156,7 +156,7 @@ class ZeroReader(TagReader):
 
     def bind(self, live: Manifest) -> None:
         """Use the live parameter groups, where the shards do not say which there were."""
-        unknown = self._shards.stage == STAGE_WEIGHTS and not self.found.hyperparameters
+        unknown = self._shards.stage == STAGE_WEIGHTS and not self.info.hyperparameters
         if unknown and live.groups:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
             self.manifest = self._manifest()

@@ -76,7 +76,7 @@ class DumpsReader(CheckpointReader):
         self._unowned = {row.name for row in self._table.frozen}
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
-        self.found = SourceInfo(
+        self.info = SourceInfo(
             f"set of hand-made dumps of optimizer.state_dict(), {self._shards.engine}",
             self._lacks(hyperparameters=hyperparameters),
             hyperparameters=hyperparameters,

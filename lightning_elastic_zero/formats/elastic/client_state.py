@@ -23,7 +23,7 @@ import xxhash
 
 from lightning_elastic_zero.errors import SaveError
 
-Path: TypeAlias = "tuple[str | int, ...]"
+TreePath: TypeAlias = "tuple[str | int, ...]"
 """Keys and indices that lead to a value in the tree."""
 
 REMOVED = False
@@ -42,7 +42,7 @@ _INT_BYTES = 255
 """Longer integers are pickled by an opcode that ``torch.load(weights_only=True)`` refuses."""
 
 
-Objects: TypeAlias = "tuple[tuple[Path, object], ...]"
+Objects: TypeAlias = "tuple[tuple[TreePath, object], ...]"
 """Objects that are not plain data, and where in the tree each belongs."""
 
 
@@ -68,7 +68,7 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
             "entries of a checkpoint are named by strings"
         )
         raise SaveError(msg)
-    objects: list[tuple[Path, object]] = []
+    objects: list[tuple[TreePath, object]] = []
     plain = {}
     for key, value in state.items():
         try:
@@ -79,7 +79,7 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
     return SplitState(plain, tuple(objects))
 
 
-def _plain_part(value: object, path: Path, objects: list[tuple[Path, object]]) -> object:
+def _plain_part(value: object, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:
     """Return the plain part of a value, noting the objects in it."""
     if isinstance(value, dict) and _is_node(value) and _has_plain_fields(value):
         items = [(k, _plain_part(v, (*path, k), objects)) for k, v in value.items()]
@@ -187,7 +187,7 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
     return plain
 
 
-def dotted(path: Path) -> str:
+def dotted(path: TreePath) -> str:
     """Return a path as a person writes it: ``callbacks.EarlyStopping.best``."""
     return ".".join(str(key) for key in path)
 
@@ -202,7 +202,7 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
 
 def rank_differences(
     state: Mapping[str, Any], first: Mapping[str, str]
-) -> tuple[tuple[Path, Any], ...]:
+) -> tuple[tuple[TreePath, Any], ...]:
     """Return what turns rank 0's state into this rank's, for ``join_objects``.
 
     Args:
@@ -213,7 +213,7 @@ def rank_differences(
         The differing leaves; the whole of what is new here, or a leaf on one side only; and, with
         a path that ends in ``REMOVED``, what is not here.
     """
-    of_first: dict[Path, list[str | int]] = {}
+    of_first: dict[TreePath, list[str | int]] = {}
     for text in first:
         *parent, key = json.loads(text) if text.startswith("[") else (text,)
         of_first.setdefault(tuple(parent), []).append(key)
@@ -222,10 +222,10 @@ def rank_differences(
 
 def _changes(
     node: Any,  # noqa: ANN401 (a dict or list)
-    path: Path,
+    path: TreePath,
     first: Mapping[str, str],
-    of_first: Mapping[Path, list[str | int]],
-) -> Iterator[tuple[Path, Any]]:
+    of_first: Mapping[TreePath, list[str | int]],
+) -> Iterator[tuple[TreePath, Any]]:
     """Yield what of a node is new or different here, then what is not here, from the end."""
     keys = set()
     for key, value in _items(node):
@@ -240,7 +240,7 @@ def _changes(
             yield (*path, key, REMOVED), None
 
 
-def _places(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:  # noqa: ANN401 (a dict or list)
+def _places(node: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:  # noqa: ANN401 (a dict or list)
     """Walk a tree: every node below the root, then what is in it."""
     for key, value in _items(node):
         at = (*path, key)
@@ -261,25 +261,25 @@ def _is_branch(value: object) -> bool:
     return _is_node(value) and bool(value) and not getattr(value, "__dict__", None)
 
 
-def _fingerprint(value: object, path: Path) -> str:
+def _fingerprint(value: object, path: TreePath) -> str:
     return type(value).__name__ if _is_branch(value) else _digest(value, path)
 
 
-def _text(path: Path) -> str:
+def _text(path: TreePath) -> str:
     """Return a path as text, so that no two are alike: ``a.b`` is a key, ``["a", "b"]`` two."""
     if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
         return path[0]
     return json.dumps(path)
 
 
-def _digest(value: object, path: Path) -> str:
+def _digest(value: object, path: TreePath) -> str:
     """Digest a leaf, by what it is: equal on all ranks where the values are."""
     digest = xxhash.xxh3_128()
     _feed(digest, value, path)
     return digest.hexdigest()
 
 
-def _feed(digest: xxhash.xxh3_128, value: Any, path: Path) -> None:  # noqa: ANN401 (anything)
+def _feed(digest: xxhash.xxh3_128, value: Any, path: TreePath) -> None:  # noqa: ANN401 (anything)
     """Add a value to a digest: tensors and floats by their bits, sets and dicts in no order."""
     kind = type(value).__name__
     if type(value) in _TENSORS and _is_dense(value):
@@ -301,7 +301,7 @@ def _feed(digest: xxhash.xxh3_128, value: Any, path: Path) -> None:  # noqa: ANN
         digest.update(f"{kind} {len(data)} ".encode() + data)
 
 
-def _bits(value: object, path: Path) -> bytes:
+def _bits(value: object, path: TreePath) -> bytes:
     """Return the bytes of a value that is no dense tensor, and no container but of numbers."""
     if type(value) in (list, tuple, torch.Size):
         return pickle.dumps(list(value), protocol=4)  # type: ignore[call-overload]
@@ -324,14 +324,14 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield data[start : start + _HASHED_BYTES].cpu().numpy().data
 
 
-def _refusal(value: object, path: Path, what: str) -> SaveError:
+def _refusal(value: object, path: TreePath, what: str) -> SaveError:
     return SaveError(
         f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that {what} keep it "
         "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
     )
 
 
-def pickled(value: object, path: Path) -> bytes:
+def pickled(value: object, path: TreePath) -> bytes:
     """Pickle an object of the client state, its tensors as ones of the host.
 
     Raises:
@@ -343,7 +343,7 @@ def pickled(value: object, path: Path) -> bytes:
         raise _refusal(value, path, f"cannot be pickled ({error}):") from error
 
 
-def check_pickle(value: object, path: Path) -> None:
+def check_pickle(value: object, path: TreePath) -> None:
     """Refuse an object that cannot be made of its pickle.
 
     Raises:

@@ -57,7 +57,7 @@ class ElasticReader(CheckpointReader):
             allow_pickle: read client objects of any class.
             on_progress: called after every read, and every look at a file.
         """
-        self.found = SourceInfo(f"{FORMAT} checkpoint")
+        self.info = SourceInfo(f"{FORMAT} checkpoint")
         self.manifest = manifest
         self.files = OpenFiles(directory, self._open, on_progress=on_progress)
         self._allow_pickle = allow_pickle

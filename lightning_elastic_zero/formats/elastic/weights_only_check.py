@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.elastic.client_state import Path, dotted, is_plain
+from lightning_elastic_zero.formats.elastic.client_state import TreePath, dotted, is_plain
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import unpickle
 
@@ -39,7 +39,7 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
         raise SaveError(msg)
 
 
-def _innermost(path: Path, value: Any, why: str) -> tuple[Path, Any, str]:  # noqa: ANN401
+def _innermost(path: TreePath, value: Any, why: str) -> tuple[TreePath, Any, str]:  # noqa: ANN401
     """Find the value itself in what holds it."""
     for key, inner in _inside(value):
         if (its := _unreadable(inner)) is not None:

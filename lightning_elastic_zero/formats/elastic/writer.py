@@ -30,11 +30,11 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 )
 from lightning_elastic_zero.formats.elastic.client_state import (
     Objects,
+    TreePath,
     check_pickle,
     host_pickle,
     to_host,
 )
-from lightning_elastic_zero.formats.elastic.client_state import Path as TreePath
 from lightning_elastic_zero.formats.torch_file import PiecewiseSource, TorchFileWriter
 from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.tensor_state import FlatState, RankState

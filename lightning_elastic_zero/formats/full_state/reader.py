@@ -66,7 +66,7 @@ class FullStateReader(CheckpointReader):
         self._scalars: Mapping[str, Mapping[str, Scalar]] | None = None
         self.manifest = bound.manifest
         without_state = (NO_STATE,) if bound.manifest.weights_only else ()
-        self.found = SourceInfo(
+        self.info = SourceInfo(
             kind=full_state.kind,
             lacks=("RNG states", *without_state, *full_state.lacks),
             hyperparameters=any(g.hyperparameters for g in bound.manifest.groups),

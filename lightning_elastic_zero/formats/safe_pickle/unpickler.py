@@ -22,7 +22,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.elastic.client_state import Path, dotted, host_pickle
+from lightning_elastic_zero.formats.elastic.client_state import TreePath, dotted, host_pickle
 from lightning_elastic_zero.formats.safe_pickle.allowed_calls import (
     CLIENT_OBJECTS,
     INTERNED_CLASSES,
@@ -79,7 +79,7 @@ def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
         raise CheckpointFormatError(msg) from error
 
 
-def find_refused(objects: Iterable[tuple[Path, object]]) -> dict[str, str]:
+def find_refused(objects: Iterable[tuple[TreePath, object]]) -> dict[str, str]:
     """Return what of a client state's objects a load refuses unless it is allowed, by its place.
 
     What cannot be pickled at all is not told: no save of it comes about.
