@@ -202,6 +202,10 @@ class KillSequence:
         self.wrong.append(f"{column}: {text}")
 
 
+MakeChain = Callable[[str, str], KillSequence]
+"""Makes one, of a way to save and a row of the table."""
+
+
 def _newest(folder: Path) -> list[Path]:
     return [path for _, path in sorted(published(folder).items(), reverse=True)]
 

@@ -6,6 +6,7 @@ Nothing of this is in the library: the program under test looks at its own syste
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import threading
@@ -68,6 +69,12 @@ class KillPoint:
     step: str
     whom: str = ALL
     nth: int = 1
+
+    @classmethod
+    def drawn(cls, step: str, turn: int) -> KillPoint:
+        """Return who is killed in turn, at any of the times that the step is reached."""
+        draw = random.Random(f"{step}-{turn}")
+        return cls(step, (ALL, FIRST, OTHER)[turn % 3], 1 + draw.randrange(OFTEN.get(step, 3)))
 
 
 class SaveStepTracer:

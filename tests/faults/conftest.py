@@ -11,6 +11,9 @@ import pytest
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
+from tests.faults._deterministic_training import Table, Training, train
+from tests.faults._kill_sequence import KillSequence, MakeChain
+from tests.faults._save_modes import MODES
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +30,21 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         return made[stage, steps]
 
     return give
+
+
+@pytest.fixture(scope="session")
+def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
+    """Return what is held after each step, by a run undisturbed and without a save."""
+    root = str(tmp_path_factory.mktemp("undisturbed"))
+    training = Training(root, stage=1, steps=120, saves=False, recorded=True)
+    return pools.run(1, partial(train, training))[0]
+
+
+@pytest.fixture
+def chain(pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
+    """Return runs one after another, in a folder of their own."""
+
+    def make(mode: str, row: str) -> KillSequence:
+        return KillSequence(pools, tmp_path, table, f"{row} ({mode})", MODES[mode])
+
+    return make
