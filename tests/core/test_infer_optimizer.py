@@ -1,4 +1,4 @@
-"""Hyperparameters that another optimizer saved: told by their names, or said in the log."""
+"""Hyperparameters that another optimizer saved: told by their names, said, or taken over."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from lightning_elastic_zero.engine.infer_optimizer import (
     check_unnamed_hyperparameters,
     check_unnamed_state,
 )
+from lightning_elastic_zero.engine.restore import commit_groups
 from lightning_elastic_zero.engine.weight_decay import weight_decay_change
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group, Manifest, Plain, StateKey, Writer
+from lightning_elastic_zero.manifest import Group, Manifest, Plain, Progress, StateKey, Writer
+from lightning_elastic_zero.tensor_state import RestoreValues
 
 Kind: TypeAlias = "type[torch.optim.Optimizer]"
 
@@ -156,3 +158,21 @@ def test_deepspeeds_kind_of_weight_decay() -> None:
     assert not weight_decay_change(
         manifest(own(optimizer(torch.optim.AdamW, weight_decay=0.1))), inner
     )
+
+
+@pytest.mark.parametrize(("saved_by", "mine"), [("Adam", 3), ("AdamW", None)])
+def test_what_a_group_takes_over(saved_by: str, mine: int | None) -> None:
+    """What only another class has is left out; how a step is computed, and of whom, is this run's.
+
+    What a scheduler keeps is taken from each class, though a live group has it not yet.
+    """
+    inner = optimizer(torch.optim.Adam, lr=1.0, foreach=False)
+    (group,) = inner.param_groups
+    before = dict(group)
+    theirs = {"foreach": True, "fused": True, "param_names": ["a"], "params": [0]}
+    saved = {**theirs, "lr": 0.5, "initial_lr": 0.25, "mine": 3}
+    commit_groups(inner, RestoreValues((), (saved,), {}, Progress(), optimizer=saved_by))
+    assert inner.param_groups == [group]
+    assert inner.param_groups[0] is group
+    taken = {"lr": 0.5, "initial_lr": 0.25} | ({} if mine is None else {"mine": mine})
+    assert group == before | taken

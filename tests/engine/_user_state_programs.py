@@ -73,7 +73,22 @@ def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[st
         read = load_checkpoint(engine, path).client_state
         assert repr(read) == repr(client), read
         resumed = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
+        _load_beside_another_scaler(engine, path)
     return went_on, resumed
+
+
+def _load_beside_another_scaler(engine: Engine, path: str) -> None:
+    """Fail unless a scaler of another class, as a run in fp16 has, stays as it is."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from lightning_elastic_zero import load_checkpoint
+
+    engine.optimizer.loss_scaler = DynamicLossScaler(
+        4.0, 1000, 1.0, 1, consecutive_hysteresis=False
+    )
+    before = dict(vars(engine.optimizer.loss_scaler))
+    load_checkpoint(engine, path)
+    assert vars(engine.optimizer.loss_scaler) == before
 
 
 def refused_saves(setup: Setup, folder: str) -> dict[str, str]:

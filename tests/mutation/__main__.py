@@ -36,20 +36,36 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 """The files that decide what every value becomes, and the tests that hold them."""
 
+_RELOADING = "tests/engine/test_reloading.py::test_a_load_"
 _OPTIONS = "tests/engine/test_save_load_options.py::test_"
 _REFUSED = "tests/engine/test_mismatch.py::test_"
+_NEW_LAYERS = "tests/engine/test_renamed_layers.py::test_new_layers_begin_as_they_are"
 _OTHER = "zero2x2-bf16-zero3x3-bf16-sub_group_700"
-_BF16, _FLIPPED = "zeroBx2-bf16", "flip_bit-CheckpointCorruptedError"
+_BF16 = "zeroBx2-bf16"
 TESTS_ON_RANKS: dict[str, tuple[str, ...]] = {
     "engine/restore.py": (
-        f"tests/engine/test_reloading.py::test_a_load_over_live_state_takes_its_place[{_BF16}]",
+        "tests/core/test_infer_optimizer.py::test_what_a_group_takes_over",
+        f"{_RELOADING}over_live_state_takes_its_place[{_BF16}]",
         f"{_OPTIONS}no_state_stays_no_state[{_OTHER}-2]",
-        f"{_OPTIONS}configured_hyperparameters_with_restored_moments[{_OTHER}]",
-        "tests/engine/test_optimizers.py::test_every_state_survives[Adagrad-3 to 1]",
-        "tests/engine/test_optimizers.py::test_every_state_survives[Momentum-2 to 3]",
+        f"{_RELOADING}that_breaks_off_leaves_the_run_as_it_was",
+        f"{_RELOADING}within_an_accumulation_window[zero1x2-fp32-accumulation_2]",
+        "tests/engine/test_user_state.py::test_numbers_of_numpy_come_back[zero1x2-fp32]",
         f"{_REFUSED}another_scheduler_is_refused[zero2x2-fp32]",
-        f"{_REFUSED}a_damaged_checkpoint_is_refused[{_BF16}-{_BF16}-{_FLIPPED}]",
+        "tests/engine/test_optimizers.py::test_adagrad_begins_anew",
+        "tests/engine/test_optimizers.py::test_every_state_survives[Momentum-2 to 3]",
+        f"{_NEW_LAYERS}[zero3x3-bf16-sub_group_700-zero1x2-bf16]",
+        f"{_OPTIONS}configured_hyperparameters_with_restored_moments[{_OTHER}]",
         "tests/trainer/test_deepspeed_config.py::test_load_from_fp32_weights",
+    ),
+    "checkpoint/loading.py": (
+        f"{_OPTIONS}configured_hyperparameters_with_restored_moments[{_OTHER}]",
+        f"{_OPTIONS}a_run_that_has_stepped_is_restored[{_OTHER}]",
+        f"{_OPTIONS}weights_only[{_OTHER}]",
+        f"{_OPTIONS}evaluation_without_an_optimizer[3-4-zero2x2-bf16]",
+        f"{_RELOADING}that_breaks_off_leaves_the_run_as_it_was[zero2x2-fp32-3]",
+        f"{_REFUSED}a_damaged_checkpoint_is_refused[{_BF16}-{_BF16}-flip_bit-CheckpointCorruptedError]",
+        f"{_REFUSED}another_model_is_refused[{_BF16}-{_BF16}-reshaped]",
+        f"{_REFUSED}another_model_is_refused[{_BF16}-{_BF16}-another optimizer]",
     ),
 }
 """The same, where tests start process groups: few, one after the other, and only if asked for."""

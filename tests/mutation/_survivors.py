@@ -58,6 +58,9 @@ SURVIVORS = {
     "torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)"
     "  ->  pass": _ON_A_DEVICE,
     "data_progress/rng.py: torch.manual_seed(number)  # devices too  ->  pass": _ON_A_DEVICE,
+    "engine/restore.py: "
+    "for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):"
+    "  ->  False": _NO_OTHER_LENGTH,
     "data_progress/sample_order.py: _DEPTH = 4  ->  5": _ANY_BOUND,
     "data_progress/sample_order.py: "
     "yield from ((str(i), v) for i, v in enumerate(holder[:64]) if not isinstance(v, int))"
