@@ -169,8 +169,8 @@ def test_what_a_group_takes_over(saved_by: str, mine: int | None) -> None:
     inner = optimizer(torch.optim.Adam, lr=1.0, foreach=False)
     (group,) = inner.param_groups
     before = dict(group)
-    theirs = {"foreach": True, "fused": True, "param_names": ["a"], "params": [0]}
-    saved = {**theirs, "lr": 0.5, "initial_lr": 0.25, "mine": 3}
+    theirs: dict[str, Plain] = {"foreach": True, "fused": True, "param_names": ["a"], "params": [0]}
+    saved: dict[str, Plain] = {**theirs, "lr": 0.5, "initial_lr": 0.25, "mine": 3}
     commit_groups(inner, RestoreValues((), (saved,), {}, Progress(), optimizer=saved_by))
     assert inner.param_groups == [group]
     assert inner.param_groups[0] is group

@@ -64,9 +64,15 @@ def test_another_model_is_refused(
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """All differences are listed by name, with what was saved and what is here."""
-    saved = saved_by(source)
-    assert_refused(pools, replace(target, **change), saved.path, "CheckpointMismatchError", *names)
+    """All differences are listed by name, with what was saved and what is here.
+
+    Another optimizer's state is refused without its hyperparameters, too.
+    """
+    saved, here = saved_by(source), replace(target, **change)
+    assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names)
+    if "optimizer" in change:
+        alone = {"load_hyperparameters": False}
+        assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names, **alone)
 
 
 RESIZED = ("a", "b", "bn", "frozen", "average")

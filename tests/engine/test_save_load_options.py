@@ -107,7 +107,10 @@ def test_configured_hyperparameters_with_restored_moments(
 def test_weights_only(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """No byte of optimizer state is on disk; a load for training says so, and what helps."""
+    """No byte of optimizer state is on disk; a load for training says so, and what helps.
+
+    Rates and counters of a new run are its own.
+    """
     saved, whole = saved_by(source, weights_only=True), saved_by(source)
     folder = Path(saved.path) / "checkpoint"
     for path in folder.glob("*_optim_states.pt"):
@@ -120,11 +123,12 @@ def test_weights_only(
         assert refused.error == "CheckpointMismatchError"
         assert "load_optimizer_state=False" in refused.message
         assert refused.unchanged
-    _, after = before_and_after(pools, target, saved, load_optimizer_state=False)
+    before, after = before_and_after(pools, target, saved, load_optimizer_state=False)
     wanted = expected_in(saved.dump(), source, target)
     kinds = ("master", "weight", "frozen", "buffer")
     assert not differences(of_kinds(wanted, *kinds), of_kinds(after, *kinds))
     assert not of_kinds(after, *STATES)
+    assert of_kinds(after, "group", "counter") == of_kinds(before, "group", "counter")
 
 
 def _tensors(state: object) -> list[torch.Tensor]:

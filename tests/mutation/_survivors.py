@@ -61,6 +61,9 @@ SURVIVORS = {
     "engine/restore.py: "
     "for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):"
     "  ->  False": _NO_OTHER_LENGTH,
+    "checkpoint/loading.py: at = next(iter(layout.covering(name, 0, 1)))  ->  2": (
+        "equivalent: only the first run is taken, which holds element 0"
+    ),
     "data_progress/sample_order.py: _DEPTH = 4  ->  5": _ANY_BOUND,
     "data_progress/sample_order.py: "
     "yield from ((str(i), v) for i, v in enumerate(holder[:64]) if not isinstance(v, int))"
