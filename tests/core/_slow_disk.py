@@ -6,6 +6,7 @@ for its disk: ``slow_disk.c`` stands in front of the C library's, for any progra
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,7 +48,7 @@ class SlowDisk:
             latency_s: of opening a file.
         """
         for name, number in (("speed", bytes_per_s), ("latency", latency_s)):
-            new = self.folder / f"{name}.new"
+            new = self.folder / f"{name}.{os.getpid()}"
             new.write_text(str(number))
             new.rename(self.folder / name)
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination import StoreRanks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import RanksError
-from tests.dist._launch import free_port
+from tests.ports import free_port
 
 WORLD = 2
 SPIN_S = 0.2

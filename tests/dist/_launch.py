@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.engine._worker_pool import ForkServer, Program
+from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
 
 
@@ -76,12 +76,6 @@ def run_ranks(
         finally:
             for started in ranks:
                 started.kill()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _result(returncode: int, rank: Program) -> RankResult:

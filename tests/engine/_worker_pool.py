@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tests.engine import _fork_server
+from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,7 @@ class ForkServer:
         name = f"{self._worlds}-of-{world}"
         logs = tuple(folder / f"{name}.{rank}.log" for rank in range(world))
         with _listening(folder / name) as listener:
-            connection.send(_fork_server.WorldRequest(name, world, _free_port()))
+            connection.send(_fork_server.WorldRequest(name, world, free_port()))
             pids = tuple(connection.recv())
             try:
                 arrived = [_accept(listener) for _ in range(world)]
@@ -240,8 +241,3 @@ def _accept(listener: socket.socket) -> Connection:
     accepted, _ = listener.accept()
     accepted.setblocking(True)
     return Connection(accepted.detach())
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

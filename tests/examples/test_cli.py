@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist._launch import free_port
 from tests.engine._worker_pool import ForkServer, environment
 from tests.examples._cli_programs import CLI, print_configs, run_cli
 from tests.examples._process import output_of
+from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]

@@ -29,7 +29,10 @@ def run(*command: str | Path, folder: Path) -> str:
     inherited = {key: value for key, value in os.environ.items() if key not in source}
     tools = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return output_of(command, folder, {**inherited, **cpu, "PATH": tools})
+    # Another environment's torch lies elsewhere: its operators would be built over those of here,
+    # while all others wait.
+    own = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    return output_of(command, folder, {**inherited, **cpu, **own})
 
 
 @pytest.fixture(scope="module")

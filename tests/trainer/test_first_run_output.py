@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import warnings
@@ -12,6 +11,7 @@ import pytest
 
 from lightning_elastic_zero.trainer.warning_filters import FILTERED_WARNINGS, WarningFilters
 from tests.engine._worker_pool import environment
+from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
 
 FIRST_RUN = """
@@ -39,8 +39,7 @@ OURS = (
 def test_a_first_run_on_two_ranks(tmp_path: Path) -> None:
     """Two lines of ours, said once; and none about names that libraries call each other by."""
     (tmp_path / "first.py").write_text(FIRST_RUN)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     done = subprocess.run(
         [sys.executable, "first.py"],
         cwd=tmp_path,
