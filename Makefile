@@ -3,18 +3,18 @@
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   PIP_ARGS=...          goes to every pip install, to say where a CPU-only build of torch is found
 #   ARGS=...              goes to pytest or the demo: make test ARGS="tests/core -x"
-#   JOBS=3                how many processes run tests side by side; 0 for none beside pytest's own
+#   JOBS=2                so many processes run tests side by side, on a machine with cores to spare
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
-JOBS     ?= 3
+JOBS     ?= 0
 
 VENV    := .venv
 PY      := $(VENV)/bin/python
 PYTEST  := $(PY) -m pytest
-# Many tests wait for what sleeps or hangs on purpose: three processes keep two cores busy. One runs
-# all tests of a file, which share what is dear to make.
+# One process runs all tests of a file, which share what is dear to make. None beside pytest's own
+# unless asked for: on two cores, three of them starved a rank for 30 s, which is taken for dead then.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard lightning_elastic_zero tests examples)
 BENCHMARKS ?= $(wildcard examples/benchmarks/*.py)
