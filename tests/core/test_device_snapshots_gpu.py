@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning_elastic_zero.checkpoint import device_streams
 from lightning_elastic_zero.formats.elastic.client_state import host_pickle, split_objects
 from tests.core.test_device_snapshots import run_case
 from tests.engine._worker_pool import ROOT
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,14 +113,12 @@ print("went on")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizers_with_scalars_on_the_device(stage: int, tmp_path: Path) -> None:
     """Fused, capturable and averaged optimizers are saved on two GPUs, and go on bit for bit."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     common = {
         **os.environ,
         "DS_ACCELERATOR": "cuda",
         "PYTHONPATH": str(ROOT),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
     }
     processes = [
