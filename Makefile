@@ -3,18 +3,18 @@
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   PIP_ARGS=...          goes to every pip install, to say where a CPU-only build of torch is found
 #   ARGS=...              goes to pytest or the demo: make test ARGS="tests/core -x"
-#   JOBS=2                so many processes run tests side by side, on a machine with cores to spare
+#   JOBS=0                one process runs all tests, one after the other, and shows them as they end
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
-JOBS     ?= 0
+JOBS     ?= 2
 
 VENV    := .venv
 PY      := $(VENV)/bin/python
 PYTEST  := $(PY) -m pytest
-# One process runs all tests of a file, which share what is dear to make. None beside pytest's own
-# unless asked for: on two cores, three of them starved a rank for 30 s, which is taken for dead then.
+# One process runs all tests of a file, which share what is dear to make. Two, and no more by default:
+# three of them on two cores starved a rank for 30 s, which is taken for dead then.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard lightning_elastic_zero tests examples)
 BENCHMARKS ?= $(wildcard examples/benchmarks/*.py)
@@ -29,26 +29,29 @@ export OMP_NUM_THREADS := 1
 
 # DeepSpeed decides on its device when it is imported, and would take CUDA wherever there is some, in
 # a test of CPU ranks too. So it is told, and what it compiles for one is not compiled over the other's.
-demo test test-long mutants bench ops: export DS_ACCELERATOR := cpu
-demo test test-long mutants bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
+demo test test-long test-releases mutants bench ops: export DS_ACCELERATOR := cpu
+demo test test-long test-releases mutants bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
 test-gpu: export DS_ACCELERATOR := cuda
 test-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-gpu mutants lint format wheel bench ops clean distclean
+.PHONY: help demo test test-long test-releases test-gpu mutants lint format wheel bench ops clean distclean
 
 help: ## Show what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ops ## Train on 4 processes, resume on 2, then on 3, beside a run that never stopped
 	$(PY) examples/demo.py $(ARGS)
 
 test: ops ## Run the tests that take seconds each
-	$(PYTEST) -m "not long and not gpu" $(SIDE_BY_SIDE) $(ARGS)
+	$(PYTEST) -m "not (long or gpu or releases)" $(SIDE_BY_SIDE) $(ARGS)
 
 test-long: ops ## Run the tests that take minutes: full matrices, faults
-	$(PYTEST) -m "(long or drawn) and not gpu" $(SIDE_BY_SIDE) $(ARGS)
+	$(PYTEST) -m "(long or drawn) and not (gpu or releases)" $(SIDE_BY_SIDE) $(ARGS)
+
+test-releases: ops ## Run the core tests with other releases of DeepSpeed and Lightning, each installed first
+	$(PYTEST) -m releases $(ARGS)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
@@ -66,8 +67,12 @@ class Requirement:
         )
 
 
+@cache
 def version_of(package: str) -> str:
-    """Return an installed package's version, empty where it is not installed."""
+    """Return an installed package's version, empty where it is not installed.
+
+    Read once: parsing a package's metadata takes milliseconds, and every save records four.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

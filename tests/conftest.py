@@ -14,6 +14,8 @@ from tests.rotation import Rotation, parts_of, turn_of_commit
 from tests.tables import TABLES
 
 ROTATION = pytest.StashKey[Rotation]()
+NOT_ROTATING = ("essential", "long", "gpu", "releases")
+"""Markers of cases that run where they are asked for, whosever turn it is."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--engine-cases", type=int, default=1, help="in a turn, of a test marked engine (1)"
     )
     group.addoption("--fuzz-cases", type=int, default=5_000, help="of each reader, in test-long")
+    group.addoption("--kills", type=int, default=4, help="at each step of a save, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")
 
 
@@ -101,7 +104,7 @@ def _rotating(
         marker = item.get_closest_marker("rotating")
         if marker is None and item.get_closest_marker("engine"):
             marker = pytest.mark.rotating(engine_cases).mark
-        if marker is None or any(map(item.get_closest_marker, ("essential", "long", "gpu"))):
+        if marker is None or any(map(item.get_closest_marker, NOT_ROTATING)):
             continue
         group = (_test_of(item), _value_of(item, marker.kwargs.get("per")))
         groups[group].append(item)

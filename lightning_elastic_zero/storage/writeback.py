@@ -44,6 +44,7 @@ class Writeback:
         self._descriptor = descriptor
         self._on_work = on_progress
         self._size_bytes = 0
+        self._started_bytes = 0
         self._synced_bytes = 0
         self._sync_bytes = _FIRST_SYNC_BYTES
 
@@ -53,9 +54,12 @@ class Writeback:
         Raises:
             OSError: the disk did not take what was written.
         """
-        # Not waited for: a file is written and synced 10 % faster (400 MB, local disk).
-        _sync_range(self._descriptor, self._size_bytes, size_bytes, _WRITE)
         self._size_bytes += size_bytes
+        begun_bytes = self._size_bytes - self._started_bytes
+        if begun_bytes >= _PIECE_BYTES:
+            # Not waited for: a file is written and synced 10 % faster (400 MB, local disk).
+            _sync_range(self._descriptor, self._started_bytes, begun_bytes, _WRITE)
+            self._started_bytes = self._size_bytes
         if self._size_bytes - self._synced_bytes >= self._sync_bytes:
             began = time.monotonic()
             self._wait()

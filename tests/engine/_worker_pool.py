@@ -221,6 +221,8 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")
     defaults = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    # Without it, DeepSpeed starts `numactl` at each reduction of gradients, to count what it has.
+    defaults["LOCAL_SIZE"] = "1"
     # Other releases of DeepSpeed or Lightning may stand before the installed ones (tests/releases).
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     found = os.pathsep.join(dict.fromkeys([*filter(None, others), str(ROOT)]))

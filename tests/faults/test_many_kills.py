@@ -7,25 +7,32 @@ import pytest
 from tests.faults._kill_sequence import MakeChain
 from tests.faults._save_modes import MODES
 from tests.faults._save_steps import STEPS, KillPoint
+from tests.rotation import Rotation
 
 pytestmark = pytest.mark.engine
 
-LANDED, MOST_TRIES = 10, 16
-"""Kills that have to land in each step, and how often it is tried."""
+MORE_TRIES = 6
+"""How many kills may come too late for the step, or where a run does not reach it."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mode", MODES)
-def test_many_kills_at_one_step(mode: str, step: str, chain: MakeChain) -> None:
-    """At least ten kills land; each time all that is published is sound, and a run goes on."""
+def test_many_kills_at_one_step(
+    mode: str, step: str, chain: MakeChain, rotation: Rotation, pytestconfig: pytest.Config
+) -> None:
+    """So many kills land; each time all that is published is sound, and a run goes on.
+
+    Each turn kills others, at other times that the step is reached.
+    """
+    wanted = pytestconfig.getoption("--kills")
     runs = chain(mode, step)
     runs.go_on()
-    landed = 0
-    for index in range(MOST_TRIES):
+    landed, first = 0, rotation.turn * wanted
+    for index in range(first, first + wanted + MORE_TRIES):
         landed += runs.kill(KillPoint.drawn(step, index))
-        if landed >= LANDED:
+        if landed >= wanted:
             break
     runs.go_on()
     assert not runs.wrong, "\n".join(runs.wrong)
-    assert landed >= LANDED
+    assert landed >= wanted

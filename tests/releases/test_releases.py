@@ -11,7 +11,7 @@ import pytest
 from tests.releases._install import ROOT, Releases
 from tests.rotation import Rotation
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(5400)]
+pytestmark = [pytest.mark.engine, pytest.mark.releases, pytest.mark.timeout(5400)]
 
 CELLS = [
     Releases("0.16.0", "2.5.0.post0"),
@@ -100,7 +100,7 @@ def test_real_runs_save_and_resume(releases: Releases, rotation: Rotation, tmp_p
     for wanted, found in ((releases.deepspeed, said[:2]), (releases.lightning, said[2:])):
         assert not wanted or found == [wanted] * 2
     left_out = OLDER_DEEPSPEED if releases.deepspeed else ""
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-m", "not long and not gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-m", "not (long or gpu)"]
     turn = [f"--rotation={rotation.turn}", f"--engine-cases={CASES}"]
     done = subprocess.run(
         [*command, *turn, "-o", f"cache_dir={tmp_path}", "-k", left_out, *TESTS],

@@ -100,12 +100,19 @@ def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> 
 
 
 @pytest.mark.rotating(1)
+@pytest.mark.parametrize("moments", [("step 0.2", "epoch 0"), ("inside 0.2", "step 0.4")])
 @pytest.mark.parametrize(
     ("saved_on", "world", "stage", "batch_size"),
     [(2, 1, 3, 2), (2, 3, 2, 2), (1, 2, 2, 6), (3, 2, 1, 6)],
 )
 def test_another_world_sums_up_the_same(
-    saved_on: int, world: int, stage: int, batch_size: int, worlds: Pools, tmp_path: Path
+    saved_on: int,
+    world: int,
+    stage: int,
+    batch_size: int,
+    moments: tuple[str, ...],
+    worlds: Pools,
+    tmp_path: Path,
 ) -> None:
     """What is summed up over all ranks, up to the order of a sum; and the same decisions.
 
@@ -113,7 +120,6 @@ def test_another_world_sums_up_the_same(
     6, two devices take one batch for a step: a metric has a single value of what is left of the
     epoch at one rank, and those of the run that saved at another.
     """
-    moments = ("step 0.2", "inside 0.2", "step 0.4", "epoch 0")
     run = saving(tmp_path, save=moments, stage=stage, batch_size=batch_size)
     whole = worlds.run(saved_on, partial(values_of, run, "correlation"))[0]
     runs = resumed(run)
