@@ -77,16 +77,16 @@ def comparable(held: Dump, other: Dump) -> Dump:
     BF16_Optimizer has none, and stage 0 has another one than ZeRO: where both change their scale by
     themselves, they have in common what they know of the run so far.
     """
-    if scaler_keys(held) == scaler_keys(other):
+    one, two = ({k for k in d if k.startswith("scaler/")} for d in (held, other))
+    changes = [
+        d.get("scaler/dynamic", d.get("scaler/dynamic_loss_scale", "False")) for d in (held, other)
+    ]
+    if one == two and changes[0] == changes[1]:
         return held
-    both = {"scaler/cur_iter", "scaler/cur_scale", "scaler/last_overflow_iter"}
-    shared = both if both <= scaler_keys(held) & scaler_keys(other) else set()
+    shared = one & two & {"scaler/grad_scaler"}
+    if changes == ["True", "True"]:
+        shared |= {"scaler/cur_iter", "scaler/cur_scale", "scaler/last_overflow_iter"}
     return {k: v for k, v in held.items() if not k.startswith("scaler/") or k in shared}
-
-
-def scaler_keys(held: Dump) -> set[str]:
-    """Return the fields of the loss scaler."""
-    return {key for key in held if key.startswith("scaler/")}
 
 
 def save(engine: Engine, saved: Saved) -> None:
@@ -301,12 +301,17 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
 
 def cpu_adam_builds() -> str:
     """Return why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    return op_builds("CPUAdamBuilder")
+
+
+def op_builds(builder: str) -> str:
+    """Return why an operator of DeepSpeed's cannot be had; nothing, where it can."""
+    from deepspeed.accelerator import get_accelerator
 
     try:
-        CPUAdamBuilder().load()
+        get_accelerator().create_op_builder(builder).load()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"DeepSpeedCPUAdam does not build here: {error}"
+        return f"DeepSpeed's {builder} does not build here: {error}"
     return ""
 
 
