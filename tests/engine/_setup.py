@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -12,9 +12,17 @@ import torch
 from torch import distributed, nn
 
 from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
+from tests.engine._precision import forget_autocast, fp16_on_cpu
 
 Engine: TypeAlias = Any
 """DeepSpeed is untyped."""
+
+
+QUICK_SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+"""A loss scale that grows after two steps, and shrinks with the second one that overflows."""
+
+OVERFLOW = 1e30
+"""Times a loss, it overflows in fp16."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,11 @@ class Setup:
 
     world: int
     zero: str = "1"
-    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which is BF16_Optimizer."""
+    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which is BF16_Optimizer.
+
+    ``0`` is torch's own optimizer in fp32 and FP16_UnfusedOptimizer otherwise; with the optimizer
+    ``FusedAdam``, it is FP16_Optimizer.
+    """
     precision: str = "fp32"
     round_robin: bool = False
     alignment: bool = False
@@ -46,6 +58,10 @@ class Setup:
     """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
+    bf16_masters: bool = False
+    """``bf16_master_weights_and_grads``; the states are bf16 too, but for offloaded ones."""
+    autocast: bool = False
+    """``torch_autocast`` in fp16, with torch's scaler."""
     muon_in_memory: bool = False
     """With ``save_muon_momentum_buffer_in_memory``."""
 
@@ -65,7 +81,17 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights that forward uses."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the masters."""
+        return torch.bfloat16 if self.bf16_masters else torch.float32
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of the optimizer's states: the masters', but for an optimizer that says otherwise."""
+        return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
     def model(self, seed: int) -> Net:
         """Make the model."""
@@ -79,7 +105,13 @@ class Setup:
 
     def twin(self) -> Setup:
         """Return the setup that lays its flat buffers out in the same way."""
-        return replace(self, optimizer="SGD", steady=False, elastic=False, accumulation=1)
+        fused = self.zero == "0" and self.optimizer == "FusedAdam"
+        optimizer = self.optimizer if fused else "SGD"
+        plain = replace(self, steady=False, elastic=False, accumulation=1, autocast=False)
+        # fp16 does not hold the numbers that bf16 does, by which elements are told; both are as
+        # wide.
+        precision = "bf16" if self.precision == "fp16" else self.precision
+        return replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -103,7 +135,7 @@ class Setup:
         if self.optimizer == "Muon":
             zero["reduce_scatter"] = False
             zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
-        config = {
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
             # Lightning refuses to be told; 1 is what DeepSpeed takes anyway.
             **({"gradient_accumulation_steps": self.accumulation} if self.accumulation > 1 else {}),
@@ -111,8 +143,14 @@ class Setup:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.precision == "bf16"},
+            "fp16": {"enabled": self.precision == "fp16", **QUICK_SCALER},
             "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
         }
+        if self.bf16_masters:
+            masters = {"bf16_master_weights_and_grads": True}
+            config["bf16"] |= {**masters, "bf16_optimizer_states": not self.offload}
+        if self.autocast:
+            config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
         if self.zero == "B":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config
@@ -156,13 +194,17 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
     if name == "Muon":
         return _muon(members, tilt)
-    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
+    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam", "FusedAdam"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
     if name == "CPUAdam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups)
+    if name == "FusedAdam":
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam(groups)
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "AdamW": (torch.optim.AdamW, {}),
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
@@ -191,6 +233,12 @@ def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:
     )
 
 
+def inner_of(engine: Engine) -> Engine:
+    """Return the optimizer that steps: DeepSpeed leaves it as it is in stage 0 with fp32."""
+    optimizer = engine.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
 @contextmanager
 def engine_of(
     setup: Setup, seed: int, *, tilt: float = 1.0, model: nn.Module | None = None
@@ -200,16 +248,27 @@ def engine_of(
 
     model = setup.model(seed) if model is None else model
     optimizer = make_optimizer(setup.optimizer, group_members(model, setup.grouping), tilt)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
-    )
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model, optimizer
-        gc.collect()
-        reset_secondary_partition(setup)
+    with fp16_on_cpu() if setup.precision == "fp16" else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
+        )
+        if setup.autocast:
+            grad_scaler_of(engine).set_growth_interval(2)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+            del engine, model, optimizer
+            gc.collect()
+            reset_secondary_partition(setup)
+            if setup.autocast:
+                forget_autocast()
+
+
+def grad_scaler_of(engine: Engine) -> Engine:
+    """Return torch's scaler with ``torch_autocast``: in stage 0 it is the engine's; or None."""
+    own = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def reset_secondary_partition(setup: Setup) -> None:
@@ -221,14 +280,18 @@ def reset_secondary_partition(setup: Setup) -> None:
 
 
 def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
-    """Train steps ``[first, last)``, whose data depend on nothing but step and rank."""
+    """Train steps ``[first, last)``, whose data depend on nothing but step and rank.
+
+    In fp16, one step in four overflows.
+    """
     rank, losses = distributed.get_rank(), []
     for step in range(first, last):
         if setup.steady:
             engine.module.bn.eval()
         x, y = batch(step, rank, setup.world)
         loss = (engine(x).float() - y).pow(2).mean()
-        engine.backward(loss)
+        overflows = setup.precision == "fp16" and step % 4 == 1
+        engine.backward(loss * OVERFLOW if overflows else loss)
         engine.step()
         losses.append(float(loss))
     return losses
