@@ -34,6 +34,7 @@ SCHEDULER_KEYS = frozenset(
 def split_state(
     optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     flat: torch.Tensor,
+    held: Mapping[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Part the states of one flat buffer into element-wise tensors, 1-D, and scalars.
 
@@ -41,13 +42,18 @@ def split_state(
         optimizer: that has them.
         flat: their key: 1-D, or in stage 0 a weight in its shape.
 
+    Args:
+        optimizer: whose they are.
+        flat: the flat buffer's masters.
+        held: its states, by name.
+
     Raises:
         UnsupportedError: a state is neither: it has no rule by which it could be cut.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
-    for key, held in optimizer.state.get(flat, {}).items():
-        value = numpy_to_python(held)
+    for key, found in held.items():
+        value = numpy_to_python(found)
         if _is_elementwise(optimizer, flat, key, value):
             elementwise[key] = value if value.ndim == 1 else value.detach().reshape(-1)
         elif _is_scalar(value):

@@ -9,6 +9,7 @@ import torch
 
 from lightning_elastic_zero.engine.flat_buffers import group_parameters, inner_optimizer
 from lightning_elastic_zero.engine.optimizer_state import check_states_alike, state_keys
+from lightning_elastic_zero.engine.partial_offload import backup_hyperparameters
 from lightning_elastic_zero.manifest import Group, StateKey
 from lightning_elastic_zero.tensor_state import Scalar, plain
 
@@ -40,7 +41,10 @@ def describe_groups(
             names=tuple(names[p] for p in members[index]),
             hyperparameters={
                 key: plain(value, f"{key!r} of parameter group {index}")
-                for key, value in group.items()
+                for key, value in {
+                    **group,
+                    **backup_hyperparameters(optimizer, index),
+                }.items()
                 if key != "params"
             },
             state=tables.get(index, ()),
