@@ -26,6 +26,7 @@ class OffloadedSave:
 def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> OffloadedSave:
     """Save, offload states, save again, reload them and train on."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import offload_adam_states, reload_adam_states
 
     from lightning_elastic_zero import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
@@ -37,15 +38,41 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
         train(engine, setup, 0, 2)
         save_checkpoint(engine, f"{folder}/before.ckpt")
         engine.offload_states(include=[OffloadStateTypeEnum(state) for state in states])
+        if setup.zero == "3":  # It would do so by itself for FusedAdam.
+            offload_adam_states(engine.optimizer.optimizer, "cpu")
         save_checkpoint(engine, f"{folder}/while.ckpt")
         try:
             load_checkpoint(engine, f"{folder}/before.ckpt")
         except ElasticZeroError as error:
             refusal = f"{type(error).__name__}: {error}"
         engine.reload_states()
+        if setup.zero == "3":
+            reload_adam_states(engine.optimizer.optimizer, "cpu")
         save_checkpoint(engine, f"{folder}/after.ckpt")
         load_checkpoint(engine, f"{folder}/while.ckpt")
         return OffloadedSave(refusal, train(engine, setup, 2, 4))
+
+
+def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, float]]:
+    """Save a run that a schedule has slowed down, or load it; give the rates of both optimizers.
+
+    DeepSpeed's second one has its own for the first group, which no schedule changes.
+    """
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 0 if saves else 7, tilt=1.0 if saves else 3.0) as engine:
+        optimizer = engine.optimizer
+        if saves:
+            for group in optimizer.optimizer.param_groups:
+                group["lr"] /= 2
+            train(engine, setup, 0, 1)
+            save_checkpoint(engine, path)
+        else:
+            load_checkpoint(engine, path)
+        groups = zip(
+            optimizer.optimizer.param_groups, optimizer.backup_optimizer.param_groups, strict=True
+        )
+        return [(main["lr"], backup["lr"]) for main, backup in groups]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
