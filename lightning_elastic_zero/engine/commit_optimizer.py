@@ -47,7 +47,9 @@ def commit_optimizer(
             place_momentum(optimizer, wrapper, flat.buffer)
     commit_groups(inner_optimizer(optimizer), values)
     restore_backup_hyperparameters(optimizer, values.hyperparameters)
-    has_state = any(flat.states for flat in flats) or any(values.scalars)
+    # Where a group begins without, DeepSpeed links parameters to states at the next step.
+    stateful = (bool(f.states or s) for f, s in zip(flats, values.scalars, strict=True))
+    has_state = all(stateful)
     refresh_low_precision(optimizer, wrapper, has_state=has_state)
     commit_counters(engine, values)
     drop_gradients(engine)

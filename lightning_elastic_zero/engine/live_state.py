@@ -35,6 +35,7 @@ from lightning_elastic_zero.engine.module import (
     persistent_buffers,
     weight_piece,
     write_buffers,
+    write_piece,
 )
 from lightning_elastic_zero.engine.offloaded_states import refuse_offloaded, weights_are_offloaded
 from lightning_elastic_zero.engine.optimizer_state import (
@@ -306,7 +307,8 @@ class LiveEngine:
         flats = []
         for buffer, row, fragments in self._placed:
             inner = stepping_optimizer(self._optimizer, buffer.sub_group)
-            states = allocate_states(inner, buffer, source) if with_optimizer else {}
+            held_here = (inner, buffer, fragments, source)
+            states = allocate_states(*held_here) if with_optimizer else {}
             whole = held.issuperset(row.names)
             flats.append(flat_target(buffer, fragments, states, whole=whole))
         frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
@@ -351,7 +353,7 @@ class LiveEngine:
         for name, parameter in self._frozen().items():
             if name in weights and weights[name].shape == full_shape(parameter):
                 start, piece = weight_piece(parameter)
-                piece.copy_(weights[name].reshape(-1)[start : start + piece.numel()])
+                write_piece(parameter, weights[name].reshape(-1)[start : start + piece.numel()])
                 taken.append(name)
         live = self.module_buffers()
         self._after_weights_changed(

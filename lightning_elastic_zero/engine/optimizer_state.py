@@ -19,9 +19,6 @@ INT_STEPS = frozenset(
 )
 """DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor."""
 
-MEMBER_KEYS = frozenset({"params", "param_names"})
-"""Who is in a group, which the live run knows for itself."""
-
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: these stay as the live run has them."""
 
@@ -29,6 +26,10 @@ SCHEDULER_KEYS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
 """What schedulers keep in a group: restored also where the optimizer's class has changed."""
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Others, as of quantized states, hold more than the elements that they show."""
 
 
 def split_state(
@@ -59,7 +60,8 @@ def split_state(
         elif _is_scalar(value):
             scalars[key] = value
         else:
-            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            plain = type(value) in _PLAIN_TENSORS
+            what = tuple(value.shape) if plain else type(value).__name__
             msg = (
                 f"{type(optimizer).__name__} keeps {key!r} as {what} for a flat buffer of "
                 f"{flat.numel()} elements: neither one value per element nor one for all, so it "
@@ -88,7 +90,7 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
 def _is_scalar(value: object) -> bool:
     """Return whether a state is one value for the whole flat buffer."""
     if isinstance(value, torch.Tensor):
-        return value.ndim == 0
+        return value.ndim == 0 and type(value) in _PLAIN_TENSORS
     return value is None or isinstance(value, (bool, int, float))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed import get_world_size
 
 from lightning_elastic_zero.engine.flat_buffers import (
     PLAIN,
@@ -38,6 +40,12 @@ CUT_OPTIMIZERS = ("FusedLamb", "Lamb", "LAMB")
 """Their update depends on how the parameters are cut, which stage 0 does not do."""
 
 NVME_WEIGHTS = "zero_optimization.offload_param.device = nvme: offload weights to cpu instead"
+UNUSABLE_OPTIMIZERS = {
+    "LBFGS": "its step calls a closure, which ZeRO does not pass",
+    "SparseAdam": "it takes sparse gradients only, and ZeRO's are dense",
+}
+"""Those of torch's that cannot step under ZeRO."""
+
 RANDOM_LTD = (
     "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave it "
     "out"
@@ -140,8 +148,14 @@ def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library
         yield "pipeline parallelism (PipelineEngine)"
     if engine.mp_world_size > 1:
         yield f"tensor or model parallelism over {engine.mp_world_size} ranks"
-    if getattr(engine, "sequence_parallel_size", 1) > 1:
-        yield f"sequence parallelism over {engine.sequence_parallel_size} ranks"
+    if engine.seq_dp_world_size * engine.mp_world_size != get_world_size():
+        yield (
+            f"ZeRO over {engine.seq_dp_world_size} of {get_world_size()} ranks, as sequence "
+            "parallelism by a device mesh (mesh_param) has it: its sequence ranks hold copies. "
+            "Pass an mpu to deepspeed.initialize whose get_sequence_data_parallel_group has all "
+            "ranks (deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO cuts over "
+            "all of them"
+        )
     if engine.has_moe_layers:
         yield "mixture-of-experts layers (expert parallelism)"
 
@@ -166,6 +180,14 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
         yield f"the optimizer {name}: its state is each rank's own"
     if name in CUT_OPTIMIZERS and wrapper not in REPLICATED:
         yield f"the optimizer {name}: its update depends on how the parameters are cut; use stage 0"
+    if _is_quantized(inner):
+        yield (
+            f"the optimizer {type(inner).__module__.partition('.')[0]}.{name}: its state is "
+            "quantized in blocks of the flat buffer, which cannot be cut elsewhere bit for bit; "
+            "use one with 16 or 32 bits"
+        )
+    if name in UNUSABLE_OPTIMIZERS:
+        yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
     offloaded = wrapper == "DeepSpeedZeroOptimizer" and engine.optimizer.cpu_offload
     if offloaded and any(group.get("use_muon") for group in inner.param_groups):
         yield from _offloaded_muon(engine.optimizer)
@@ -184,6 +206,17 @@ def _offloaded_muon(optimizer: Any) -> Iterator[str]:  # noqa: ANN401 (untyped l
     if not hasattr(optimizer, "_apply_muon_updates_cpu_offload"):
         found = version_of(DEEPSPEED.package)
         yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: 0.19.8 can do it"
+
+
+def _is_quantized(inner: Any) -> bool:  # noqa: ANN401 (any optimizer)
+    """Whether an optimizer is one of torchao's or bitsandbytes' with a state of 8 bits or fewer."""
+    package = type(inner).__module__.partition(".")[0]
+    if package == "torchao":
+        return math.isfinite(getattr(inner, "block_size", math.inf))
+    if package == "bitsandbytes":
+        options = getattr(inner, "args", None)
+        return bool(getattr(options, "optim_bits", 32) < 16)  # noqa: PLR2004 (bits)
+    return False
 
 
 def _added_later(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)

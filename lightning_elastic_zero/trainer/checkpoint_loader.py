@@ -21,12 +21,17 @@ from lightning_elastic_zero.checkpoint import (
 )
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.engine import LiveEngine
+from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import is_fitting
-from lightning_elastic_zero.trainer.lr_schedulers import resume_as_configured, resume_as_saved
+from lightning_elastic_zero.trainer.lr_schedulers import (
+    resume_as_configured,
+    resume_as_saved,
+    with_new_groups,
+)
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
 from lightning_elastic_zero.trainer.start_warnings import configured_rates, replaced_rates_warnings
@@ -93,7 +98,10 @@ class CheckpointLoader:
                 taken = LiveEngine(engine).copy_full_weights(extra)
                 weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
             module = trainer.lightning_module
-            state = weight_averaging.with_module_weights(state, module, fitting=fitting)
+            strict = options.strict and options.strict_optimizer
+            state = weight_averaging.with_module_weights(
+                state, module, fitting=fitting, strict=strict
+            )
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
@@ -117,13 +125,15 @@ class CheckpointLoader:
             return _without_progress(state, trainer)
         state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
         self._resumer.resume_from(state, manifest, trainer, path)
-        saved = state.get("lr_schedulers", [])
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        origins, count = loaded.group_origins, len(manifest.groups)
+        groups = [Group((), {}, ()) if o is None else manifest.groups[o] for o in origins]
+        saved = with_new_groups(schedulers, state.get("lr_schedulers", []), origins, count)
         if configured is None:
-            state["lr_schedulers"] = resume_as_configured(schedulers, saved, manifest.groups)
+            state["lr_schedulers"] = resume_as_configured(schedulers, saved, groups)
             return state
         scheduled = bool(schedulers or saved)
-        for text in replaced_rates_warnings(configured, manifest.groups, scheduled=scheduled):
+        for text in replaced_rates_warnings(configured, groups, scheduled=scheduled):
             rank_zero_warn(text)
         state["lr_schedulers"] = resume_as_saved(schedulers, saved)
         return state

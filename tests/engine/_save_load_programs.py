@@ -298,22 +298,6 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
     return {**found, **{f"buffer/{name}": buffers[name].tolist() for name in BUFFERS}}
 
 
-def cpu_adam_builds() -> str:
-    """Return why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
-    return op_builds("CPUAdamBuilder")
-
-
-def op_builds(builder: str) -> str:
-    """Return why an operator of DeepSpeed's cannot be had; nothing, where it can."""
-    from deepspeed.accelerator import get_accelerator
-
-    try:
-        get_accelerator().create_op_builder(builder).load()
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"DeepSpeed's {builder} does not build here: {error}"
-    return ""
-
-
 def save_unlike(setup: Setup, path: str) -> None:
     """Save a run whose last rank has a buffer of another shape."""
     from lightning_elastic_zero import save_checkpoint

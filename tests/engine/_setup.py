@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed, nn
 
-from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
+from tests.engine._model import BUFFERS, GLOBAL_BATCH, HIDDEN, Net, batch, group_members
 from tests.engine._offload import AIO, offload_options, step_some_on_device, surroundings
 from tests.engine._precision import forget_autocast, fp16_on_cpu
 
@@ -64,6 +64,8 @@ class Setup:
     """``bf16_master_weights_and_grads``; the states are bf16 too, but for offloaded ones."""
     autocast: bool = False
     """``torch_autocast`` in fp16, with torch's scaler."""
+    thawed: bool = False
+    """Another layer is frozen."""
     muon_in_memory: bool = False
     """With ``save_muon_momentum_buffer_in_memory``."""
     contiguous: bool = True
@@ -105,6 +107,11 @@ class Setup:
         """Of the optimizer's states: the masters', but for an optimizer that says otherwise."""
         return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
+    @property
+    def buffers_kept(self) -> tuple[str, ...]:
+        """Names of the persistent buffers."""
+        return BUFFERS
+
     def model(self, seed: int) -> Net:
         """Make the model."""
         return Net(
@@ -113,6 +120,7 @@ class Setup:
             renamed=self.renamed,
             hidden=self.hidden,
             buffers=self.buffers,
+            thawed=self.thawed,
         )
 
     def twin(self) -> Setup:
@@ -174,16 +182,15 @@ class Setup:
             config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
 
 
-DEEPSPEED_OPTIMIZERS = {
-    "CPUAdam": ("adam", "DeepSpeedCPUAdam"),
-    "CPULion": ("lion", "DeepSpeedCPULion"),
-    "CPUAdagrad": ("adagrad", "DeepSpeedCPUAdagrad"),
-    "FusedAdam": ("adam", "FusedAdam"),
-}
-"""DeepSpeed's own, which are compiled."""
+BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach")
+"""Of torch's, those that are given others for each group."""
 
-ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,)}
+ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,), "QuantizedState": (0,)}
 """Optimizers whose state is not element-wise."""
+
+
+class Quantized(torch.Tensor):
+    """A tensor that holds more than it shows, as quantized states do."""
 
 
 class OddState(torch.optim.Optimizer):
@@ -199,7 +206,8 @@ class OddState(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p]["factors"] = torch.ones(self.shape)
+                    one_each = torch.ones_like(p.detach()).as_subclass(Quantized)
+                    self.state[p]["factors"] = torch.ones(self.shape) if self.shape[0] else one_each
                     p.add_(p.grad, alpha=-group["lr"])
 
 
@@ -220,12 +228,16 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
     if name == "Muon":
         return _muon(members, tilt)
-    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam", "FusedAdam"):
+    if name in (*BETAS, "CPUAdam", "FusedAdam"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
-    if name in DEEPSPEED_OPTIMIZERS:
-        module, kind = DEEPSPEED_OPTIMIZERS[name]
-        return getattr(importlib.import_module(f"deepspeed.ops.{module}"), kind)(groups)
+    if name in DEEPSPEEDS:
+        return deepspeeds_own(name)(groups)
+    if name in ("LBFGS", "SparseAdam", "torchao.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit"):
+        package, _, kind = f"torch.optim.{name}".removeprefix(
+            "torch.optim." if "." in name else ""
+        ).rpartition(".")
+        return getattr(importlib.import_module(package), kind)([p for ps in members for p in ps])
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "AdamW": (torch.optim.AdamW, {}),
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
@@ -234,9 +246,36 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.25}),
         "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
         "NAdam": (torch.optim.NAdam, {}),
+        "RAdam": (torch.optim.RAdam, {}),
+        "Adamax": (torch.optim.Adamax, {}),
+        "Adadelta": (torch.optim.Adadelta, {}),
+        "Adafactor": (torch.optim.Adafactor, {}),
+        "ASGD": (torch.optim.ASGD, {}),
+        "Rprop": (torch.optim.Rprop, {}),
+        "fused": (torch.optim.AdamW, {"fused": True}),
+        "foreach": (torch.optim.AdamW, {"foreach": True, "maximize": True}),
+        "fused SGD": (torch.optim.SGD, {"fused": True, "momentum": 0.9, "maximize": True}),
+        "differentiable": (torch.optim.Adam, {"foreach": False, "decoupled_weight_decay": True}),
     }
+    if name == "Rprop":
+        groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
     kind, options = kinds[name]
     return kind(groups, **options)
+
+
+DEEPSPEEDS = {
+    "CPUAdam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
+    "FusedAdam": ("deepspeed.ops.adam", "FusedAdam", "FusedAdamBuilder"),
+    "CPULion": ("deepspeed.ops.lion", "DeepSpeedCPULion", "CPULionBuilder"),
+    "CPUAdagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "CPUAdagradBuilder"),
+}
+"""DeepSpeed's own optimizers: where each is, and what compiles it."""
+
+
+def deepspeeds_own(name: str) -> Any:  # noqa: ANN401
+    """Return the class of one of DeepSpeed's own optimizers."""
+    module, kind, _ = DEEPSPEEDS[name]
+    return getattr(importlib.import_module(module), kind)
 
 
 def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:

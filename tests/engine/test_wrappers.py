@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._save_load_programs import Saved, load, op_builds
+from tests.engine._save_load_programs import Saved, load
 from tests.engine._setup import Setup
+from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
@@ -78,8 +79,7 @@ GOING_ON = [
 def need_ops(pools: Pools, *setups: Setup) -> None:
     """Skip where DeepSpeed's own optimizers do not build."""
     for builder in {"FusedAdam", "CPUAdam"} & {setup.optimizer for setup in setups}:
-        if missing := pools.run(1, partial(op_builds, f"{builder}Builder"))[0]:
-            pytest.skip(missing)
+        skip_without(f"{builder}Builder", pools)
 
 
 @pytest.mark.rotating(1)
