@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_elastic_zero.engine.flat_buffers import inner_optimizer
-from lightning_elastic_zero.engine.optimizer_state import EXECUTION_KEYS, MEMBER_KEYS
+from lightning_elastic_zero.engine.optimizer_state import EXECUTION_KEYS
+from lightning_elastic_zero.group_matching import MEMBER_KEYS
 
 BACKUP_KEY = "backup_optimizer"
 """Where a group's hyperparameters are saved that only the second optimizer has."""
