@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.distributed import get_rank
 
+from lightning_elastic_zero.engine.offloaded_states import weight_partitions, weight_sub_groups
 from lightning_elastic_zero.engine.releases import parameter_paddings
+from lightning_elastic_zero.engine.swapped_optimizer import SwappedSubGroup, swapped_sub_group
 from lightning_elastic_zero.layout import spans
 
 GATHER_ELEMENTS = 1 << 21
@@ -30,11 +32,20 @@ class LiveFlatBuffer:
     paddings: tuple[int, ...]
     """Elements of padding after each parameter (``parameter_alignment``); empty without."""
     master: torch.Tensor
-    """This rank's master weights, 1-D; the key of the optimizer's state."""
+    """This rank's master weights, 1-D; the key of the optimizer's state. Empty where swapped."""
     low: torch.Tensor
     """This rank's low-precision weights, of the same shape."""
     partitions: tuple[torch.Tensor, ...] = ()
     """ZeRO-1/2: the low-precision weights of all ranks."""
+    sub_group: int | None = None
+    """ZeRO-3: which sub-group it is."""
+    swapped: SwappedSubGroup | None = None
+    """ZeRO-3: where masters and states are in files."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The master weights, wherever they are; those in files are to be read only."""
+        return self.swapped.masters() if self.swapped else self.master.data
 
 
 _CONTIGUOUS = {
@@ -59,17 +70,21 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # 
     with each parameter cut by itself.
     """
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        lows = weight_sub_groups(optimizer)
         return [
             LiveFlatBuffer(
                 group=optimizer.sub_group_to_group_id[sub_group],
                 parameters=tuple(parameters),
                 paddings=(),
                 master=optimizer.fp32_partitioned_groups_flat[sub_group],
-                low=optimizer.fp16_partitioned_groups_flat[sub_group],
+                low=lows[sub_group],
+                sub_group=sub_group,
+                swapped=swapped_sub_group(optimizer, sub_group),
             )
             for sub_group, parameters in enumerate(optimizer.fp16_groups)
         ]
-    groups, masters, partitions = (getattr(optimizer, name) for name in _CONTIGUOUS[wrapper])
+    groups, masters, live = (getattr(optimizer, name) for name in _CONTIGUOUS[wrapper])
+    partitions = [weight_partitions(optimizer, group, held) for group, held in enumerate(live)]
     return [
         LiveFlatBuffer(
             group=group,
@@ -77,7 +92,7 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # 
             paddings=parameter_paddings(optimizer, group),
             master=masters[group],
             low=partitions[group][get_rank(group=optimizer.real_dp_process_group[group])],
-            partitions=tuple(partitions[group]),
+            partitions=partitions[group],
         )
         for group, parameters in enumerate(groups)
     ]
@@ -108,6 +123,8 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
     """
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         for sub_group in range(len(optimizer.fp16_groups)):
+            if swapped_sub_group(optimizer, sub_group):
+                continue  # Refreshed when its masters were written (``swapped_in``).
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
         return
     buffers = live_flat_buffers(optimizer, wrapper)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.commit_optimizer import commit_optimizer
 from lightning_elastic_zero.engine.flat_buffers import (
     LiveFlatBuffer,
     group_parameters,
     live_flat_buffers,
-    refresh_low_precision,
 )
-from lightning_elastic_zero.engine.gradients import drop_gradients
+from lightning_elastic_zero.engine.held_state import held_state
 from lightning_elastic_zero.engine.infer_optimizer import (
     check_unnamed_hyperparameters,
     check_unnamed_state,
@@ -35,13 +35,17 @@ from lightning_elastic_zero.engine.module import (
     weight_piece,
     write_buffers,
 )
-from lightning_elastic_zero.engine.muon import restore_muon_momentum
+from lightning_elastic_zero.engine.offloaded_states import refuse_offloaded, weights_are_offloaded
 from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
     check_states_alike,
     loss_scaler_fields,
     split_state,
     state_keys,
+)
+from lightning_elastic_zero.engine.partial_offload import (
+    backup_hyperparameters,
+    stepping_optimizer,
 )
 from lightning_elastic_zero.engine.places import (
     flat_buffer_row,
@@ -54,16 +58,11 @@ from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
     check_scheduler,
-    commit_counters,
-    commit_groups,
-    commit_masters,
-    commit_state,
     flat_target,
     rebuild_masters,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.engine.weight_decay import weight_decay_change
-from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import (
     STAGE_WEIGHTS,
@@ -107,9 +106,6 @@ class LiveEngine:
         self._partitioned = any(hasattr(p, "ds_tensor") for p in self._names)
         self._rank: int = engine.global_rank
         self._world_size: int = engine.seq_dp_world_size
-        if offloaded := getattr(self._optimizer, "offloaded_states", None):
-            msg = f"states are offloaded ({offloaded}): call engine.reload_states() first"
-            raise UnsupportedError(msg)
 
     # -- what it holds ---------------------------------------------------------------------
 
@@ -149,7 +145,7 @@ class LiveEngine:
         Raises:
             UnsupportedError: this rank's lie elsewhere.
         """
-        if not self._wrapper:
+        if not self._wrapper or weights_are_offloaded(self._optimizer):
             return
         verify_pieces(self._names, self._rank, self._world_size)
         for placed in self._placed:
@@ -161,7 +157,8 @@ class LiveEngine:
         After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
         masters.
         """
-        return all(starmap(weights_match, self._placed))
+        offloaded = weights_are_offloaded(self._optimizer)
+        return offloaded or all(starmap(weights_match, self._placed))
 
     def describe(self) -> Manifest:
         """Return a description of the engine: a manifest that has no files yet.
@@ -188,7 +185,7 @@ class LiveEngine:
             return manifest
         return replace(
             manifest,
-            master_dtype=dtype_name(self._buffers[0].master.dtype),
+            master_dtype=dtype_name(self._buffers[0].values.dtype),
             groups=self._groups(),
             progress=Progress(
                 global_steps=engine.global_steps,
@@ -219,7 +216,10 @@ class LiveEngine:
                 names=tuple(self._names[p] for p in members[index]),
                 hyperparameters={
                     key: plain(value, f"{key!r} of parameter group {index}")
-                    for key, value in group.items()
+                    for key, value in {
+                        **group,
+                        **backup_hyperparameters(self._optimizer, index),
+                    }.items()
                     if key != "params"
                 },
                 state=tables.get(index, ()),
@@ -230,7 +230,9 @@ class LiveEngine:
     @cached_property
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
-        return tuple(split_state(self._inner, buffer.master) for buffer in self._buffers)
+        stepped = self._engine.global_steps > self._engine.skipped_steps
+        held = partial(held_state, self._optimizer, self._wrapper, stepped=stepped)
+        return tuple(split_state(self._inner, p[0].values, held(p)) for p in self._placed)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.
@@ -244,7 +246,7 @@ class LiveEngine:
         left_out = exclude_frozen and self._wrapper
         state = RankState(
             flats=tuple(
-                FlatState(fragments, buffer.master.detach(), *states)
+                FlatState(fragments, buffer.values.detach(), *states)
                 for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
             ),
             frozen={}
@@ -313,17 +315,15 @@ class LiveEngine:
         beside the live ones. Masters are received in place where the low-precision weights can
         rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
         """
+        refuse_offloaded(self._optimizer)
         self._partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
-        flats = [
-            flat_target(
-                buffer,
-                fragments,
-                allocate_states(self._inner, buffer, source) if with_optimizer else {},
-                whole=held.issuperset(row.names),
-            )
-            for buffer, row, fragments in self._placed
-        ]
+        flats = []
+        for buffer, row, fragments in self._placed:
+            inner = stepping_optimizer(self._optimizer, buffer.sub_group)
+            states = allocate_states(inner, buffer, source) if with_optimizer else {}
+            whole = held.issuperset(row.names)
+            flats.append(flat_target(buffer, fragments, states, whole=whole))
         frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
         wanted = (f for flat in flats for f in flat.fragments if f.name in held)
         return RestoreTargets(
@@ -344,23 +344,10 @@ class LiveEngine:
     ) -> None:
         """Commit what was received: collective, after all ranks have agreed that all is well."""
         if self._wrapper:
-            self._commit_optimizer(flats, values)
+            vars(self).pop("_states", None)  # the old ones go with each buffer, not all at the end
+            commit_optimizer(self._engine, self._wrapper, flats, values)
         commit_pieces(self._frozen(), frozen)
         self._after_weights_changed(values.module_buffers)
-
-    def _commit_optimizer(self, flats: Sequence[FlatTarget], values: RestoreValues) -> None:
-        vars(self).pop("_states", None)  # the old states go with each buffer, not all at the end
-        keep_fp32 = bool(self._engine.zero_load_from_fp32_weights())
-        for flat, scalars in zip(flats, values.scalars, strict=True):
-            commit_masters(flat, keep_fp32=keep_fp32)
-            commit_state(self._inner, flat, scalars)
-        if self._stage == STAGE_WEIGHTS:
-            restore_muon_momentum(self._optimizer)
-        commit_groups(self._inner, values)
-        has_state = any(flat.states for flat in flats) or any(values.scalars)
-        refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)
-        commit_counters(self._engine, values)
-        drop_gradients(self._engine)
 
     @torch.no_grad()
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:

@@ -1,28 +1,162 @@
-"""Muon's momentum under ZeRO-3, which DeepSpeed brings forward itself."""
+"""Muon's momentum, which DeepSpeed itself brings forward, each wrapper in a place of its own.
+
+ZeRO-3, BF16_Optimizer and offloaded ZeRO-1/2 keep a partition of it, which lies as the masters do.
+ZeRO-1/2 otherwise keeps the whole momentum of every parameter that touches the partition, one after
+the other, on each of the ranks that share the parameter. It is saved by fragments like any other
+state, and put together again from those of all ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+
+from lightning_elastic_zero.engine.flat_buffers import GATHER_ELEMENTS, LiveFlatBuffer
+from lightning_elastic_zero.layout import Fragment, spans
+from lightning_elastic_zero.partition import FlatBuffer
 
 MOMENTUM_KEY = "momentum_buffer"
 
 
-def restore_muon_momentum(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Continue with the momentum that the wrapped optimizer's state has now.
+def uses_muon(optimizer: Any, group: int) -> bool:  # noqa: ANN401 (untyped library)
+    """Return whether a parameter group of a wrapper is trained by Muon."""
+    return bool(optimizer.optimizer.param_groups[group].get("use_muon"))
 
-    With ``save_muon_momentum_buffer_in_memory`` it reads buffers of its own, to which that state is
-    a link; without, it reads the state, in the type in which it communicates.
+
+def keeps_whole_momenta(optimizer: Any, wrapper: str, group: int) -> bool:  # noqa: ANN401
+    """Return whether a group's momentum is that of whole parameters, not of a partition."""
+    in_memory = wrapper == "DeepSpeedZeroOptimizer" and not optimizer.cpu_offload
+    return in_memory and uses_muon(optimizer, group)
+
+
+def partitioned_momentum(
+    optimizer: Any,  # noqa: ANN401 (untyped library)
+    buffer: LiveFlatBuffer,
+    row: FlatBuffer,
+    fragments: Sequence[Fragment],
+    *,
+    stepped: bool,
+) -> dict[str, torch.Tensor]:
+    """Return the momentum of whole parameters as a state that lies as the masters do: a copy.
+
+    Args:
+        optimizer: ZeRO-1/2's wrapper.
+        buffer: the flat buffer of a group of Muon's.
+        row: the same, as a table.
+        fragments: what this rank holds of it.
+        stepped: whether the run has taken a step. A rank whose partition is padding has no
+            momentum, and has to say what the others have.
     """
-    if not getattr(optimizer, "use_muon", False):
+    whole = optimizer.optimizer.state.get(buffer.master, {}).get(MOMENTUM_KEY)
+    if whole is None:
+        if fragments or not stepped:
+            return {}
+        whole = buffer.master.data.new_empty(0, dtype=_gradient_dtype(optimizer))
+    starts = _starts(optimizer.params_in_partition[buffer.group])
+    parameters = dict(zip(row.names, buffer.parameters, strict=True))
+    flat = whole.new_zeros(buffer.master.numel())
+    for fragment in fragments:
+        at = starts[parameters[fragment.name]] + fragment.start
+        numel = fragment.stop - fragment.start
+        flat[fragment.offset : fragment.offset + numel] = whole[at : at + numel]
+    return {MOMENTUM_KEY: flat}
+
+
+def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None:  # noqa: ANN401
+    """Continue with the momentum that a flat buffer's state has now: collective in ZeRO-1/2.
+
+    It was restored as a state that lies as the masters do. Each wrapper goes on with it where it
+    looks for it, in the type in which it reads it.
+
+    Args:
+        optimizer: DeepSpeed's wrapper.
+        wrapper: its class name.
+        buffer: a flat buffer, of any group.
+    """
+    if not uses_muon(optimizer, buffer.group):
         return
+    state = optimizer.optimizer.state.get(buffer.master, {})
+    restored = state.get(MOMENTUM_KEY)
     own = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
-    for sub_group, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        restored = optimizer.optimizer.state.get(flat, {}).get(MOMENTUM_KEY)
-        if sub_group in own:
-            buffer = own[sub_group]
-            # A fresh optimizer begins without momentum.
-            buffer.zero_() if restored is None else buffer.copy_(restored)
-            optimizer.optimizer.state[flat][MOMENTUM_KEY] = buffer
-        elif restored is not None:
-            momentum = restored.to(optimizer.communication_data_type)
-            optimizer.optimizer.state[flat][MOMENTUM_KEY] = momentum
+    if buffer.sub_group in own:
+        # Kept outside the optimizer, whose state is a link to it; a fresh one has no momentum.
+        kept = own[buffer.sub_group]
+        kept.zero_() if restored is None else kept.copy_(restored)
+        optimizer.optimizer.state[buffer.master][MOMENTUM_KEY] = kept
+    elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
+        # What was staged for a step is staged anew from what is there then.
+        getattr(optimizer, "_muon_pending_momentum", {}).clear()
+        if restored is not None:
+            _place_whole_momenta(optimizer, buffer, state)
+    elif restored is not None:
+        in_zero_3 = wrapper == "DeepSpeedZeroOptimizer_Stage3"
+        dtype = optimizer.communication_data_type if in_zero_3 else buffer.master.dtype
+        state[MOMENTUM_KEY] = restored.to(dtype)
+
+
+def _place_whole_momenta(
+    optimizer: Any,  # noqa: ANN401 (untyped library)
+    buffer: LiveFlatBuffer,
+    state: dict[str, Any],
+) -> None:
+    """Put whole momenta together from the partitions of all ranks, a bounded part at a time."""
+    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+
+    part = state.pop(MOMENTUM_KEY).to(_gradient_dtype(optimizer))
+    members = optimizer.params_in_partition[buffer.group]
+    starts, size = _starts(members), part.numel()
+    whole = part.new_zeros(sum(p.numel() for p in members))
+    wanted = [(at, p.numel(), starts[p]) for p, at in _flat_starts(buffer) if p in starts]
+    ranks = len(buffer.partitions)
+    for start, stop in spans(0, size, max(GATHER_ELEMENTS // ranks, 1)):
+        parts = [part.new_empty(stop - start) for _ in range(ranks)]
+        process_group = optimizer.real_dp_process_group[buffer.group]
+        comm.all_gather(parts, part[start:stop].contiguous(), group=process_group)
+        for rank, values in enumerate(parts):
+            _copy_overlaps(whole, wanted, values, rank * size + start)
+    if members:
+        state[MOMENTUM_KEY] = whole
+
+
+def _copy_overlaps(
+    whole: torch.Tensor, wanted: Sequence[tuple[int, int, int]], values: torch.Tensor, at: int
+) -> None:
+    """Copy what of a run of the group's flat elements belongs to some parameters.
+
+    Args:
+        whole: their elements, one after the other.
+        wanted: of each, its first element in the flat group, its size, and its place in ``whole``.
+        values: the run.
+        at: its first element in the flat group.
+    """
+    for first, numel, place in wanted:
+        start, stop = max(first, at), min(first + numel, at + values.numel())
+        if start < stop:
+            whole[place + start - first : place + stop - first] = values[start - at : stop - at]
+
+
+def _starts(members: Sequence[torch.nn.Parameter]) -> Mapping[torch.nn.Parameter, int]:
+    """Return where each parameter begins where they lie one after the other."""
+    found, at = {}, 0
+    for parameter in members:
+        found[parameter] = at
+        at += parameter.numel()
+    return found
+
+
+def _flat_starts(buffer: LiveFlatBuffer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Yield where each parameter of a ZeRO-1/2 group begins in it."""
+    at = 0
+    for index, parameter in enumerate(buffer.parameters):
+        yield parameter, at
+        at += parameter.numel() + (buffer.paddings[index] if buffer.paddings else 0)
+
+
+def _gradient_dtype(optimizer: Any) -> torch.dtype:  # noqa: ANN401 (untyped library)
+    """Return the type of the gradients that ZeRO-1/2 hands to Muon, which its momentum follows."""
+    accumulates = getattr(optimizer, "use_grad_accum_attribute", False)
+    dtype: torch.dtype
+    dtype = optimizer.gradient_accumulation_dtype if accumulates else optimizer.dtype
+    return dtype

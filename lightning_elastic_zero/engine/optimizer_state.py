@@ -34,16 +34,22 @@ SCHEDULER_KEYS = frozenset(
 def split_state(
     optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     flat: torch.Tensor,
+    held: Mapping[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Part the states of one flat buffer, 1-D, into element-wise tensors and scalars.
+
+    Args:
+        optimizer: whose they are.
+        flat: the flat buffer's masters.
+        held: its states, by name.
 
     Raises:
         UnsupportedError: a state is neither: it has no rule by which it could be cut.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
-    for key, held in optimizer.state.get(flat, {}).items():
-        value = numpy_to_python(held)
+    for key, found in held.items():
+        value = numpy_to_python(found)
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
             elementwise[key] = value
         elif _is_scalar(value):

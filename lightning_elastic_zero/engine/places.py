@@ -73,8 +73,8 @@ def verify_places(
     Raises:
         UnsupportedError: one lies elsewhere.
     """
-    if buffer.low.shape != buffer.master.shape:
-        shapes = f"{tuple(buffer.master.shape)} masters for {tuple(buffer.low.shape)} weights"
+    if buffer.low.shape != buffer.values.shape:
+        shapes = f"{tuple(buffer.values.shape)} masters for {tuple(buffer.low.shape)} weights"
         _refuse(f"a flat buffer of group {row.group} has {shapes}")
     parameters = dict(zip(row.names, buffer.parameters, strict=True))
     for fragment in fragments:
@@ -139,10 +139,11 @@ def bounded_runs(fragments: Iterable[Fragment]) -> Iterator[tuple[Fragment, int,
 def weights_match(buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[Fragment]) -> bool:
     """Whether this rank's part of the weights in a flat buffer is its masters, rounded."""
     parameters = dict(zip(row.names, buffer.parameters, strict=True))
+    masters = buffer.values
     for fragment, at, end in bounded_runs(fragments):
         first, piece = weight_piece(parameters[fragment.name])
         skipped = fragment.start - first - fragment.offset
         weights = piece[at + skipped : end + skipped]
-        if not torch.equal(weights, buffer.master.data[at:end].to(weights)):
+        if not torch.equal(weights, masters[at:end].to(weights)):
             return False
     return True

@@ -43,6 +43,7 @@ OPTIMIZER_NAMES = {
         "bit16_groups",
         "optimizer",
         "parallel_partitioned_bit16_groups",
+        "params_in_partition",
         "real_dp_process_group",
         "round_robin_bit16_groups",
         "single_partition_of_fp32_groups",
@@ -79,6 +80,26 @@ PARAMETER_NAMES = (
 )
 """Of a parameter that ZeRO-3 has cut up, since 0.16 or before."""
 
+SWAPPER_NAMES = (
+    "dtype",
+    "purge_state",
+    "swap_folder",
+    "swap_params_info",
+)
+"""Of the optimizer swapper, where offload goes to NVMe."""
+
+OPTION_NAMES = {
+    "swap_optimizer": (
+        "_optimizer_states_and_gradient_swap_in",
+        "_optimizer_states_and_gradient_swap_out",
+        "_swappable_optimizer_subgroup",
+        "fp16_partitioned_groups_flat_numel",
+        "optimizer_swapper",
+    ),
+    "backup_optimizer": ("subgroup_to_device",),
+}
+"""Of an optimizer wrapper that has, and does not leave empty, the name on the left."""
+
 
 def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa: ANN401
     """Yield what the installed release of DeepSpeed lacks of what is relied upon.
@@ -93,6 +114,11 @@ def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa
     ]
     if wrapper in OPTIMIZER_NAMES:
         checked.append((wrapper, engine.optimizer, OPTIMIZER_NAMES[wrapper]))
+        for option, names in OPTION_NAMES.items():
+            if getattr(engine.optimizer, option, None):
+                checked.append((wrapper, engine.optimizer, names))
+    if swapper := getattr(engine.optimizer, "optimizer_swapper", None):
+        checked.append((type(swapper).__name__, swapper, SWAPPER_NAMES))
     partitioned = next((p for p in engine.module.parameters() if hasattr(p, "ds_id")), None)
     if partitioned is not None:
         checked.append(("a partitioned parameter", partitioned, PARAMETER_NAMES))

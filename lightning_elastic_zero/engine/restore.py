@@ -16,6 +16,7 @@ from lightning_elastic_zero.engine.optimizer_state import (
     SCHEDULER_KEYS,
     place_scalar,
 )
+from lightning_elastic_zero.engine.partial_offload import BACKUP_KEY
 from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.layout import Fragment, spans
@@ -56,12 +57,13 @@ def flat_target(
         states: where its states are received.
         whole: whether all of it is received; else what is not stays as it is.
     """
-    live, low = buffer.master.data, buffer.low.data
-    if all(
+    live, low = buffer.values, buffer.low.data
+    if not buffer.swapped and all(
         torch.equal(live[at:end], low[at:end].to(live)) for _, at, end in bounded_runs(fragments)
     ):
         return FlatTarget(buffer, fragments, live, in_place=True, states=states)
-    master = torch.empty_like(live, device="cpu")
+    swapped = buffer.swapped
+    master = swapped.empty(live.dtype) if swapped else torch.empty_like(live, device="cpu")
     if not whole:
         master.copy_(live)
     return FlatTarget(buffer, fragments, master, in_place=False, states=states)
@@ -82,15 +84,19 @@ def allocate_states(
     """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
 
     On the host, where a live state will take the values in its own memory: the device never holds
-    it twice. Otherwise on the device, so that one that is full is found out before ``commit``.
+    it twice. Otherwise on the device, so that one that is full is found out before ``commit``. In
+    files, where the live ones are.
     """
-    master, live = buffer.master, inner.state.get(buffer.master, {})
+    master, live = buffer.values, inner.state.get(buffer.master, {})
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].state:
         if key.kind == "elementwise":
             # One that is kept in the masters' dtype follows the live masters.
             like_masters = key.dtype == source.master_dtype
             dtype = master.dtype if like_masters else getattr(torch, key.dtype)
+            if buffer.swapped:
+                targets[key.name] = buffer.swapped.empty(dtype)
+                continue
             device = "cpu" if _has_place(live.get(key.name), master, dtype) else master.device
             targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
     return targets
@@ -182,7 +188,7 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:  # noqa: ANN401
     for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):
         for key, value in saved.items():
             known = same_class or key in group or key in SCHEDULER_KEYS
-            if known and key not in EXECUTION_KEYS | MEMBER_KEYS:
+            if known and key not in EXECUTION_KEYS | MEMBER_KEYS | {BACKUP_KEY}:
                 group[key] = unplain(value, group.get(key))
 
 

@@ -35,8 +35,31 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
         "2": {"offload": True, "alignment": True},
         "3": {"offload": True, "sub_group": 1500},
     },
+    "tiny": {
+        "1": {"bucket": 2, "contiguous": False},
+        "2": {"bucket": 2, "contiguous": False, "round_robin": True},
+        "3": {"bucket": 2, "contiguous": False, "sub_group": 1, "persistence": 0},
+        "B": {"bucket": 2},
+    },
+    "huge": {
+        "1": {"bucket": 10**9, "alignment": True, "round_robin": True},
+        "2": {"bucket": 10**9, "offload": True, "pinned": False},
+        "3": {"bucket": 10**9, "persistence": 10**9},
+        "B": {"bucket": 10**9},
+    },
+    "weights": {
+        "3": {"offload": True, "offloaded_weights": True, "pinned": False, "sub_group": 900},
+    },
 }
 """How each of them is turned at each stage."""
+
+
+SECONDARY = [
+    (Setup(2, "3", "bf16", hpz=2), Setup(3, "3", sub_group=700)),
+    (Setup(3, "3"), Setup(4, "3", "bf16", hpz=2, persistence=0)),
+    (Setup(4, "3", hpz=2, offload=True), Setup(2, "2", alignment=True)),
+]
+"""With and without hpZ, which not every number of ranks can have."""
 
 
 def small_matrix() -> list[tuple[Setup, Setup]]:

@@ -86,16 +86,63 @@ def _check_tiling(flats: list[torch.Tensor], numel: int) -> None:
 # -- what one rank holds ----------------------------------------------------------------------
 
 
+def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Return copies of masters and states of each flat buffer, swapped in where they are in files.
+
+    What DeepSpeed swaps in lies in buffers that it uses again.
+    """
+    optimizer, found = engine.optimizer, []
+    for index, flat in enumerate(flat_buffers(engine, setup)):
+        inner, swapped = optimizer.optimizer, False
+        if setup.zero == "3":
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if setup.ratio < 1 and optimizer.subgroup_to_device[index] != "cpu":
+                inner = optimizer.backup_optimizer
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        states = {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in inner.state.get(flat, {}).items()
+        }
+        found.append((flat.detach().clone(), states))
+        if swapped:
+            optimizer._release_swap_buffers(index)
+    return found
+
+
+def take_whole_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:
+    """Turn Muon's whole momenta (ZeRO-1/2) into states like others, and keep them to be compared.
+
+    DeepSpeed keeps the momentum of each parameter of which a rank has a part.
+    """
+    names = {p: name for name, p in trained(engine.module).items()}
+    numels = {name: p.numel() for name, p in trained(setup.model(0)).items()}
+    piece["momenta"] = {}
+    for group, state in enumerate(piece["states"]):
+        if setup.optimizer == "Muon" and group == 0 and setup.zero in "12" and not setup.offload:
+            at, whole = 0, state.pop("momentum_buffer", torch.empty(0))
+            everything = torch.zeros(sum(numels.values()), dtype=whole.dtype)
+            for parameter in engine.optimizer.params_in_partition[group] if len(whole) else ():
+                name, numel = names[parameter], parameter.numel()
+                piece["momenta"][name] = whole[at : at + numel]
+                first = sum(list(numels.values())[: list(numels).index(name)])
+                everything[first : first + numel] = piece["momenta"][name]
+                at += numel
+            places = piece["places"][group]
+            if len(whole):
+                state["momentum_buffer"] = everything[places.clamp(min=0)] * (places != PADDING)
+
+
 def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
     """Return all that this rank holds, as it lies there, with the map of what it is."""
     inner = engine.optimizer.optimizer
-    flats = flat_buffers(engine, setup)
+    held = held_values(engine, setup)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     buffers = dict(engine.module.named_buffers())
     return {
         "places": positions(setup),
-        "masters": [flat.detach().clone() for flat in flats],
-        "states": [{**inner.state.get(flat, {})} for flat in flats],
+        "masters": [values for values, _ in held],
+        "states": [states for _, states in held],
         "groups": [
             {k: repr(v) for k, v in group.items() if k != "params"} for group in inner.param_groups
         ],
@@ -135,6 +182,7 @@ def dump(engine: Engine, setup: Setup) -> Dump | None:
         OracleError: ranks contradict one another, or weights are not their masters, rounded.
     """
     piece = _piece(engine, setup)
+    take_whole_momenta(engine, setup, piece)
     pieces: list[Any] | None = [None] * setup.world if distributed.get_rank() == 0 else None
     distributed.gather_object(piece, pieces)
     if pieces is None:
@@ -150,6 +198,9 @@ def dump(engine: Engine, setup: Setup) -> Dump | None:
             if numel and bool(covered.any()):
                 require(covered.all(), f"{kind} of {name} is not whole")
                 whole[f"{kind}/{name}"] = values.view(shapes[name])
+    for name, momentum in ((n, m) for p in pieces for n, m in p["momenta"].items()):
+        same = same_bits(momentum, whole[f"momentum_buffer/{name}"].flatten())
+        require(same, f"ranks differ in the momentum of {name}")
     whole.update(_scalars(pieces, names, starts))
     whole.update(_once(pieces, names))
     return whole

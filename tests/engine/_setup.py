@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ import torch
 from torch import distributed, nn
 
 from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
+from tests.engine._offload import AIO, offload_options, step_some_on_device, surroundings
 
 Engine: TypeAlias = Any
 """DeepSpeed is untyped."""
@@ -48,6 +50,16 @@ class Setup:
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
     muon_in_memory: bool = False
     """With ``save_muon_momentum_buffer_in_memory``."""
+    contiguous: bool = True
+    """With ``contiguous_gradients``."""
+    pinned: bool = True
+    """Whether what is offloaded lies in pinned memory."""
+    offloaded_weights: bool = False
+    """With ``offload_param`` to the CPU (ZeRO-3)."""
+    ratio: float = 1.0
+    """The part of the optimizer that is offloaded (ZeRO-3)."""
+    nvme: str = ""
+    """Masters and optimizer states are in files (ZeRO-3): ``plain``, or ``pipelined``."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
@@ -79,7 +91,10 @@ class Setup:
 
     def twin(self) -> Setup:
         """Return the setup that lays its flat buffers out in the same way."""
-        return replace(self, optimizer="SGD", steady=False, elastic=False, accumulation=1)
+        # Muon sorts its parameters by size.
+        optimizer = self.optimizer if self.optimizer == "Muon" else "SGD"
+        plain = replace(self, optimizer=optimizer, steady=False, elastic=False, accumulation=1)
+        return replace(plain, ratio=1.0, nvme="")
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -88,13 +103,13 @@ class Setup:
             "reduce_bucket_size": self.bucket,
             "allgather_bucket_size": self.bucket,
             "round_robin_gradients": self.round_robin,
+            "contiguous_gradients": self.contiguous,
         }
         if self.alignment:
             zero["parameter_alignment"] = True
         if self.elastic:
             zero["elastic_checkpoint"] = True
-        if self.offload:
-            zero["offload_optimizer"] = {"device": "cpu"}
+        zero.update(offload_options(self))
         if self.zero == "3":
             zero["sub_group_size"] = self.sub_group
             zero["stage3_param_persistence_threshold"] = self.persistence
@@ -115,8 +130,17 @@ class Setup:
         }
         if self.zero == "B":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["aio"] = AIO
         return config
 
+
+DEEPSPEED_OPTIMIZERS = {
+    "CPUAdam": ("adam", "DeepSpeedCPUAdam"),
+    "CPULion": ("lion", "DeepSpeedCPULion"),
+    "CPUAdagrad": ("adagrad", "DeepSpeedCPUAdagrad"),
+    "FusedAdam": ("adam", "FusedAdam"),
+}
+"""DeepSpeed's own, which are compiled."""
 
 ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,)}
 """Optimizers whose state is not element-wise."""
@@ -159,10 +183,9 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
     if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
-    if name == "CPUAdam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups)
+    if name in DEEPSPEED_OPTIMIZERS:
+        module, kind = DEEPSPEED_OPTIMIZERS[name]
+        return getattr(importlib.import_module(f"deepspeed.ops.{module}"), kind)(groups)
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "AdamW": (torch.optim.AdamW, {}),
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
@@ -200,16 +223,18 @@ def engine_of(
 
     model = setup.model(seed) if model is None else model
     optimizer = make_optimizer(setup.optimizer, group_members(model, setup.grouping), tilt)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
-    )
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model, optimizer
-        gc.collect()
-        reset_secondary_partition(setup)
+    with surroundings(setup):
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
+        )
+        step_some_on_device(engine, setup)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+            del engine, model, optimizer
+            gc.collect()
+            reset_secondary_partition(setup)
 
 
 def reset_secondary_partition(setup: Setup) -> None:

@@ -7,7 +7,12 @@ from functools import partial
 
 import pytest
 
-from tests.engine._matrix_cases import full_sources, full_targets, small_matrix
+from tests.engine._matrix_cases import (
+    SECONDARY,
+    full_sources,
+    full_targets,
+    small_matrix,
+)
 from tests.engine._oracle import differences, expected_in
 from tests.engine._save_load_programs import Saved, StateComparison, load
 from tests.engine._setup import Setup
@@ -34,7 +39,7 @@ def count(kind: str, verdict: StateComparison) -> None:
 
 
 @pytest.mark.rotating(3)
-@pytest.mark.parametrize(("source", "target"), small_matrix(), ids=str)
+@pytest.mark.parametrize(("source", "target"), [*small_matrix(), *SECONDARY], ids=str)
 def test_state_survives(
     source: Setup,
     target: Setup,

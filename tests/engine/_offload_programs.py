@@ -1,0 +1,76 @@
+"""What ranks do whose states are put elsewhere by hand, or lie in files."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine._offload import swap_folder
+from tests.engine._setup import Engine, Setup, engine_of, train
+
+
+@dataclass(frozen=True)
+class OffloadedSave:
+    """A run that saved before, while, and after its states were on the host."""
+
+    refusal: str
+    """How a load was refused meanwhile."""
+    losses: list[float]
+    """After the reload."""
+
+
+def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> OffloadedSave:
+    """Save, offload states, save again, reload them and train on."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    model = setup.model(0)
+    if setup.zero == "3":  # DeepSpeed's ``offload_states`` fails with frozen weights.
+        model.frozen = torch.nn.Identity()  # type: ignore[assignment]
+    with engine_of(setup, 0, model=model) as engine:
+        train(engine, setup, 0, 2)
+        save_checkpoint(engine, f"{folder}/before.ckpt")
+        engine.offload_states(include=[OffloadStateTypeEnum(state) for state in states])
+        save_checkpoint(engine, f"{folder}/while.ckpt")
+        try:
+            load_checkpoint(engine, f"{folder}/before.ckpt")
+        except ElasticZeroError as error:
+            refusal = f"{type(error).__name__}: {error}"
+        engine.reload_states()
+        save_checkpoint(engine, f"{folder}/after.ckpt")
+        load_checkpoint(engine, f"{folder}/while.ckpt")
+        return OffloadedSave(refusal, train(engine, setup, 2, 4))
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Any]:
+    """Return every tensor of a checkpoint's files, by file and place."""
+    found: dict[str, Any] = {}
+
+    def walk(value: object, place: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[place] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{place}/{key}")
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                walk(inner, f"{place}/{index}")
+
+    for path in sorted(checkpoint.rglob("*_states.pt")):
+        walk(torch.load(path, weights_only=True), path.name)
+    return found
+
+
+def save_without_swap_files(engine: Engine, path: str) -> object:
+    """Lose the files of one rank, and save."""
+    from lightning_elastic_zero import save_checkpoint
+
+    if engine.global_rank == 1:
+        shutil.rmtree(swap_folder())
+    return save_checkpoint(engine, path)

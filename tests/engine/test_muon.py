@@ -1,0 +1,71 @@
+"""Muon's momentum, of which each stage keeps another part, goes on at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._save_load_programs import Saved, load
+from tests.engine._setup import Setup
+from tests.engine._uninterrupted import same_world
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+
+def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> Setup:
+    """Return a run of Muon's."""
+    return Setup(world, zero, precision, optimizer="Muon", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (muon(2, "2"), muon(3, "1")),
+        (muon(4, "1", round_robin=True), muon(2, "3", sub_group=700)),
+        (muon(2, "3"), muon(3, "2", alignment=True)),
+        (muon(3, "3", offload=True), muon(1, "2", round_robin=True)),
+        (muon(2, "2", offload=True), muon(4, "2", alignment=True)),
+        (muon(2, "1"), muon(1, "1", offload=True)),
+        (muon(1, "2"), muon(2, "3", muon_in_memory=True)),
+        (muon(2, "B", "bf16"), muon(3, "B", "bf16")),
+    ],
+    ids=str,
+)
+def test_momentum_survives(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Each rank has the momentum that its stage wants: a partition, or that of whole parameters.
+
+    The oracle also compares what ranks hold of one parameter in ZeRO-1/2.
+    """
+    saved = saved_by(source)
+    assert any(key.startswith("momentum_buffer/") for key in saved.dump())
+    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        muon(2, "1", round_robin=True),
+        muon(2, "2", "bf16"),
+        muon(3, "2", alignment=True),
+        muon(2, "1", offload=True),
+        muon(2, "B", "bf16"),
+        muon(2, "3", "bf16", offload=True),
+    ],
+    ids=str,
+)
+def test_it_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
+    saved = Saved(setup, str(tmp_path / "half.ckpt"))
+    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
+        uninterrupted, resumed = continued.losses
+        assert resumed == uninterrupted
+        assert not continued.differing
