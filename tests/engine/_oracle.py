@@ -104,6 +104,8 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for key, value in inner.state.get(flat, {}).items()
         }
+        if inner is not optimizer.optimizer and states:
+            states["step"] = int(states["step"])  # The other optimizer counts in a number.
         found.append((flat.detach().clone(), states))
         if swapped:
             optimizer._release_swap_buffers(index)

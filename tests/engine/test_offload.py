@@ -43,9 +43,8 @@ def of_adam(verdict: StateComparison) -> StateComparison:
     [
         (PARTLY, replace(PARTLY, world=3, ratio=0.3)),
         (PARTLY, WHOLLY),
-        (PARTLY, Setup(1, "1")),
+        (PARTLY, Setup(1, "1", offload=True, optimizer="CPUAdam")),
         (WHOLLY, PARTLY),
-        (Setup(3, "2"), PARTLY),
     ],
     ids=str,
 )
