@@ -42,10 +42,10 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
         "B": {"bucket": 2},
     },
     "huge": {
-        "1": {"bucket": 10**9, "alignment": True, "round_robin": True},
-        "2": {"bucket": 10**9, "offload": True, "pinned": False},
-        "3": {"bucket": 10**9, "persistence": 10**9},
-        "B": {"bucket": 10**9},
+        "1": {"bucket": 10**6, "alignment": True, "round_robin": True},
+        "2": {"bucket": 10**6, "offload": True, "pinned": False},
+        "3": {"bucket": 10**6, "persistence": 10**9},
+        "B": {"bucket": 10**6},
     },
     "weights": {
         "3": {"offload": True, "offloaded_weights": True, "pinned": False, "sub_group": 900},

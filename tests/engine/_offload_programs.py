@@ -48,6 +48,28 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
         return OffloadedSave(refusal, train(engine, setup, 2, 4))
 
 
+def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, float]]:
+    """Save a run that a schedule has slowed down, or load it; give the rates of both optimizers.
+
+    DeepSpeed's second one has its own for the first group, which no schedule changes.
+    """
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 0 if saves else 7, tilt=1.0 if saves else 3.0) as engine:
+        optimizer = engine.optimizer
+        if saves:
+            for group in optimizer.optimizer.param_groups:
+                group["lr"] /= 2
+            train(engine, setup, 0, 1)
+            save_checkpoint(engine, path)
+        else:
+            load_checkpoint(engine, path)
+        groups = zip(
+            optimizer.optimizer.param_groups, optimizer.backup_optimizer.param_groups, strict=True
+        )
+        return [(main["lr"], backup["lr"]) for main, backup in groups]
+
+
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
     """Return every tensor of a checkpoint's files, by file and place."""
     found: dict[str, Any] = {}

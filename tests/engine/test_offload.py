@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._offload_programs import save_offloaded, save_without_swap_files, tensors_of
+from tests.engine._offload_programs import (
+    rates_of_both,
+    save_offloaded,
+    save_without_swap_files,
+    tensors_of,
+)
 from tests.engine._save_load_programs import Saved, StateComparison, load, refusal
 from tests.engine._setup import Setup
 from tests.engine._skips import skip_without
@@ -57,6 +62,19 @@ def test_what_the_second_optimizer_holds_survives(
     verdict = pools.run(target.world, call)[0]
     assert verdict is not None
     of_adam(verdict).assert_same()
+
+
+@pytest.mark.long
+def test_the_rates_of_both_optimizers_survive(pools: Pools, tmp_path: Path) -> None:
+    """Where a schedule has changed those of one, each goes on with its own."""
+    skip_without("CPUAdamBuilder", pools)
+    path = str(tmp_path / "slow.ckpt")
+    saved = pools.run(2, partial(rates_of_both, PARTLY, path, saves=True))
+    loaded = pools.run(2, partial(rates_of_both, PARTLY, path, saves=False))
+    assert loaded == saved
+    (main, backup), *others = saved[0]
+    assert backup == 2 * main
+    assert all(one == other for one, other in others)
 
 
 @pytest.mark.long
