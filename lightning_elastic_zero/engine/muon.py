@@ -19,6 +19,9 @@ from lightning_elastic_zero.partition import FlatBuffer
 
 MOMENTUM_KEY = "momentum_buffer"
 
+PARTITIONING = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
+"""The wrappers that bring momentum forward; else Muon does so itself, as other optimizers do."""
+
 
 def uses_muon(optimizer: Any, group: int) -> bool:  # noqa: ANN401 (untyped library)
     """Return whether a parameter group of a wrapper is trained by Muon."""
@@ -75,7 +78,7 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
         wrapper: its class name.
         buffer: a flat buffer, of any group.
     """
-    if not uses_muon(optimizer, buffer.group):
+    if wrapper not in PARTITIONING or not uses_muon(optimizer, buffer.group):
         return
     state = optimizer.optimizer.state.get(buffer.master, {})
     restored = state.get(MOMENTUM_KEY)

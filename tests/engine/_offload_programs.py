@@ -26,6 +26,7 @@ class OffloadedSave:
 def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> OffloadedSave:
     """Save, offload states, save again, reload them and train on."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import offload_adam_states, reload_adam_states
 
     from lightning_elastic_zero import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
@@ -37,12 +38,16 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
         train(engine, setup, 0, 2)
         save_checkpoint(engine, f"{folder}/before.ckpt")
         engine.offload_states(include=[OffloadStateTypeEnum(state) for state in states])
+        if setup.zero == "3":  # It would do so by itself for FusedAdam.
+            offload_adam_states(engine.optimizer.optimizer, "cpu")
         save_checkpoint(engine, f"{folder}/while.ckpt")
         try:
             load_checkpoint(engine, f"{folder}/before.ckpt")
         except ElasticZeroError as error:
             refusal = f"{type(error).__name__}: {error}"
         engine.reload_states()
+        if setup.zero == "3":
+            reload_adam_states(engine.optimizer.optimizer, "cpu")
         save_checkpoint(engine, f"{folder}/after.ckpt")
         load_checkpoint(engine, f"{folder}/while.ckpt")
         return OffloadedSave(refusal, train(engine, setup, 2, 4))
