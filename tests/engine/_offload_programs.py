@@ -94,6 +94,30 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
+def elements_in_memory(setup: Setup, path: str) -> list[int]:
+    """Load over a run that has stepped; give what of its swapped state is in memory.
+
+    Before the load, after it, and after one more step.
+    """
+    from lightning_elastic_zero import load_checkpoint
+
+    def held() -> int:
+        optimizer = engine.optimizer
+        flats = enumerate(optimizer.fp32_partitioned_groups_flat)
+        swapped = [flat for i, flat in flats if optimizer._swappable_optimizer_subgroup(i)]
+        assert swapped
+        states = [v for f in swapped for v in optimizer.optimizer.state[f].values()]
+        return sum(t.numel() for t in (*swapped, *states) if torch.is_tensor(t) and t.ndim)
+
+    with engine_of(setup, 7) as engine:
+        train(engine, setup, 0, 1)
+        found = [held()]
+        load_checkpoint(engine, path)
+        found.append(held())
+        train(engine, setup, 3, 4)
+        return [*found, held()]
+
+
 def save_without_swap_files(engine: Engine, path: str) -> object:
     """Lose the files of one rank, and save."""
     from lightning_elastic_zero import save_checkpoint

@@ -21,7 +21,6 @@ def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> S
     return Setup(world, zero, precision, optimizer="Muon", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine._offload_programs import (
+    elements_in_memory,
     rates_of_both,
     save_offloaded,
     save_without_swap_files,
@@ -123,6 +124,17 @@ def test_a_swapped_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path:
         uninterrupted, resumed = continued.losses
         assert resumed == uninterrupted
         assert not continued.differing
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setup", [SWAPPED, PIPELINED], ids=str)
+def test_what_is_loaded_is_swapped_out(
+    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """A load leaves none of it in memory, and DeepSpeed goes on to swap it."""
+    skip_without("AsyncIOBuilder", pools)
+    call = partial(elements_in_memory, setup, saved_by(SWAPPED).path)
+    assert pools.run(setup.world, call) == [[0, 0, 0]] * setup.world
 
 
 @pytest.mark.long
