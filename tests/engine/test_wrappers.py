@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
 
-FUSED = {"optimizer": "FusedAdam"}
-OFFLOADED = {"offload": True, "optimizer": "CPUAdam"}
+FUSED: dict[str, Any] = {"optimizer": "FusedAdam"}
+OFFLOADED: dict[str, Any] = {"offload": True, "optimizer": "CPUAdam"}
 
 PAIRS = {
     "fp16": [
