@@ -104,6 +104,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
     load_optimizer_state: bool = True,
     load_hyperparameters: bool = True,
     strict: bool = True,
+    strict_optimizer: bool = True,
     rename: Mapping[str, str] | None = None,
     allow_pickle: bool = False,
     fallback: bool = False,
@@ -121,17 +122,16 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         load_hyperparameters: False: learning rate, weight decay, ... stay as configured now, and
             the engine's scheduler stays where it is.
         strict: False: frozen parameters and buffers may be missing, or too many; with
-            ``load_optimizer_state=False`` trained parameters too (a new head, LoRA), which start
-            as they are. They are named in a warning.
+            ``load_optimizer_state=False`` trained parameters too. They are named in a warning.
+        strict_optimizer: False: trained parameters may have been unfrozen, frozen, added, removed
+            or regrouped: the known are restored, new ones begin as they are; all are named.
         rename: layers that had other names: beginnings of names in the checkpoint, and what they
             are in the model: ``{"encoder": "backbone.encoder"}``.
         allow_pickle: build Python objects of any class from the client state; it can run code.
         fallback: where a checkpoint of this library is damaged, take the newest older one in its
-            folder that is sound and has the same parameters, with a warning. Otherwise the error
-            names it. Checkpoints of other software are neither replaced nor taken.
-        stall_timeout_s: for how many seconds a rank may be at work without progress before the
-            load fails on all ranks; see ``save_checkpoint``.
-        absent_timeout_s: for how many seconds ranks wait for one that is absent; likewise.
+            folder that is sound and has the same parameters, with a warning.
+        stall_timeout_s: for how many seconds a rank may be at work without progress.
+        absent_timeout_s: for how many seconds ranks wait for one; both as in ``save_checkpoint``.
 
     Returns:
         ``LoadResult``: ``client_state``; ``manifest``, a ``Manifest``; ``stats``, what the load
@@ -139,8 +139,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
 
     Raises:
         ValueError: an option has a value that it cannot have.
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointNotFoundError, CheckpointFormatError: nothing is there, or none that can be read.
         CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
         CheckpointCorruptedError: it is damaged.
         UnsupportedError: the engine is one that the library cannot restore.
@@ -150,6 +149,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         load_optimizer_state=load_optimizer_state,
         load_hyperparameters=load_hyperparameters,
         strict=strict,
+        strict_optimizer=strict_optimizer,
         rename=rename,
         allow_pickle=allow_pickle,
         fallback=fallback,
@@ -182,11 +182,12 @@ def _ranks_to(
     return connect_ranks(times, name="elastic-zero api", call=call)
 
 
-def load_options(
+def load_options(  # noqa: PLR0913 (what is restored, each a choice of its own)
     *,
     load_optimizer_state: bool,
     load_hyperparameters: bool,
     strict: bool = True,
+    strict_optimizer: bool = True,
     rename: Mapping[str, str] | None,
     allow_pickle: bool,
     fallback: bool,
@@ -200,6 +201,7 @@ def load_options(
         optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
         hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
         strict=check_flag("strict", strict),
+        strict_optimizer=check_flag("strict_optimizer", strict_optimizer),
         allow_pickle=check_flag("allow_pickle", allow_pickle),
         fallback=check_flag("fallback", fallback),
         renamed=check_rename(rename),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.group_matching import group_conflicts
 from lightning_elastic_zero.key_mapping import guess_key_mapping
 from lightning_elastic_zero.manifest import Manifest, Parameter
+from lightning_elastic_zero.text import format_names
 
 _INTEGRAL = ("int", "uint", "bool", "qint", "quint", "bits")
 """How the types begin whose elements are whole numbers or bits, as of quantized weights."""
 
 LISTED = 20
 """What is listed of each kind of difference; the rest is counted."""
+
+
+list_names = partial(format_names, limit=LISTED)
 
 
 LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
@@ -23,21 +29,21 @@ FLOATING = {"float64": (11, 52), "float32": (8, 23), "bfloat16": (8, 7), "float1
 """Bits of exponent and mantissa: what has as many of both holds every value of a type."""
 
 
-FRESH_AND_LENIENT = (
-    "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
-)
+LENIENT_OPTIMIZER = "strict_optimizer=False"
 """How trained parameters may be missing from a checkpoint, or too many in it."""
 
 LENIENT = "strict=False (strict_loading = False in a LightningModule)"
-"""How buffers may be missing from a checkpoint, or too many in it."""
+"""How frozen ones and buffers may be missing from a checkpoint, or too many in it."""
 
 _OTHER_OWNERS = (
-    "let requires_grad be what it was before the optimizer is made, or pass "
-    "load_optimizer_state=False: a fresh optimizer on the saved weights"
+    f"let requires_grad be what it was before the optimizer is made, or pass {LENIENT_OPTIMIZER}: "
+    "all else is restored, and theirs begins anew or is left out; or load_optimizer_state=False: a "
+    "fresh optimizer on the saved weights"
 )
 _OTHER_GROUPS = (
-    "give the optimizer the groups of the save, or pass load_optimizer_state=False and "
-    "load_hyperparameters=False: a fresh optimizer with the groups as they are configured here"
+    f"give the optimizer the groups of the save, or pass {LENIENT_OPTIMIZER}: each parameter goes "
+    "on with what it had; or load_optimizer_state=False and load_hyperparameters=False: a fresh "
+    "optimizer with the groups as they are configured here"
 )
 
 
@@ -70,6 +76,10 @@ class RestoreScope:
     """False (Lightning's ``strict_loading``): frozen parameters and buffers that the checkpoint
     lacks stay as they are, and what it has beyond the model is left out. Without optimizer state
     that holds of trained parameters too."""
+    strict_optimizer: bool = True
+    """False: other parameters may be trained here than there, and in other groups. Those that the
+    checkpoint lacks stay as they are, those of which it has no state begin with a fresh one, and
+    what it has beyond is left out."""
 
 
 def check_compatible(
@@ -139,37 +149,51 @@ def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Itera
     yield from _absent(have, want, wanted)
     yield from _reshaped(both)
     yield from _retyped(both, saved.excluded, _rounds_to(live))
-    if wanted.optimizer_state and live.groups:
+    if wanted.optimizer_state and wanted.strict_optimizer and live.groups:
         yield from _ownership(both)
-    lost = _left_out_but_trained(saved, live)
+    lost = left_out_but_trained(saved, live)
     if lost and not _may_lack(want[lost[0]], wanted):
         yield (
-            f"left out when saved (exclude_frozen_parameters), but trained here: {_names(lost)}; "
-            "freeze them here too, or load a checkpoint that holds them, or train the model's own "
-            f"from where they are: {FRESH_AND_LENIENT}"
+            "left out when saved (exclude_frozen_parameters), but trained here: "
+            f"{list_names(lost)}; freeze them here too, or load a checkpoint that holds them, or "
+            f"train the model's own from where they are: {LENIENT_OPTIMIZER}"
         )
     if wanted.strict:
         yield from _absent_buffers(saved, live)
-    if live.groups and (wanted.optimizer_state or wanted.hyperparameters):
+    if not live.groups or not (wanted.optimizer_state or wanted.hyperparameters):
+        return
+    if wanted.strict_optimizer:
         yield from _groups(saved, live)
+    else:
+        yield from group_conflicts(
+            saved, live, state=wanted.optimizer_state, hyperparameters=wanted.hyperparameters
+        )
 
 
 def _absent(
     have: Mapping[str, Parameter], want: Mapping[str, Parameter], wanted: RestoreScope
 ) -> Iterator[str]:
     """Yield what one side has and the other has not, and what may have been renamed."""
-    missing = {n: p.shape for n, p in want.items() if n not in have and not _may_lack(p, wanted)}
-    beyond = {n: p.shape for n, p in have.items() if n not in want and not _may_lack(p, wanted)}
-    if missing:
-        text = f"missing from the checkpoint: {_names(missing)}"
-        yield f"{text}; new ones start as they are by {FRESH_AND_LENIENT}"
-    if beyond:
-        text = f"in the checkpoint, but not in the model: {_names(beyond)}"
-        yield f"{text}; left out by {FRESH_AND_LENIENT}"
-    yield from _perhaps_renamed(beyond, missing, have.keys() & want.keys())
+    missing = {n: p for n, p in want.items() if n not in have and not _may_lack(p, wanted)}
+    beyond = {n: p for n, p in have.items() if n not in want and not _may_lack(p, wanted)}
+    # Only a run that trains has an optimizer to be lenient about.
+    training = any(map(_owned, want.values()))
+    for owned, option in ((True, LENIENT_OPTIMIZER), (False, LENIENT)):
+        absent, unused = (
+            [n for n, p in side.items() if (_owned(p) and training) == owned]
+            for side in (missing, beyond)
+        )
+        if absent:
+            stay = "new ones start as they are" if owned else "they stay as they are here"
+            yield f"missing from the checkpoint: {list_names(absent)}; {stay} by {option}"
+        if unused:
+            text = f"in the checkpoint, but not in the model: {list_names(unused)}"
+            yield f"{text}; left out by {option}"
+    away, new = ({n: p.shape for n, p in side.items()} for side in (beyond, missing))
+    yield from perhaps_renamed(away, new, have.keys() & want.keys())
 
 
-def _perhaps_renamed(
+def perhaps_renamed(
     beyond: Mapping[str, object], missing: Mapping[str, object], common: Iterable[str]
 ) -> Iterator[str]:
     """Suggest what may have been renamed, of names with their shapes if they have any."""
@@ -184,7 +208,8 @@ def _reshaped(both: Sequence[tuple[Parameter, Parameter]]) -> Iterator[str]:
         yield (
             f"of other shapes: {_changes(changes)}; configure the model that was saved. To start "
             f"layers of a new size as they are here, rename the saved ones away, as by "
-            f"{_renamed_away(changes[0][0])}, with {FRESH_AND_LENIENT}"
+            f"{_renamed_away(changes[0][0])}, with {LENIENT_OPTIMIZER}; frozen ones, and to "
+            f"evaluate: {LENIENT}"
         )
 
 
@@ -214,9 +239,9 @@ def _ownership(both: Sequence[tuple[Parameter, Parameter]]) -> Iterator[str]:
     frozen = [p.name for was, p in both if _owned(was) and not _owned(p)]
     thawed = [p.name for was, p in both if _owned(p) and not _owned(was)]
     if frozen:
-        yield f"trained when saved, frozen here: {_names(frozen)}; {_OTHER_OWNERS}"
+        yield f"trained when saved, frozen here: {list_names(frozen)}; {_OTHER_OWNERS}"
     if thawed:
-        yield f"frozen when saved, trained here: {_names(thawed)}; {_OTHER_OWNERS}"
+        yield f"frozen when saved, trained here: {list_names(thawed)}; {_OTHER_OWNERS}"
 
 
 def _absent_buffers(saved: Manifest, live: Manifest) -> Iterator[str]:
@@ -224,12 +249,12 @@ def _absent_buffers(saved: Manifest, live: Manifest) -> Iterator[str]:
     have, want = set(saved.module_buffers), set(live.module_buffers)
     missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
     if missing:
-        text = f"buffers missing from the checkpoint: {_names(missing)}"
+        text = f"buffers missing from the checkpoint: {list_names(missing)}"
         yield f"{text}; they stay as they are here by {LENIENT}"
     if beyond:
-        text = f"buffers in the checkpoint, but not in the model: {_names(beyond)}"
+        text = f"buffers in the checkpoint, but not in the model: {list_names(beyond)}"
         yield f"{text}; left out by {LENIENT}"
-    yield from _perhaps_renamed(dict.fromkeys(beyond), dict.fromkeys(missing), have & want)
+    yield from perhaps_renamed(dict.fromkeys(beyond), dict.fromkeys(missing), have & want)
 
 
 def _groups(saved: Manifest, live: Manifest) -> Iterator[str]:
@@ -247,7 +272,7 @@ def _groups(saved: Manifest, live: Manifest) -> Iterator[str]:
         if moved:
             was = ", ".join(map(str, sorted({group_of[n] for n in moved})))
             yield (
-                f"in parameter group {index} here, in {was} when saved: {_names(moved)}; "
+                f"in parameter group {index} here, in {was} when saved: {list_names(moved)}; "
                 f"{_OTHER_GROUPS}"
             )
 
@@ -272,28 +297,8 @@ def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: Collection[str
     if shared:
         yield (
             "buffers whose elements share their memory (expanded views), so that they cannot be "
-            f"written: {_names(shared)}; .clone() them where they are registered"
+            f"written: {list_names(shared)}; .clone() them where they are registered"
         )
-
-
-def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
-    """Yield what a load that fits goes on without, by name: it is told, since it is allowed."""
-    have, want = _by_name(saved.parameters), _by_name(live.parameters)
-    left_out = set(saved.excluded)
-    kept = [n for n in want if n not in have] if not wanted.strict else []
-    trained = [n for n in kept if _owned(want[n])] + _left_out_but_trained(saved, live)
-    if trained:
-        yield f"not in the checkpoint, and trained from what they are here: {_names(trained)}"
-    gone = left_out.union(kept).difference(trained)
-    frozen = [n for n in want if n in gone and not _owned(want[n])]
-    if frozen:
-        yield f"not in the checkpoint, and left as they are here: {_names(frozen)}"
-    beyond = [n for n in have if n not in want and n not in left_out] if not wanted.strict else []
-    if beyond:
-        yield f"in the checkpoint, and not in the model: {_names(beyond)}"
-    buffers = set(live.module_buffers) - set(saved.module_buffers)
-    if buffers:
-        yield f"buffers that are not in the checkpoint, left as they are here: {_names(buffers)}"
 
 
 def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
@@ -332,10 +337,12 @@ def _owned(parameter: Parameter) -> bool:
 
 def _may_lack(parameter: Parameter, wanted: RestoreScope) -> bool:
     """Return whether a load may go on without a parameter, on either side."""
+    if _owned(parameter) and not wanted.strict_optimizer:
+        return True
     return not wanted.strict and not (wanted.optimizer_state and _owned(parameter))
 
 
-def _left_out_but_trained(saved: Manifest, live: Manifest) -> list[str]:
+def left_out_but_trained(saved: Manifest, live: Manifest) -> list[str]:
     """Return what was left out of the checkpoint on purpose and is trained here."""
     trained = {p.name for p in live.optimized}
     return [name for name in saved.excluded if name in trained]
@@ -350,11 +357,4 @@ def _renamed_away(name: str) -> str:
 
 def _changes(changes: Iterable[tuple[str, object, object]]) -> str:
     """List names with what was saved of each, and what is here."""
-    return _names(f"{name} (saved {saved}, here {here})" for name, saved, here in changes)
-
-
-def _names(names: Iterable[str]) -> str:
-    """List names, the first of them where there are many."""
-    listed = list(names)
-    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-    return ", ".join(listed[:LISTED]) + more
+    return list_names(f"{name} (saved {saved}, here {here})" for name, saved, here in changes)

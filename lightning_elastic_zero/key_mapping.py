@@ -9,6 +9,9 @@ from itertools import islice
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What ``torch.compile`` and torch's ``checkpoint_wrapper`` put into the names of what they wrap."""
+
 MOST_SUGGESTED = 3
 """Renamed beginnings that an error suggests; of many layers the first ones show what to do."""
 
@@ -28,17 +31,20 @@ class KeyMapping:
     """
 
     of: Mapping[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        """Return whether anything is renamed."""
-        return bool(self.of)
+    wrapped: Mapping[str, str] = field(default_factory=dict)
+    """The model's names by what they are without ``WRAPPERS``: layers that are compiled now, or
+    were when saved, are the same layers."""
+    live: AbstractSet[str] = frozenset()
+    """All names of the model's."""
 
     def here(self, saved: str) -> str:
         """Return what a name of the checkpoint's is in the model."""
         beginning = self._beginning(saved)
-        if beginning is None:
-            return saved
-        return _joined(self.of[beginning].rstrip("."), _rest(saved, beginning))
+        if beginning is None and self._beginning(unwrapped(saved)) is not None:
+            return self.here(unwrapped(saved))
+        if beginning is not None:
+            saved = _joined(self.of[beginning].rstrip("."), _rest(saved, beginning))
+        return saved if saved in self.live else self.wrapped.get(unwrapped(saved), saved)
 
     def table(self, saved: Iterable[str], where: str) -> dict[str, str]:
         """Return the model's name for each of a checkpoint's.
@@ -49,6 +55,7 @@ class KeyMapping:
         names = list(saved)
         found = {name: self.here(name) for name in names}
         used = {self._beginning(name) for name in names}
+        used |= {self._beginning(unwrapped(name)) for name in names}
         if strange := [beginning for beginning in self.of if beginning not in used]:
             msg = (
                 f"{where}: rename names {strange[0]!r}, and no name in the checkpoint begins with "
@@ -67,6 +74,24 @@ class KeyMapping:
         """Return the longest beginning that a name has, of those that are renamed."""
         fitting = [b for b in self.of if _rest(name, b) is not None]
         return max(fitting, key=len, default=None)
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def mapping_to(live: Iterable[str], of: Mapping[str, str]) -> KeyMapping:
+    """Return how a checkpoint's names become a model's.
+
+    Args:
+        live: the model's names; of two that wrappers alone tell apart, the first counts for others.
+        of: what users have renamed.
+    """
+    names, wrapped = list(live), dict[str, str]()
+    for name in names:
+        wrapped.setdefault(unwrapped(name), name)
+    return KeyMapping(of, wrapped, frozenset(names))
 
 
 def _rest(name: str, beginning: str) -> str | None:

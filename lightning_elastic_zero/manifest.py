@@ -193,6 +193,11 @@ class Manifest:
         left_out = set(self.excluded)
         return tuple(p for p in self.parameters if p.group is None and p.name not in left_out)
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of parameters, of the other names of tied ones, and of buffers."""
+        aliases = (alias for p in self.parameters for alias in p.aliases)
+        return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
+
     def layout(self) -> Layout:
         """Return which rank's files hold which elements of masters and optimizer state."""
         return zero_layout(self.stage, self.buffers, self.world_size)

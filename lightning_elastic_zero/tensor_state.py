@@ -69,6 +69,10 @@ class RestoreValues:
     lr_scheduler: Mapping[str, object] | None = None
     optimizer: str = ""
     """Class name of the optimizer that saved the hyperparameters."""
+    group_origins: tuple[int | None, ...] = ()
+    """For each live parameter group the saved one that it goes on with; None: it is new."""
+    saved_groups: int = 0
+    """How many parameter groups were saved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
+from lightning_elastic_zero.checkpoint.transfers import plans, requests, scalars_by_buffer
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LiveState,
@@ -29,32 +30,28 @@ from lightning_elastic_zero.compatibility import (
     RestoreScope,
     check_compatible,
     describe,
-    describe_unrestored,
     rounded_buffers,
 )
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
 from lightning_elastic_zero.formats import (
-    WEIGHT,
     CheckpointReader,
-    ReadRequest,
     RenamedReader,
     SharedState,
     open_checkpoint,
 )
-from lightning_elastic_zero.key_mapping import KeyMapping
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
+from lightning_elastic_zero.group_matching import match_groups, origins_of, with_live_groups
+from lightning_elastic_zero.key_mapping import KeyMapping, mapping_to
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import check_local_path, repair_target
 from lightning_elastic_zero.tensor_state import (
     RestoreTargets,
     RestoreValues,
-    Scalar,
-    canonical_repr,
     dtype_name,
     has_internal_overlap,
     is_lossy_cast,
 )
+from lightning_elastic_zero.unrestored import describe_unrestored
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +99,9 @@ def load(
 
 def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> bool:
     """Return whether a checkpoint and the model share parameters, all of the same shapes."""
-    renaming = KeyMapping(options.renamed)
-    here = {p.name: p.shape for p in live.describe().parameters}
+    described = live.describe()
+    renaming = _renaming(described, options)
+    here = {p.name: p.shape for p in described.parameters}
     pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
     shared = [here[name] == shape for name, shape in pairs if name in here]
     return bool(shared) and all(shared)
@@ -121,7 +119,7 @@ def _load(
     with ExitStack() as files, ExitStack() as undo:
         source = ranks.run_all(
             f"{step}: open",
-            lambda: files.enter_context(closing(_open(path, first, options, ranks.progress))),
+            lambda: files.enter_context(closing(_open(path, first, live, options, ranks.progress))),
         )
         load = _Load(source, live, options, str(path), ranks)
         scope, shared = ranks.run_all(f"{step}: check", load.check)
@@ -133,7 +131,14 @@ def _load(
     stats = CheckpointStats(first["path"], seconds, sum(bytes_read), waited_s=seconds)
     found = _source_summary(source).rstrip(",") if source.info.lacks else ""
     client = dict(shared.client_state)
-    return LoadResult(client, source.manifest, stats, found, filled.rank_entries)
+    return LoadResult(
+        client,
+        source.manifest,
+        stats,
+        found,
+        filled.rank_entries,
+        group_origins=filled.values.group_origins,
+    )
 
 
 def _find(
@@ -152,6 +157,7 @@ def _find(
 def _open(
     path: str | os.PathLike[str],
     first: Mapping[str, str],
+    live: LiveState,
     options: LoadOptions,
     on_progress: Callable[[], None],
 ) -> CheckpointReader:
@@ -167,9 +173,15 @@ def _open(
             "rank 0: the ranks do not share the directory, or a save replaced it just now"
         )
         raise CheckpointFormatError(msg)
-    if not options.renamed:
+    renaming = _renaming(live.describe(), options)
+    if not options.renamed and all(renaming.here(n) == n for n in source.manifest.names()):
         return source
-    return RenamedReader(source, KeyMapping(options.renamed), str(directory))
+    return RenamedReader(source, renaming, str(directory))
+
+
+def _renaming(here: Manifest, options: LoadOptions) -> KeyMapping:
+    """Return how the checkpoint's names become the model's."""
+    return mapping_to(here.names(), options.renamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +224,7 @@ class _Load:
             hyperparameters=resumes and source.info.hyperparameters,
             lr_scheduler=resumes,
             strict=self.options.strict,
+            strict_optimizer=self.options.strict_optimizer or not training,
         )
         buffers = list(_pairs(shared.buffers, self.live.module_buffers()))
         check_compatible(source.manifest, here, scope, self.where, buffers)
@@ -240,11 +253,16 @@ class _Load:
         if scope.optimizer_state or scope.hyperparameters:
             steps = manifest.progress.global_steps - manifest.progress.skipped_steps
             self.live.check_optimizer(
-                manifest,
+                self._regrouped(scope),
                 state=scope.optimizer_state,
                 hyperparameters=scope.hyperparameters,
                 stepped=not info.progress or steps > 0,
             )
+
+    def _regrouped(self, scope: RestoreScope) -> Manifest:
+        """Return what was saved, in the groups that the engine has."""
+        saved = self.source.manifest
+        return saved if scope.strict_optimizer else with_live_groups(saved, self.live.describe())
 
     def _log(self, here: Manifest, scope: RestoreScope, buffers: Sequence[BufferPair]) -> None:
         """Report what is loaded, and what of it is not as it was."""
@@ -259,36 +277,41 @@ class _Load:
 
     def read(self, scope: RestoreScope, shared: SharedState, undo: ExitStack) -> _Filled:
         """Fill this rank's buffers from the checkpoint; ``undo`` is told how to give them up."""
-        source = self.source
-        targets = self.live.allocate_targets(source.manifest, with_optimizer=scope.optimizer_state)
+        source, saved = self.source, self._regrouped(scope)
+        targets = self.live.allocate_targets(saved, with_optimizer=scope.optimizer_state)
         undo.callback(targets.rollback)
-        plans = _plans(source, targets)
-        source.check(*(plan.ranks for plan in plans))
-        values = self._values(scope, shared)
+        planned = plans(source, targets)
+        source.check(*(plan.ranks for plan in planned))
+        values = self._values(scope, shared, saved)
         # From one source rank after the other; never all transfers at once.
-        in_order = heapq.merge(*(plan.by_rank() for plan in plans), key=itemgetter(0))
+        in_order = heapq.merge(*(plan.by_rank() for plan in planned), key=itemgetter(0))
         on_bytes = report_bytes("reading", self.ranks)
-        bytes_read = sum(source.read(_requests(runs, targets), on_bytes) for _, runs in in_order)
+        with_state = {name for group in saved.groups for name in group.names}
+        bytes_read = sum(
+            source.read(requests(runs, targets, with_state), on_bytes) for _, runs in in_order
+        )
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
-    def _values(self, scope: RestoreScope, shared: SharedState) -> RestoreValues:
+    def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
         """Return what is restored beside the buffers; weights alone begin a new run."""
-        source, manifest, here = self.source, self.source.manifest, self.live.describe()
-        resumes = bool(here.groups) and not manifest.weights_only
-        layout = source.layout()
+        source, here = self.source, self.live.describe()
+        resumes = bool(here.groups) and not saved.weights_only
         return RestoreValues(
-            scalars=tuple(
-                _scalars_of(source, layout, buffer.names) if scope.optimizer_state else {}
-                for buffer in here.buffers
-            ),
-            hyperparameters=tuple(group.hyperparameters for group in manifest.groups)
+            scalars=scalars_by_buffer(source, here, saved.groups)
+            if scope.optimizer_state
+            else tuple({} for _ in here.buffers),
+            hyperparameters=tuple(group.hyperparameters for group in saved.groups)
             if scope.hyperparameters
             else None,
             module_buffers=shared.buffers,
-            progress=manifest.progress if resumes and source.info.progress else here.progress,
+            progress=saved.progress if resumes and source.info.progress else here.progress,
             loss_scaler=shared.loss_scaler if resumes else {},
             lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
-            optimizer=manifest.writer.optimizer,
+            optimizer=saved.writer.optimizer,
+            group_origins=tuple(range(len(here.groups)))
+            if scope.strict_optimizer
+            else origins_of(match_groups(source.manifest, here)),
+            saved_groups=len(source.manifest.groups),
         )
 
     def _rank_entries(self, shared: SharedState) -> dict[int, Any]:
@@ -303,17 +326,6 @@ class _Load:
         taken_over = range(rank, saved, here) or [rank % saved]
         entries = {other: shared.read_client_entry(other, wanted) for other in taken_over}
         return {other: entry for other, entry in entries.items() if entry is not None}
-
-
-def _plans(source: CheckpointReader, targets: RestoreTargets) -> tuple[TransferPlan, TransferPlan]:
-    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights."""
-    owned = {p.name for p in source.manifest.optimized}
-    masters = [f for f in targets.fragments if f.name in owned]
-    frozen = [f for f in targets.fragments if f.name not in owned]
-    return (
-        TransferPlan(masters, source.layout()),
-        TransferPlan(frozen, source.frozen_layout()),
-    )
 
 
 def _pairs(
@@ -341,36 +353,3 @@ def _source_summary(source: CheckpointReader) -> str:
     by = " and ".join(f"{name} {version}" for name, version in names.items() if version)
     text = f"a {info.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
     return f"{text} without {', '.join(info.lacks)}," if info.lacks else text
-
-
-def _requests(transfers: Sequence[Transfer], targets: RestoreTargets) -> list[ReadRequest]:
-    """Return what is to be read by runs: weights, then states."""
-    requests = [ReadRequest(WEIGHT, t, targets.weights[t.target_buffer]) for t in transfers]
-    return requests + [
-        ReadRequest(key, t, target)
-        for t in transfers
-        for key, target in targets.states[t.target_buffer].items()
-    ]
-
-
-def _scalars_of(
-    source: CheckpointReader, layout: Layout, names: tuple[str, ...]
-) -> Mapping[str, Scalar]:
-    """Return the scalars of a live flat buffer, whose parameters may have lain in several.
-
-    Raises:
-        CheckpointMismatchError: those differ, and the live buffer can have one value only.
-    """
-    held: dict[int, Fragment] = {}
-    for name in names:
-        at = next(iter(layout.covering(name, 0, 1)))
-        held.setdefault(at.buffer, at)
-    scalars = [source.scalars(at) for at in held.values()]
-    for other in scalars[1:]:
-        if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
-            msg = (
-                f"parameters that share a flat buffer here were saved with the states "
-                f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"
-            )
-            raise CheckpointMismatchError(msg)
-    return scalars[0]

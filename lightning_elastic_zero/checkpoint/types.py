@@ -88,6 +88,8 @@ class LoadOptions:
     strict: bool = True
     """False: frozen parameters and buffers may be missing, or too many; with a fresh optimizer
     trained parameters too."""
+    strict_optimizer: bool = True
+    """False: other parameters may be trained than when saved, and in other groups."""
     allow_pickle: bool = False
     """Build Python objects of any class from the trainer's state; that can run code."""
     fallback: bool = False
@@ -126,6 +128,8 @@ class LoadResult:
     """The entry that was wanted of other ranks, by rank of the save; those that have it."""
     instead_of: str = ""
     """The damaged checkpoint that was asked for, where an older one was taken."""
+    group_origins: tuple[int | None, ...] = ()
+    """For each live parameter group the saved one that it goes on with; None: it is new."""
 
 
 def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:

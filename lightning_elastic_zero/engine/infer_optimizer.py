@@ -10,16 +10,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_elastic_zero.engine.optimizer_state import (
     ADAM_FAMILY,
     EXECUTION_KEYS,
     FRESH,
-    MEMBER_KEYS,
     SCHEDULER_KEYS,
 )
+from lightning_elastic_zero.engine.twin_optimizer import twin_after_a_step
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.group_matching import MEMBER_KEYS
 from lightning_elastic_zero.manifest import Group, Plain
 
 log = logging.getLogger(__name__)
@@ -120,27 +119,9 @@ def _refuse_stateless(index: int, held: Group, live: str) -> None:
 
 
 def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:  # noqa: ANN401
-    """Return the names of the states that an optimizer keeps, found out by a step of a twin.
-
-    Args:
-        inner: the live optimizer.
-        index: of the parameter group.
-        saved: hyperparameters that were saved, some of which (amsgrad) decide what is kept.
-
-    Returns:
-        None where a twin cannot be made, so that nothing can be said.
-    """
-    group = inner.param_groups[index]
-    settings = {k: saved.get(k, v) for k, v in group.items() if k != "params"}
-    settings.update({k: group[k] for k in EXECUTION_KEYS & group.keys()})
-    flats = [*group["params"], *inner.state]
-    device = flats[0].device if flats else "cpu"
-    parameter = torch.nn.Parameter(torch.zeros(2, device=device))
-    parameter.grad = torch.zeros_like(parameter)
+    """Return the names of the states that an optimizer keeps; None where they cannot be told."""
     try:
-        twin = type(inner)([{**settings, "params": [parameter]}])
-        twin.step()
+        return set(twin_after_a_step(inner, index, saved))
     except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)
         log.debug("cannot tell which states %s keeps: %r", type(inner).__name__, error)
         return None
-    return set(twin.state[parameter])

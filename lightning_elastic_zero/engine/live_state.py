@@ -34,6 +34,7 @@ from lightning_elastic_zero.engine.module import (
     persistent_buffers,
     weight_piece,
     write_buffers,
+    write_piece,
 )
 from lightning_elastic_zero.engine.muon import restore_muon_momentum
 from lightning_elastic_zero.engine.optimizer_state import (
@@ -319,7 +320,7 @@ class LiveEngine:
             flat_target(
                 buffer,
                 fragments,
-                allocate_states(self._inner, buffer, source) if with_optimizer else {},
+                allocate_states(self._inner, buffer, fragments, source) if with_optimizer else {},
                 whole=held.issuperset(row.names),
             )
             for buffer, row, fragments in self._placed
@@ -357,7 +358,9 @@ class LiveEngine:
         if self._stage == STAGE_WEIGHTS:
             restore_muon_momentum(self._optimizer)
         commit_groups(self._inner, values)
-        has_state = any(flat.states for flat in flats) or any(values.scalars)
+        # Where a group begins without, DeepSpeed links parameters to states at the next step.
+        stateful = (bool(f.states or s) for f, s in zip(flats, values.scalars, strict=True))
+        has_state = all(stateful)
         refresh_low_precision(self._optimizer, self._wrapper, has_state=has_state)
         commit_counters(self._engine, values)
         drop_gradients(self._engine)
@@ -379,7 +382,7 @@ class LiveEngine:
         for name, parameter in self._frozen().items():
             if name in weights and weights[name].shape == full_shape(parameter):
                 start, piece = weight_piece(parameter)
-                piece.copy_(weights[name].reshape(-1)[start : start + piece.numel()])
+                write_piece(parameter, weights[name].reshape(-1)[start : start + piece.numel()])
                 taken.append(name)
         live = self.module_buffers()
         self._after_weights_changed(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Parameter, Plain
 from lightning_elastic_zero.tensor_state import cast_like, dtype_name
@@ -51,18 +50,24 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:  # noqa: ANN401 (ZeRO-3 adds fields)
     """Return this rank's piece of a module weight: its first element, and a 1-D view of it.
 
-    Under ZeRO-3 the piece is the rank's partition without padding, which may be empty; the
+    Of a weight whose elements do not lie in order (a frozen one in ``channels_last``) it is a copy;
+    ``write_piece`` writes either. Under ZeRO-3 the piece is the rank's partition without padding, which may be empty; the
     parameter must be partitioned, not gathered. Otherwise it is the whole parameter.
     """
     if not hasattr(parameter, "ds_tensor"):
-        if not parameter.is_contiguous():
-            msg = "a frozen parameter is not contiguous: call .contiguous() on it before training"
-            raise UnsupportedError(msg)
-        return 0, parameter.data.view(-1)
+        return 0, parameter.data.reshape(-1)
     piece = parameter.partition_numel()
     start = distributed.get_rank(group=parameter.ds_process_group) * piece
     count = max(0, min(piece, parameter.ds_numel - start))
     return start, parameter.ds_tensor.data[:count]
+
+
+def write_piece(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Write this rank's piece of a module weight."""
+    if hasattr(parameter, "ds_tensor") or parameter.is_contiguous():
+        weight_piece(parameter)[1].copy_(values)
+    else:
+        parameter.data.copy_(values.view(parameter.shape))
 
 
 def allocate_pieces(
@@ -90,7 +95,7 @@ def commit_pieces(
 ) -> None:
     """Copy what was received into this rank's pieces of weights."""
     for fragment, values in pieces.items():
-        weight_piece(parameters[fragment.name])[1].copy_(values)
+        write_piece(parameters[fragment.name], values)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -19,9 +19,6 @@ INT_STEPS = frozenset(
 )
 """DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor."""
 
-MEMBER_KEYS = frozenset({"params", "param_names"})
-"""Who is in a group, which the live run knows for itself."""
-
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: these stay as the live run has them."""
 

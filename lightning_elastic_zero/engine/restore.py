@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.fresh_state import fresh_values
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import (
     EXECUTION_KEYS,
-    MEMBER_KEYS,
     SCHEDULER_KEYS,
     place_scalar,
 )
 from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.group_matching import MEMBER_KEYS, regrouped
 from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like
@@ -77,9 +78,13 @@ def rebuild_masters(targets: Iterable[FlatTarget]) -> None:
 def allocate_states(
     inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     buffer: LiveFlatBuffer,
+    fragments: Iterable[Fragment],
     source: Manifest,
 ) -> dict[str, torch.Tensor]:
     """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
+
+    Parameters that the saved group does not name get what a fresh one has, as far as the optimizer
+    does not begin with zeros.
 
     On the host, where a live state will take the values in its own memory: the device never holds
     it twice. Otherwise on the device, so that one that is full is found out before ``commit``.
@@ -93,6 +98,14 @@ def allocate_states(
             dtype = master.dtype if like_masters else getattr(torch, key.dtype)
             device = "cpu" if _has_place(live.get(key.name), master, dtype) else master.device
             targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
+    known = set(source.groups[buffer.group].names)
+    fresh = [fragment for fragment in fragments if fragment.name not in known]
+    if targets and fresh:
+        values = fresh_values(inner, buffer.group, source.groups[buffer.group])
+        for name, target in targets.items():
+            for fragment in fresh:
+                end = fragment.offset + fragment.stop - fragment.start
+                target[fragment.offset : end] = values[name]
     return targets
 
 
@@ -226,4 +239,6 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:  # noqa: ANN401
             setattr(scaler, key, values.loss_scaler[key])
     if values.lr_scheduler is not None and engine.lr_scheduler is not None:
         scheduler = engine.lr_scheduler
-        scheduler.load_state_dict(cast_like(dict(values.lr_scheduler), scheduler.state_dict()))
+        live = scheduler.state_dict()
+        saved = regrouped(values.lr_scheduler, live, values.group_origins, values.saved_groups)
+        scheduler.load_state_dict(cast_like(saved, live))

@@ -28,10 +28,7 @@ class RenamedReader(CheckpointReader):
         self.files = source.files
         self._source = source
         self._renaming = renaming
-        manifest = source.manifest
-        aliases = [alias for p in manifest.parameters for alias in p.aliases]
-        names = [p.name for p in manifest.parameters]
-        self._here = renaming.table([*names, *aliases, *manifest.module_buffers], where)
+        self._here = renaming.table(source.manifest.names(), where)
         self._saved = {here: saved for saved, here in self._here.items()}
         self._describe()
 

@@ -21,12 +21,17 @@ from lightning_elastic_zero.checkpoint import (
 )
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.engine import LiveEngine
+from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import is_fitting
-from lightning_elastic_zero.trainer.lr_schedulers import resume_as_configured, resume_as_saved
+from lightning_elastic_zero.trainer.lr_schedulers import (
+    resume_as_configured,
+    resume_as_saved,
+    with_new_groups,
+)
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
 from lightning_elastic_zero.trainer.start_warnings import configured_rates, replaced_rates_warnings
@@ -117,13 +122,15 @@ class CheckpointLoader:
             return _without_progress(state, trainer)
         state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
         self._resumer.resume_from(state, manifest, trainer, path)
-        saved = state.get("lr_schedulers", [])
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        origins, count = loaded.group_origins, len(manifest.groups)
+        groups = [Group((), {}, ()) if o is None else manifest.groups[o] for o in origins]
+        saved = with_new_groups(schedulers, state.get("lr_schedulers", []), origins, count)
         if configured is None:
-            state["lr_schedulers"] = resume_as_configured(schedulers, saved, manifest.groups)
+            state["lr_schedulers"] = resume_as_configured(schedulers, saved, groups)
             return state
         scheduled = bool(schedulers or saved)
-        for text in replaced_rates_warnings(configured, manifest.groups, scheduled=scheduled):
+        for text in replaced_rates_warnings(configured, groups, scheduled=scheduled):
             rank_zero_warn(text)
         state["lr_schedulers"] = resume_as_saved(schedulers, saved)
         return state

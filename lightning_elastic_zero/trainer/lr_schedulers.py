@@ -18,6 +18,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.group_matching import regrouped
 from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.tensor_state import cast_like
 
@@ -34,6 +35,8 @@ CONFIGURATION_KEYS = frozenset(
 )
 """What torch's schedulers are configured with: rates, and the shape of their course."""
 
+_AS_SAVED = ", or leave out load_hyperparameters=False to go on as saved"
+
 _DEEPSPEEDS = {"last_batch_iteration"}
 """All that DeepSpeed's own schedulers keep; told a place, they set the rates of it."""
 
@@ -44,6 +47,54 @@ def resume_as_saved(
     """Return the states to load, their numbers of the types that the live schedulers have."""
     kept = [cast_like(s, live.state_dict()) for live, s in zip(schedulers, states, strict=False)]
     return [*kept, *map(dict, states[len(kept) :])]
+
+
+def with_new_groups(
+    schedulers: Sequence[Any],
+    states: Sequence[Mapping[str, Any]],
+    origins: Sequence[int | None],
+    saved_groups: int,
+) -> list[dict[str, Any]]:
+    """Return saved states for other parameter groups than were saved.
+
+    Groups that are new come to the rates that the schedule has for them at the saved place, where
+    that follows from how it is configured (``resume_as_configured``); else they keep theirs.
+
+    Args:
+        schedulers: the live ones, as they were made.
+        states: what was saved of each; left as they are.
+        origins: for each live parameter group the saved one; None: it is new.
+        saved_groups: how many there were.
+
+    Raises:
+        CheckpointMismatchError: a schedule ends before the saved place.
+    """
+    if list(origins) == list(range(saved_groups)):
+        return [dict(state) for state in states]
+    for scheduler, saved in zip(schedulers, states, strict=False):
+        place = completed_steps(saved)
+        if None in origins and place is not None and _can_be_run(scheduler):
+            _advance_new_groups(scheduler, place, origins)
+    own = [scheduler.state_dict() for scheduler in schedulers]
+    pairs = zip(states, own, strict=False)
+    found = [regrouped(saved, live, origins, saved_groups) for saved, live in pairs]
+    return [*found, *map(dict, states[len(found) :])]
+
+
+def _advance_new_groups(scheduler: Any, place: int, origins: Sequence[int | None]) -> None:
+    """Run a scheduler that was just made to a place, for the groups that are new."""
+    if completed_steps(scheduler.state_dict()) != 0:
+        return
+    groups = zip(scheduler.optimizer.param_groups, origins, strict=True)
+    known = [group for group, origin in groups if origin is not None]
+    kept = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in known]
+    _fast_forward(scheduler, place, otherwise="")
+    for group, values in zip(known, kept, strict=True):
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                group[key].copy_(value)  # a compiled step may hold on to it
+            else:
+                group[key] = value
 
 
 def resume_as_configured(
@@ -75,7 +126,7 @@ def _resumed_state(
 ) -> dict[str, Any]:
     place, own = completed_steps(saved), scheduler.state_dict()
     if place is not None and _can_be_run(scheduler) and completed_steps(own) == 0:
-        _fast_forward(scheduler, place)
+        _fast_forward(scheduler, place, otherwise=_AS_SAVED)
         taken: dict[str, Any] = scheduler.state_dict()
         return taken
     if saved.keys() == own.keys() == _DEEPSPEEDS:
@@ -111,8 +162,13 @@ def _can_be_run(scheduler: object) -> bool:
     )
 
 
-def _fast_forward(scheduler: Any, place: int) -> None:
+def _fast_forward(scheduler: Any, place: int, *, otherwise: str) -> None:
     """Make a scheduler's steps from its start to a place.
+
+    Args:
+        scheduler: as it was made.
+        place: how many steps.
+        otherwise: what else helps where it does not have so many.
 
     Raises:
         CheckpointMismatchError: it has no step of that number.
@@ -128,7 +184,7 @@ def _fast_forward(scheduler: Any, place: int) -> None:
                 f"the checkpoint was saved after {place} steps of its learning-rate schedule, and "
                 f"{type(scheduler).__name__} as it is configured now does not have so many: "
                 f"{error}. Configure it for the whole run, the steps before the checkpoint among "
-                "them, or leave out load_hyperparameters=False to go on as saved."
+                f"them{otherwise}."
             )
             raise CheckpointMismatchError(msg) from error
 

@@ -48,9 +48,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     Args:
         *args, **kwargs: as ``DeepSpeedStrategy``.
         global_batch_size (int | None): samples per optimizer step over all devices, from which the
-            accumulation follows, with the loader's ``batch_size`` (the most that fits into memory);
-            the integers ``limit_train_batches`` and ``val_check_interval`` then count global
-            batches. None: as the Trainer has it.
+            accumulation follows, with the loader's ``batch_size``; the integers
+            ``limit_train_batches`` and ``val_check_interval`` then count global batches.
         allow_uneven_batches (bool): where ``global_batch_size`` cannot be cut into equal
             micro-batches, they may differ by a sample, each weighted by its size (the loss must be
             a mean over samples). False: refuse, and name the device counts that fit.
@@ -59,8 +58,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         load_optimizer_state (bool): False: ``fit(ckpt_path=...)`` goes on from the saved weights
             with a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
         load_hyperparameters (bool): False: learning rate, weight decay, betas, ... stay as this run
-            configures them; moments are restored all the same. A scheduler keeps its place, with
-            the rates that it has there as configured now (see docs/continuation.md).
+            configures them, beside the restored moments; see docs/continuation.md.
+        strict_optimizer (bool): False: other parameters may be trained than when saved, in other
+            groups: what is known is restored, new ones begin as they are; all are named.
         save_module_weights (bool): write the low-precision weights too, for tools that need them.
         allow_pickle (bool): build Python objects of any class from the trainer's state, where it is
             no plain data. That can run code: only for checkpoints that you trust.
@@ -92,6 +92,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         on_unresumable_data: UnresumableDataPolicy = "refuse",
         load_optimizer_state: bool = True,
         load_hyperparameters: bool = True,
+        strict_optimizer: bool = True,
         save_module_weights: bool = False,
         allow_pickle: bool = False,
         fallback: bool = False,
@@ -112,16 +113,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         options = load_options(
             load_optimizer_state=load_optimizer_state,
             load_hyperparameters=load_hyperparameters,
+            strict_optimizer=strict_optimizer,
             allow_pickle=allow_pickle,
             fallback=fallback,
             rename=rename,
         )
         size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
-        self._manager = CheckpointManager(
-            Timeouts.of(stall_timeout_s, absent_timeout_s),
-            background=check_flag("async_save", async_save),
-            max_snapshot_bytes=size,
-        )
+        times = Timeouts.of(stall_timeout_s, absent_timeout_s)
+        background = check_flag("async_save", async_save)
+        self._manager = CheckpointManager(times, background=background, max_snapshot_bytes=size)
         self._last_fit = LastFit()
         of_both = (self._manager, self._get_ranks, self._resumer, self._last_fit)
         self._loader = CheckpointLoader(*of_both, options)

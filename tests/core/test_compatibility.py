@@ -16,13 +16,13 @@ from lightning_elastic_zero.compatibility import (
     RestoreScope,
     check_compatible,
     describe,
-    describe_unrestored,
     rounded_buffers,
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Writer
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.tensor_state import dtype_name, has_internal_overlap, is_lossy_cast
+from lightning_elastic_zero.unrestored import describe_unrestored
 from tests.core.strategies import manifests
 
 EVERYTHING = RestoreScope(optimizer_state=True)
@@ -79,15 +79,15 @@ def reshaped(manifest: Manifest, *names: str) -> Manifest:
 
 OWNERS = (
     "; let requires_grad be what it was before the optimizer is made, or pass "
+    "strict_optimizer=False: all else is restored, and theirs begins anew or is left out; or "
     "load_optimizer_state=False: a fresh optimizer on the saved weights"
 )
 GROUPS = (
-    "; give the optimizer the groups of the save, or pass load_optimizer_state=False and "
-    "load_hyperparameters=False: a fresh optimizer with the groups as they are configured here"
+    "; give the optimizer the groups of the save, or pass strict_optimizer=False: each parameter "
+    "goes on with what it had; or load_optimizer_state=False and load_hyperparameters=False: a "
+    "fresh optimizer with the groups as they are configured here"
 )
-LENIENT = (
-    "load_optimizer_state=False, with strict=False (strict_loading = False in a LightningModule)"
-)
+LENIENT = "strict_optimizer=False"
 STRICT = "strict=False (strict_loading = False in a LightningModule)"
 KEPT = f"; they stay as they are here by {STRICT}"
 BEYOND = f"; left out by {STRICT}"
@@ -98,7 +98,8 @@ def resized(layer: str) -> str:
     """Return what is advised where a layer has another size."""
     return (
         "; configure the model that was saved. To start layers of a new size as they are here, "
-        f"rename the saved ones away, as by {away(layer)}, with {LENIENT}"
+        f"rename the saved ones away, as by {away(layer)}, with {LENIENT}; frozen ones, and to "
+        f"evaluate: {STRICT}"
     )
 
 
@@ -165,7 +166,7 @@ class TestDifferences:
         ("saved", "live", "expected"),
         [
             (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b" + NEW]),
-            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f" + NEW]),
+            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f" + KEPT]),
             (
                 model(["a", "b"]),
                 model(["a"]),
@@ -174,7 +175,7 @@ class TestDifferences:
             (
                 model(["a"], frozen=("f",)),
                 model(["a"]),
-                ["in the checkpoint, but not in the model: f" + UNUSED],
+                ["in the checkpoint, but not in the model: f" + BEYOND],
             ),
             (
                 model(["a", "b"]),
@@ -380,6 +381,87 @@ class TestNotStrict:
             "buffers in the checkpoint, but not in the model: model.bn.mean" + BEYOND,
             perhaps({"model": ""}),
         ]
+
+
+SHARED_STEPS = (
+    "what begins anew in parameter group 0 has the count of steps of what is restored there, so "
+    "that Adam's bias correction leaves it out: its first updates are up to 6.6 times those of a "
+    "new run; put what is new into a parameter group of its own to have it begin at step 0"
+)
+
+
+class TestOtherParameters:
+    """``strict_optimizer=False``: another set of parameters is trained."""
+
+    lenient = replace(EVERYTHING, strict_optimizer=False)
+
+    def test_what_is_trained_may_differ(self) -> None:
+        """Unfrozen, frozen, new and removed ones fit, and each is named once."""
+        saved = with_state(model(["a", "gone"], ["b"], frozen=("thawed",)))
+        live = model(["a", "thawed", "new"], frozen=("b",))
+        assert differences(saved, live, self.lenient) == []
+        assert [*describe_unrestored(saved, live, self.lenient)] == [
+            "not in the checkpoint, and trained from what they are here: new",
+            "in the checkpoint, and not in the model: gone",
+            "frozen when saved, and trained here with fresh optimizer state: thawed",
+            "trained when saved, and frozen here, without optimizer state: b",
+            SHARED_STEPS,
+        ]
+        assert [*describe_unrestored(saved, saved, self.lenient)] == []
+
+    def test_frozen_weights_and_buffers_may_not(self) -> None:
+        """What no optimizer owns is ``strict``'s."""
+        saved = model(["a"], frozen=("old",), module_buffers=("mean",))
+        live = model(["a"], frozen=("new",), module_buffers=("var",))
+        assert differences(saved, live, self.lenient) == differences(saved, live)
+
+    def test_groups_may_differ(self) -> None:
+        """New groups are told, and which saved one the others go on with."""
+        saved = model(["a", "b"], ["c"])
+        live = model(["c"], ["new"], ["a"], ["b"])
+        assert differences(saved, live, self.lenient) == []
+        assert [*describe_unrestored(saved, live, self.lenient)][1:] == [
+            "parameter group 0 goes on with what group 1 was saved with",
+            "parameter group 1 is new, with the hyperparameters configured here",
+            "parameter group 2 goes on with what group 0 was saved with",
+            "parameter group 3 goes on with what group 0 was saved with",
+        ]
+
+    def test_groups_that_differ_cannot_become_one(self) -> None:
+        """Neither their hyperparameters nor their states could be both."""
+        saved = with_state(model(["a"], ["b"], ["c"]))
+        others = replace(saved.groups[1], hyperparameters={"lr": 0.2, "betas": (0.9, 0.999)})
+        stateless = replace(saved.groups[2], state=())
+        saved = replace(saved, groups=(saved.groups[0], others, stateless))
+        live = model(["a", "b"])
+        (line,) = (n for n in differences(saved, live, self.lenient) if "differ" in n)
+        assert line == (
+            "parameter group 0 here has members of the saved groups 0, 1, whose hyperparameters "
+            "differ (lr: 0.1, 0.2): keep them apart, or pass load_hyperparameters=False to take "
+            "those that are configured here"
+        )
+        configured = replace(self.lenient, hyperparameters=False)
+        assert differences(saved, live, configured) == []
+        (line,) = (n for n in differences(saved, model(["a", "c"]), configured) if "kept" in n)
+        assert "groups 0, 2, which kept the states" in line
+        assert "['exp_avg', 'step']" in line
+
+    def test_an_evaluation_has_no_optimizer_to_be_lenient_about(self) -> None:
+        """What a model that is evaluated lacks is allowed by ``strict`` alone."""
+        saved, live = model(["a", "b"]), model(frozen=("a", "c"), stage=0, world_size=1)
+        found = differences(saved, live, WEIGHTS)
+        assert "missing from the checkpoint: c" + KEPT in found
+        assert "in the checkpoint, but not in the model: b" + BEYOND in found
+
+
+def with_state(manifest: Manifest) -> Manifest:
+    """Return a manifest whose groups have what Adam has."""
+    state = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
+    fields: dict[str, Plain] = {"lr": 0.1, "betas": (0.9, 0.999)}
+    return replace(
+        manifest,
+        groups=tuple(replace(g, hyperparameters=fields, state=state) for g in manifest.groups),
+    )
 
 
 class TestDescribe:

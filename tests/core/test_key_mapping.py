@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.key_mapping import MOST_SUGGESTED, KeyMapping, guess_key_mapping
+from lightning_elastic_zero.key_mapping import (
+    MOST_SUGGESTED,
+    KeyMapping,
+    guess_key_mapping,
+    mapping_to,
+)
 from lightning_elastic_zero.option_checks import check_rename
 
 
@@ -27,6 +32,30 @@ from lightning_elastic_zero.option_checks import check_rename
 def test_beginnings(of: dict[str, str], saved: str, here: str) -> None:
     """Whole names between dots; the longest beginning that fits counts."""
     assert KeyMapping(of).here(saved) == here
+
+
+@pytest.mark.parametrize(
+    ("of", "live", "saved", "here"),
+    [
+        ({}, "net.a.w", "_orig_mod.net.a.w", "net.a.w"),
+        ({}, "_orig_mod.net.a.w", "net.a.w", "_orig_mod.net.a.w"),
+        ({}, "net._orig_mod.a.w", "net.a._checkpoint_wrapped_module.w", "net._orig_mod.a.w"),
+        ({}, "net.a.w", "net.b.w", "net.b.w"),
+        ({"enc": "back"}, "back._orig_mod.w", "enc._orig_mod.w", "back._orig_mod.w"),
+        ({"net.enc": "back"}, "back.w", "net._orig_mod.enc.w", "back.w"),
+        ({"net._orig_mod": "net"}, "net.w", "net._orig_mod.w", "net.w"),
+    ],
+)
+def test_compiled_layers_are_the_same(of: dict[str, str], live: str, saved: str, here: str) -> None:
+    """Names differ by what wrappers put into them, on either side, and beside what is renamed."""
+    assert mapping_to([live, "other"], of).here(saved) == here
+    assert mapping_to([live, "other"], of).table([saved], "a.ckpt") == {saved: here}
+
+
+def test_a_layer_beside_its_compiled_self() -> None:
+    """Where both are in the model, each keeps its name."""
+    both = ("net.w", "net._orig_mod.w")
+    assert mapping_to(both, {}).table(both, "a.ckpt") == dict(zip(both, both, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Net(nn.Module):
         renamed: ``b`` is called ``c``.
         hidden: size of the inner layer.
         buffers: a key of ``ODD_BUFFERS``: two buffers of other shapes or types, which stay.
+        thawed: the layer ``frozen`` is trained, and ``a`` is frozen.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class Net(nn.Module):
         renamed: bool = False,
         hidden: int = HIDDEN,
         buffers: str = "",
+        thawed: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.a = nn.Linear(WIDTH, hidden)
         self.bn = Norm(hidden)
-        self.frozen = nn.Linear(hidden, hidden).requires_grad_(requires_grad=False)
+        self.frozen = nn.Linear(hidden, hidden)
         self.output = "c" if renamed else "b"
         self.add_module(self.output, nn.Linear(hidden, WIDTH))
         self.one = nn.Parameter(torch.randn(1))
@@ -91,6 +93,8 @@ class Net(nn.Module):
         self.register_buffer("average", average.clone())
         self.register_buffer("seen", seen.clone())
         self.register_buffer("scratch", torch.full((3,), float(seed)), persistent=False)
+        self.frozen.requires_grad_(thawed)
+        self.a.requires_grad_(not thawed)
         for tensor in (self.bn.weight, self.bn.bias, self.bn.running_mean):
             nn.init.normal_(tensor)  # type: ignore[arg-type]
 
@@ -125,6 +129,8 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
     parameters = list(trained(model).values())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
+    new = [p for name, p in trained(model).items() if name.startswith(("c.", "frozen."))]
+    old = [[p for p in ps if all(p is not n for n in new)] for ps in (matrices, vectors)]
     biases = [p for name, p in trained(model).items() if name.endswith("bias")]
     others = [p for name, p in trained(model).items() if not name.endswith("bias")]
     return {
@@ -136,4 +142,5 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
         "every two": [list(model.parameters())[:4], list(model.parameters())[4:]],
         "three": [matrices, vectors[:3], vectors[3:]],
         "biases": [others, biases],
+        "new apart": [*old, new],
     }[grouping]

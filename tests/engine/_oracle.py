@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed
 
-from tests.engine._model import BUFFERS, trained
+from tests.engine._model import trained
 from tests.engine._setup import Engine, Setup, engine_of
 
 Dump: TypeAlias = "dict[str, Any]"
@@ -100,7 +100,7 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
             {k: repr(v) for k, v in group.items() if k != "params"} for group in inner.param_groups
         ],
         "weights": _weights(engine, setup),
-        "buffers": {name: buffers[name].clone() for name in BUFFERS},
+        "buffers": {name: buffers[name].clone() for name in setup.buffers_kept},
         "counters": {
             name: getattr(engine, name)
             for name in ("global_steps", "global_samples", "skipped_steps")
@@ -256,7 +256,7 @@ def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
             wanted[key] = value
     for rank in range(target.world):
         own = rank if source.world == target.world else 0
-        for name in BUFFERS:
+        for name in target.buffers_kept:
             wanted[f"buffer/{rank}/{name}"] = saved[f"buffer/{own}/{name}"]
     return wanted
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed, nn
 
-from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
+from tests.engine._model import BUFFERS, GLOBAL_BATCH, HIDDEN, Net, batch, group_members
 
 Engine: TypeAlias = Any
 """DeepSpeed is untyped."""
@@ -46,6 +46,8 @@ class Setup:
     """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
+    thawed: bool = False
+    """Another layer is frozen."""
     muon_in_memory: bool = False
     """With ``save_muon_momentum_buffer_in_memory``."""
 
@@ -67,6 +69,11 @@ class Setup:
         """Of the weights that forward uses."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
+    @property
+    def buffers_kept(self) -> tuple[str, ...]:
+        """Names of the persistent buffers."""
+        return BUFFERS
+
     def model(self, seed: int) -> Net:
         """Make the model."""
         return Net(
@@ -75,6 +82,7 @@ class Setup:
             renamed=self.renamed,
             hidden=self.hidden,
             buffers=self.buffers,
+            thawed=self.thawed,
         )
 
     def twin(self) -> Setup:

@@ -99,7 +99,7 @@ def test_resized_layers_start_as_they_are_if_renamed_away(
     source, target = RUNS[1]
     target = replace(target, hidden=64)
     refused = pools.run(target.world, partial(refusal, target, Loading(saved_by(source).path, {})))
-    assert "rename={'a': 'saved.a'}, with load_optimizer_state=False" in refused[0].message
+    assert "rename={'a': 'saved.a'}, with strict_optimizer=False" in refused[0].message
     path = saved_by(source).path
     for kept in pools.run(target.world, partial(kept_in_a_resized_model, target, path)):
         resized = {name for name in kept if name.split(".")[0] in RESIZED}

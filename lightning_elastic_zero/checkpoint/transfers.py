@@ -1,0 +1,87 @@
+"""What a load reads: which runs of elements go where, and which values are one for a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest
+from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
+from lightning_elastic_zero.manifest import Group, Manifest
+from lightning_elastic_zero.tensor_state import RestoreTargets, Scalar, canonical_repr
+
+
+def plans(source: CheckpointReader, targets: RestoreTargets) -> tuple[TransferPlan, TransferPlan]:
+    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights."""
+    owned = {p.name for p in source.manifest.optimized}
+    masters = [f for f in targets.fragments if f.name in owned]
+    frozen = [f for f in targets.fragments if f.name not in owned]
+    return (
+        TransferPlan(masters, source.layout()),
+        TransferPlan(frozen, source.frozen_layout()),
+    )
+
+
+def requests(
+    transfers: Sequence[Transfer], targets: RestoreTargets, with_state: Collection[str]
+) -> list[ReadRequest]:
+    """Return what is to be read by runs: weights, then states.
+
+    Args:
+        transfers: the runs.
+        targets: where they go.
+        with_state: the parameters whose optimizer states are wanted; others that lie beside them
+            have fresh ones already.
+    """
+    weights = [ReadRequest(WEIGHT, t, targets.weights[t.target_buffer]) for t in transfers]
+    return weights + [
+        ReadRequest(key, t, target)
+        for t in transfers
+        if t.name in with_state
+        for key, target in targets.states[t.target_buffer].items()
+    ]
+
+
+def scalars_by_buffer(
+    source: CheckpointReader, live: Manifest, groups: Sequence[Group]
+) -> tuple[Mapping[str, Scalar], ...]:
+    """Return the scalar states of each live flat buffer.
+
+    Parameters that have none yet take those of the others in their parameter group, so that what
+    they are does not depend on which of the group share a buffer with them.
+
+    Args:
+        source: the checkpoint.
+        live: what the engine says of itself.
+        groups: what was saved, in the groups that the engine has.
+    """
+    layout, found = source.layout(), []
+    for buffer in live.buffers:
+        members = groups[buffer.group].names
+        known = set(members)
+        shared = [name for name in buffer.names if name in known] or members
+        found.append(_scalars_of(source, layout, shared))
+    return tuple(found)
+
+
+def _scalars_of(
+    source: CheckpointReader, layout: Layout, names: Iterable[str]
+) -> Mapping[str, Scalar]:
+    """Return the scalars of a live flat buffer, whose parameters may have lain in several.
+
+    Raises:
+        CheckpointMismatchError: those differ, and the live buffer can have one value only.
+    """
+    held: dict[int, Fragment] = {}
+    for name in names:
+        at = next(iter(layout.covering(name, 0, 1)))
+        held.setdefault(at.buffer, at)
+    scalars = [source.scalars(at) for at in held.values()]
+    for other in scalars[1:]:
+        if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
+            msg = (
+                f"parameters that share a flat buffer here were saved with the states "
+                f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"
+            )
+            raise CheckpointMismatchError(msg)
+    return scalars[0] if scalars else {}

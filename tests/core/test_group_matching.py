@@ -1,0 +1,183 @@
+"""Parameter groups whose members have changed: what each goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elastic_zero.engine.fresh_state import fresh_values
+from lightning_elastic_zero.engine.optimizer_state import split_state, state_keys
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.group_matching import (
+    largest_uncorrected_update,
+    regrouped,
+    with_live_groups,
+)
+from lightning_elastic_zero.manifest import Group, Manifest, Parameter
+
+
+def described(*groups: list[str], rate: float) -> Manifest:
+    """Describe a model whose groups have rates that follow from their places."""
+    return Manifest(
+        save_id="",
+        stage=3,
+        world_size=2,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(
+            Parameter(name, (4,), "float32", index)
+            for index, names in enumerate(groups)
+            for name in names
+        ),
+        groups=tuple(
+            Group(tuple(names), {"lr": rate * (index + 1)}, ())
+            for index, names in enumerate(groups)
+        ),
+        buffers=(),
+        module_buffers=(),
+        files=(),
+    )
+
+
+def test_a_group_goes_on_with_what_its_members_had() -> None:
+    """By its members and not by its place; what is new has what is configured."""
+    saved = described(["a", "b"], ["c"], rate=0.1)
+    live = described(["new"], ["c", "other"], ["b", "a"], ["a2"], rate=5.0)
+    groups = with_live_groups(saved, live).groups
+    assert [group.names for group in groups] == [(), ("c",), ("b", "a"), ()]
+    assert [group.hyperparameters["lr"] for group in groups] == [5.0, 0.2, 0.1, 20.0]
+    assert with_live_groups(saved, replace(saved, groups=saved.groups)) == saved
+
+
+def test_a_schedulers_values_go_with_their_groups() -> None:
+    """What is one value for each group moves; all else, and what only has its length, stays."""
+    saved = {
+        "base_lrs": [1, 2],
+        "_milestones": [10, 20],
+        "last_epoch": 7,
+        "_schedulers": [{"base_lrs": [3, 4], "odd": [1, 2]}],
+    }
+    live = {
+        "base_lrs": [100, 200],
+        "_milestones": [1, 2],
+        "last_epoch": 0,
+        "_schedulers": [{"base_lrs": [300, 400], "odd": [5, 6]}],
+    }
+    assert regrouped(saved, live, (0, 1), 2) == saved
+    assert regrouped(saved, live, (1, None), 2) == {
+        "base_lrs": [2, 200],
+        "_milestones": [10, 20],
+        "last_epoch": 7,
+        "_schedulers": [{"base_lrs": [4, 400], "odd": [1, 2]}],
+    }
+    three = {"base_lrs": [100, 200, 300], "own": [7, 8, 9]}
+    assert regrouped({"base_lrs": [1, 2], "own": [1, 2]}, three, (None, 1, 0), 2) == {
+        "base_lrs": [100, 2, 1],
+        "own": [7, 2, 1],
+    }
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.99)])
+def test_how_large_updates_become_that_are_not_corrected(betas: tuple[float, float]) -> None:
+    """The figure is what torch's Adam does to a parameter whose first steps are called late."""
+    late, new = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+    optimizers = [torch.optim.Adam([p], lr=1.0, betas=betas, eps=0.0) for p in (late, new)]
+    zeros = {key: torch.zeros_like(late.data) for key in ("exp_avg", "exp_avg_sq")}
+    optimizers[0].state[late] = {**zeros, "step": torch.tensor(1e6)}
+    largest = 0.0
+    for _ in range(200):
+        was = [float(p.detach()) for p in (late, new)]
+        for parameter, optimizer in zip((late, new), optimizers, strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        steps = [float(p.detach()) - w for p, w in zip((late, new), was, strict=True)]
+        largest = max(largest, steps[0] / steps[1])
+    assert largest == pytest.approx(largest_uncorrected_update(*betas), rel=1e-3)
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.25}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.125}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+}
+BEGINS = {"Adagrad": {"sum": 0.25}, "Rprop": {"prev": 0.0, "step_size": 0.125}}
+"""What does not begin with zeros."""
+
+
+def held_by(inner: torch.optim.Optimizer) -> Group:
+    """Return what a group of an optimizer that has stepped is saved as."""
+    (flat,) = inner.param_groups[0]["params"]
+    fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
+    return Group(("a",), fields, state_keys(*split_state(inner, flat)))
+
+
+def stepped(kind: Callable[..., Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer that has taken a step with gradients of one."""
+    flat = nn.Parameter(torch.ones(3))
+    inner: torch.optim.Optimizer = kind([flat], **options)
+    flat.grad = torch.ones(3)
+    inner.step()
+    return inner
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_fresh_state_is(name: str) -> None:
+    """It is that of a parameter that has had gradients of zero, whatever the weights decay by."""
+    inner = stepped(*OPTIMIZERS[name])
+    held = held_by(inner)
+    found = fresh_values(inner, 0, held)
+    states = {key.name for key in held.state if key.kind == "elementwise"}
+    # Adamax adds its epsilon to the absolute gradient: in the next step it does not count.
+    assert {k: v if v > 1e-6 else 0.0 for k, v in found.items()} == {
+        **dict.fromkeys(states, 0.0),
+        **BEGINS.get(name, {}),
+    }
+    assert states
+
+
+class KeepsWeights(torch.optim.SGD):
+    """As schedule-free optimizers: a state begins as the weights."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Keep the weights."""
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("z", p.detach().clone())
+        super().step(closure)
+
+
+class AsksForMore(torch.optim.SGD):
+    """One of a user's whose constructor cannot be called by others."""
+
+    def __init__(self, params: list[Any], mine: str) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.mine = mine
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (KeepsWeights, {"lr": 0.1}, "'z' begins with the weights"),
+        (AsksForMore, {"mine": "?"}, "cannot be found out by a step of another AsksForMore"),
+    ],
+)
+def test_what_cannot_be_fresh_beside_others_is_refused(
+    kind: Callable[..., Any], options: dict[str, Any], says: str
+) -> None:
+    """By name, with what helps."""
+    inner = stepped(kind, options)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        fresh_values(inner, 0, held_by(inner))
+    assert says in str(refused.value)
+    assert "put what is new into a parameter group of its own" in str(refused.value)

@@ -1,0 +1,166 @@
+"""Parameters unfrozen, frozen, added, removed or regrouped between save and load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine._oracle import Dump, differences, expected_in
+from tests.engine._save_load_programs import Loading, Saved, refusal
+from tests.engine._setup import Setup, engine_of, train
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+RUNS = [
+    (Setup(2, "2"), Setup(3, "3", sub_group=700)),
+    (Setup(3, "3", "bf16", sub_group=700), Setup(2, "1", "bf16")),
+    (Setup(2, "B", "bf16"), Setup(3, "2", "bf16")),
+    (Setup(2, "1"), Setup(1, "3", sub_group=300)),
+]
+"""From and to; the one that loads trains another set of parameters."""
+
+THAWED = ("frozen.weight", "frozen.bias")
+FROZEN = ("a.weight", "a.bias")
+NEW = ("c.weight", "c.bias")
+GONE = ("b.weight", "b.bias")
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class Listed(logging.Handler):
+    """Keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.texts.append(record.getMessage())
+
+
+def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
+    """Load leniently; return what was held before, after, and a step later, and the warnings."""
+    from lightning_elastic_zero import load_checkpoint
+    from tests.engine._oracle import dump
+
+    log, listed = logging.getLogger("lightning_elastic_zero"), Listed()
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 100 + steps_before)
+        before = dump(engine, setup)
+        log.addHandler(listed)
+        try:
+            load_checkpoint(engine, saved.path, strict_optimizer=False)
+        finally:
+            log.removeHandler(listed)
+        after = dump(engine, setup)
+        train(engine, setup, 3, 4)
+        later = dump(engine, setup)
+    return None if before is None else (before, after, later, listed.texts)
+
+
+def of_layers(found: Dump, *names: str) -> Dump:
+    """Return what a dump has of some parameters."""
+    return {key: value for key, value in found.items() if key.partition("/")[2] in names}
+
+
+def without(found: Dump, *names: str) -> Dump:
+    """Return what a dump has of all others; BF16_Optimizer alone has no loss scaler."""
+    skipped = ("group/", "scaler/")
+    return {
+        key: value
+        for key, value in found.items()
+        if key.partition("/")[2].removeprefix("step/") not in names and not key.startswith(skipped)
+    }
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("grouping", ["two", "new apart"])
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_what_is_known_is_restored(
+    source: Setup,
+    target: Setup,
+    grouping: str,
+    steps_before: int,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """Bit for bit; unfrozen and new parameters begin anew, and all others are told by name."""
+    saved = saved_by(source)
+    here = replace(target, renamed=True, thawed=True, grouping=grouping)
+    found = pools.run(here.world, partial(loaded, here, saved, steps_before))[0]
+    assert found is not None
+    before, after, later, texts = found
+    wanted = expected_in(saved.dump(), source, here)
+    others = (*THAWED, *FROZEN, *NEW, *GONE)
+    assert not differences(without(wanted, *others), without(after, *others))
+    _assert_unfrozen(wanted, after, here)
+    for name in NEW:
+        for kind in ("master", "weight"):
+            assert torch.equal(after[f"{kind}/{name}"], before[f"{kind}/{name}"])
+    _assert_fresh(after, wanted, apart=grouping == "new apart")
+    counts = {key.rpartition("/")[2]: value for key, value in later.items() if "/step/" in key}
+    assert counts["one"] == "tensor(4.)"
+    assert {counts[name] for name in (*THAWED, *NEW)} == (
+        {"tensor(1.)"} if grouping == "new apart" else {"tensor(4.)"}
+    )
+    _assert_told(texts, apart=grouping == "new apart")
+    _assert_groups(wanted, before, after, apart=grouping == "new apart")
+
+
+def _assert_unfrozen(wanted: Dump, after: Dump, here: Setup) -> None:
+    for name in THAWED:
+        assert torch.equal(after[f"master/{name}"], wanted[f"frozen/{name}"].float())
+        assert torch.equal(after[f"weight/{name}"], wanted[f"frozen/{name}"])
+    for name in FROZEN:
+        assert torch.equal(after[f"frozen/{name}"], wanted[f"master/{name}"].to(here.dtype))
+        assert f"exp_avg/{name}" not in after
+
+
+def _assert_fresh(after: Dump, wanted: Dump, *, apart: bool) -> None:
+    for name in (*THAWED, *NEW):
+        for kind in STATES:
+            if apart:
+                assert f"{kind}/{name}" not in after
+            else:
+                assert not after[f"{kind}/{name}"].any()
+        step = after.get(f"scalar/step/{name}")
+        assert step == (None if apart else wanted["scalar/step/one"])
+
+
+def _assert_told(texts: list[str], *, apart: bool) -> None:
+    for name in (*THAWED, *FROZEN, *NEW, *GONE):
+        assert sum(name in text for text in texts) == 1, (name, texts)
+    shared = [text for text in texts if "count of steps" in text]
+    assert bool(shared) != apart
+    assert all("bias correction" in text and "group of its own" in text for text in shared)
+    assert any("group 2 is new" in text for text in texts) == apart
+
+
+def _assert_groups(wanted: Dump, before: Dump, after: Dump, *, apart: bool) -> None:
+    for index in (0, 1):
+        keys = [key for key in wanted if key.startswith(f"group/{index}/")]
+        assert keys
+        assert all(wanted[key] == after[key] for key in keys)
+    if apart:
+        keys = [key for key in before if key.startswith("group/2/")]
+        assert keys
+        assert all(before[key] == after[key] for key in keys)
+
+
+def test_the_strict_error_names_the_option(pools: Pools, saved_by: Callable[..., Saved]) -> None:
+    """Everything that differs stands in it, and what helps; nothing has changed."""
+    source, target = RUNS[0]
+    here = replace(target, renamed=True, thawed=True, grouping="new apart")
+    for refused in pools.run(here.world, partial(refusal, here, Loading(saved_by(source).path))):
+        assert refused.error == "CheckpointMismatchError"
+        assert refused.unchanged
+        lines = [line for line in refused.message.splitlines() if "strict_optimizer=False" in line]
+        assert len(lines) == 5, refused.message
+        assert all(name in refused.message for name in (*THAWED, *FROZEN, *NEW, *GONE))
