@@ -10,7 +10,7 @@ from itertools import islice
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What ``torch.compile`` and torch's ``checkpoint_wrapper`` put into the names of what they wrap."""
+"""What ``torch.compile`` and torch's ``checkpoint_wrapper`` put into names of what they wrap."""
 
 MOST_SUGGESTED = 3
 """Renamed beginnings that an error suggests; of many layers the first ones show what to do."""

@@ -51,8 +51,9 @@ def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:  # noqa: ANN401 (Z
     """Return this rank's piece of a module weight: its first element, and a 1-D view of it.
 
     Of a weight whose elements do not lie in order (a frozen one in ``channels_last``) it is a copy;
-    ``write_piece`` writes either. Under ZeRO-3 the piece is the rank's partition without padding, which may be empty; the
-    parameter must be partitioned, not gathered. Otherwise it is the whole parameter.
+    ``write_piece`` writes either. Under ZeRO-3 the piece is the rank's partition without padding,
+    which may be empty; the parameter must be partitioned, not gathered. Otherwise it is the whole
+    parameter.
     """
     if not hasattr(parameter, "ds_tensor"):
         return 0, parameter.data.reshape(-1)

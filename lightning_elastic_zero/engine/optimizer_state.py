@@ -28,6 +28,10 @@ SCHEDULER_KEYS = frozenset(
 """What schedulers keep in a group: restored also where the optimizer's class has changed."""
 
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Others, as of quantized states, hold more than the elements that they show."""
+
+
 def split_state(
     optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     flat: torch.Tensor,
@@ -41,12 +45,13 @@ def split_state(
     scalars: dict[str, Scalar] = {}
     for key, held in optimizer.state.get(flat, {}).items():
         value = numpy_to_python(held)
-        if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
+        if type(value) in _PLAIN_TENSORS and value.ndim == 1 and value.shape == flat.shape:
             elementwise[key] = value
         elif _is_scalar(value):
             scalars[key] = value
         else:
-            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            plain = type(value) in _PLAIN_TENSORS
+            what = tuple(value.shape) if plain else type(value).__name__
             msg = (
                 f"{type(optimizer).__name__} keeps {key!r} as {what} for a flat buffer of "
                 f"{flat.numel()} elements: neither one value per element nor one for all, so it "
@@ -60,7 +65,7 @@ def split_state(
 def _is_scalar(value: object) -> bool:
     """Return whether a state is one value for the whole flat buffer."""
     if isinstance(value, torch.Tensor):
-        return value.ndim == 0
+        return value.ndim == 0 and type(value) in _PLAIN_TENSORS
     return value is None or isinstance(value, (bool, int, float))
 
 

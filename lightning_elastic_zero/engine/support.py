@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch.distributed import get_world_size
 
 from lightning_elastic_zero.engine.flat_buffers import live_flat_buffers
 from lightning_elastic_zero.engine.releases import check_names
@@ -23,6 +26,12 @@ NO_OPTIMIZER = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
 RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "FusedLamb", "Lamb", "LAMB")
 """Their state or their update depends on how the parameters are cut: not to be cut anew."""
 
+
+UNUSABLE_OPTIMIZERS = {
+    "LBFGS": "its step calls a closure, which ZeRO does not pass",
+    "SparseAdam": "it takes sparse gradients only, and ZeRO's are dense",
+}
+"""Those of torch's that cannot step under ZeRO."""
 
 RANDOM_LTD = (
     "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave it "
@@ -130,8 +139,14 @@ def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library
         yield "pipeline parallelism (PipelineEngine)"
     if engine.mp_world_size > 1:
         yield f"tensor or model parallelism over {engine.mp_world_size} ranks"
-    if getattr(engine, "sequence_parallel_size", 1) > 1:
-        yield f"sequence parallelism over {engine.sequence_parallel_size} ranks"
+    if engine.seq_dp_world_size * engine.mp_world_size != get_world_size():
+        yield (
+            f"ZeRO over {engine.seq_dp_world_size} of {get_world_size()} ranks, as sequence "
+            "parallelism by a device mesh (mesh_param) has it: its sequence ranks hold copies. "
+            "Pass an mpu to deepspeed.initialize whose get_sequence_data_parallel_group has all "
+            "ranks (deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO cuts over "
+            "all of them"
+        )
     if engine.has_moe_layers:
         yield "mixture-of-experts layers (expert parallelism)"
 
@@ -154,6 +169,14 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
     name = type(inner).__name__
     if name in RANK_LOCAL_OPTIMIZERS:
         yield f"the optimizer {name}: its state depends on how the parameters are cut"
+    if _is_quantized(inner):
+        yield (
+            f"the optimizer {type(inner).__module__.partition('.')[0]}.{name}: its state is "
+            "quantized in blocks of the flat buffer, which cannot be cut elsewhere bit for bit; use "
+            "one with 16 or 32 bits"
+        )
+    if name in UNUSABLE_OPTIMIZERS:
+        yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
     if wrapper == "DeepSpeedZeroOptimizer" and any(g.get("use_muon") for g in inner.param_groups):
         yield "Muon in ZeRO-1/2: its momentum is not cut like the parameters; use stage 3"
     yield from _added_later(engine)
@@ -163,6 +186,17 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
             f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
             f"{len(inner.param_groups)} when it starts; put all parameters into one group"
         )
+
+
+def _is_quantized(inner: Any) -> bool:  # noqa: ANN401 (any optimizer)
+    """Whether an optimizer is one of torchao's or bitsandbytes' with a state of 8 bits or fewer."""
+    package = type(inner).__module__.partition(".")[0]
+    if package == "torchao":
+        return math.isfinite(getattr(inner, "block_size", math.inf))
+    if package == "bitsandbytes":
+        options = getattr(inner, "args", None)
+        return bool(getattr(options, "optim_bits", 32) < 16)  # noqa: PLR2004 (bits)
+    return False
 
 
 def _added_later(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)

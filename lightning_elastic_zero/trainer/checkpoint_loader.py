@@ -98,7 +98,10 @@ class CheckpointLoader:
                 taken = LiveEngine(engine).copy_full_weights(extra)
                 weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
             module = trainer.lightning_module
-            state = weight_averaging.with_module_weights(state, module, fitting=fitting)
+            strict = options.strict and options.strict_optimizer
+            state = weight_averaging.with_module_weights(
+                state, module, fitting=fitting, strict=strict
+            )
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}

@@ -75,7 +75,7 @@ def log_evaluated_averages(taken: list[str], path: str) -> None:
 
 
 def with_module_weights(
-    state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool
+    state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool, strict: bool
 ) -> dict[str, Any]:
     """Return a state with the loaded weights where hooks look for them.
 
@@ -86,7 +86,7 @@ def with_module_weights(
     """
     live = module.state_dict()
     beside = extra_weights(state)
-    if not module.strict_loading:
+    if not strict:  # what the model has no more is averaged no more
         beside = {name: value for name, value in beside.items() if name in live}
     found = {**state, WEIGHTS: {**live, **beside}}
     if fitting and AVERAGING in state:

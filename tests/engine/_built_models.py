@@ -1,4 +1,4 @@
-"""Models as people build them: of transformers, with adapters, checkpointed, compiled, of images."""
+"""Models as people build them: transformers', with adapters, checkpointed, compiled, of images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS, LENGTH = 40, 6
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def gpt2(**options: Any) -> nn.Module:  # noqa: ANN401
+def gpt2(**options: Any) -> nn.Module:
     """Make a tiny GPT-2, whose head is its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -24,7 +24,7 @@ def gpt2(**options: Any) -> nn.Module:  # noqa: ANN401
     )
 
 
-def llama(**options: Any) -> nn.Module:  # noqa: ANN401
+def llama(**options: Any) -> nn.Module:
     """Make a tiny Llama with tied embeddings and grouped queries."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from tests.engine._oracle import (
     tensors_in,
     unrounded,
 )
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.engine._setup import DEEPSPEEDS, Engine, Setup, engine_of, train
 
 STEPS = 3
 """Trained before a save."""
@@ -283,14 +285,21 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
     return {**found, **{f"buffer/{name}": buffers[name].tolist() for name in BUFFERS}}
 
 
-def cpu_adam_builds() -> str:
-    """Return why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+def builds_here(name: str) -> str:
+    """Return why one of DeepSpeed's own optimizers cannot be had; nothing, where it can.
 
+    What ``make`` has not compiled is not: that takes a minute, in which other ranks wait.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(DEEPSPEEDS[name][2])
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    if not any(folder.glob(f"{builder.name}/*.so")):
+        return f"{name} is not compiled here (make ops)"
     try:
-        CPUAdamBuilder().load()
+        builder.load()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"DeepSpeedCPUAdam does not build here: {error}"
+        return f"{name} does not build here: {error}"
     return ""
 
 

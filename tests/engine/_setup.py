@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -126,8 +127,12 @@ class Setup:
         return config
 
 
-ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,)}
+ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,), "QuantizedState": (0,)}
 """Optimizers whose state is not element-wise."""
+
+
+class Quantized(torch.Tensor):
+    """A tensor that holds more than it shows, as quantized states do."""
 
 
 class OddState(torch.optim.Optimizer):
@@ -143,7 +148,8 @@ class OddState(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p]["factors"] = torch.ones(self.shape)
+                    one_each = torch.ones_like(p.detach()).as_subclass(Quantized)
+                    self.state[p]["factors"] = torch.ones(self.shape) if self.shape[0] else one_each
                     p.add_(p.grad, alpha=-group["lr"])
 
 
@@ -164,13 +170,16 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
     if name == "Muon":
         return _muon(members, tilt)
-    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
+    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam", "RAdam", "Adamax", "fused", "foreach"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
-    if name == "CPUAdam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups)
+    if name in DEEPSPEEDS:
+        return deepspeeds_own(name)(groups)
+    if name in ("LBFGS", "SparseAdam", "torchao.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit"):
+        package, _, kind = f"torch.optim.{name}".removeprefix(
+            "torch.optim." if "." in name else ""
+        ).rpartition(".")
+        return getattr(importlib.import_module(package), kind)([p for ps in members for p in ps])
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "AdamW": (torch.optim.AdamW, {}),
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
@@ -179,9 +188,36 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.25}),
         "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
         "NAdam": (torch.optim.NAdam, {}),
+        "RAdam": (torch.optim.RAdam, {}),
+        "Adamax": (torch.optim.Adamax, {}),
+        "Adadelta": (torch.optim.Adadelta, {}),
+        "Adafactor": (torch.optim.Adafactor, {}),
+        "ASGD": (torch.optim.ASGD, {}),
+        "Rprop": (torch.optim.Rprop, {}),
+        "fused": (torch.optim.AdamW, {"fused": True}),
+        "foreach": (torch.optim.AdamW, {"foreach": True, "maximize": True}),
+        "fused SGD": (torch.optim.SGD, {"fused": True, "momentum": 0.9, "maximize": True}),
+        "differentiable": (torch.optim.Adam, {"foreach": False, "decoupled_weight_decay": True}),
     }
+    if name == "Rprop":
+        groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
     kind, options = kinds[name]
     return kind(groups, **options)
+
+
+DEEPSPEEDS = {
+    "CPUAdam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
+    "FusedAdam": ("deepspeed.ops.adam", "FusedAdam", "FusedAdamBuilder"),
+    "CPULion": ("deepspeed.ops.lion", "DeepSpeedCPULion", "CPULionBuilder"),
+    "CPUAdagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "CPUAdagradBuilder"),
+}
+"""DeepSpeed's own optimizers: where each is, and what compiles it."""
+
+
+def deepspeeds_own(name: str) -> Any:  # noqa: ANN401
+    """Return the class of one of DeepSpeed's own optimizers."""
+    module, kind, _ = DEEPSPEEDS[name]
+    return getattr(importlib.import_module(module), kind)
 
 
 def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:

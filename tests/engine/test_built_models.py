@@ -127,9 +127,7 @@ def test_adapters_alone(
     """Without the frozen base in the checkpoint they are restored on the model's own base."""
     source = ModelSetup(world, zero, precision, kind="lora")
     target = ModelSetup(on, then, precision, kind="lora")
-    wanted, before, after = resumed(
-        pools, source, target, tmp_path, exclude_frozen_parameters=True
-    )
+    wanted, before, after = resumed(pools, source, target, tmp_path, exclude_frozen_parameters=True)
     own = {key: value for key, value in before.items() if key.startswith("frozen/")}
     assert own
     compare_states({**wanted, **own}, after).assert_same()

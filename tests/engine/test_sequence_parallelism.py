@@ -1,0 +1,199 @@
+"""Sequence parallelism (Ulysses): ZeRO cuts over data and sequence ranks, as over any others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from tests.engine._model import GLOBAL_BATCH
+from tests.engine._oracle import Dump, dump, expected_in
+from tests.engine._save_load_programs import compare_states
+from tests.engine._setup import Engine, Setup, make_optimizer
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+TOKENS, LENGTH, HEADS, WIDTH = 30, 8, 2, 8
+
+
+class Attention(nn.Module):
+    """One layer of attention, whose heads are shared out over the ranks of a sequence."""
+
+    def __init__(self, seed: int, sequence: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, TOKENS)
+        self.across: Any = None
+        if sequence > 1:
+            from deepspeed.runtime.sequence_parallel import parallel_state_sp
+            from deepspeed.sequence.layer import DistributedAttention
+
+            group = parallel_state_sp.get_sequence_parallel_group()
+            self.across = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a score for each token of this rank's part of the sequence."""
+        batch, length = x.shape
+        parts = self.qkv(self.embedding(x)).view(batch, length, HEADS, 3 * WIDTH // HEADS)
+        q, k, v = parts.chunk(3, dim=-1)
+        found = self.across(q, k, v, 0) if self.across else _attend(q, k, v)
+        return torch.as_tensor(self.out(found.reshape(batch, length, WIDTH)))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class SequenceSetup(Setup):
+    """A run over data ranks times sequence ranks."""
+
+    sequence: int = 1
+
+    def model(self, seed: int) -> nn.Module:  # type: ignore[override]
+        """Make the model."""
+        return Attention(seed, self.sequence)
+
+    def twin(self) -> SequenceSetup:
+        """Return the setup that lays its flat buffers out in the same way, without sequences."""
+        return replace(self, optimizer="SGD", sequence=1)
+
+    @property
+    def buffers_kept(self) -> tuple[str, ...]:
+        """It has none."""
+        return ()
+
+
+@contextmanager
+def engine_over(setup: SequenceSetup, seed: int, *, mesh: bool = False) -> Iterator[Engine]:
+    """Make an engine, and undo what DeepSpeed keeps for the process."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    options: dict[str, Any] = {}
+    if mesh:
+        options["mesh_param"] = (setup.world // setup.sequence, setup.sequence)
+    elif setup.sequence > 1:
+        parallel_state_sp.initialize_sequence_parallel(setup.sequence)
+        options["mpu"] = parallel_state_sp
+    config = setup.config()
+    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * setup.sequence // setup.world
+    model = Attention(seed, 1 if mesh else setup.sequence)
+    optimizer = make_optimizer("AdamW", [list(model.parameters())], 1.0)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False, **options
+    )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        groups.mpu = groups.mesh_device = None
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+
+
+def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> list[float]:
+    """Train steps; a rank has a part of the batch, and of its sequences."""
+    rank, losses = distributed.get_rank(), []
+    at, part = divmod(rank, setup.sequence)
+    size, length = GLOBAL_BATCH * setup.sequence // setup.world, LENGTH // setup.sequence
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, TOKENS, (GLOBAL_BATCH, LENGTH), generator=generator)
+        mine = tokens[at * size : (at + 1) * size, part * length : (part + 1) * length]
+        scores = engine(mine)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), mine.flatten())
+        engine.backward(loss)
+        engine.step()
+        distributed.all_reduce(total := loss.detach().clone())
+        losses.append(float(total) / setup.world)
+    return losses
+
+
+def saved_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
+    """Train and save; return what was held, and the losses that follow."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_over(setup, 0) as engine:
+        train_over(engine, setup, 0, 3)
+        held = dump(engine, setup)
+        save_checkpoint(engine, path)
+        losses = train_over(engine, setup, 3, 5)
+    return None if held is None else (held, losses)
+
+
+def loaded_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
+    """Load into another run; return what is held then, and the losses that follow."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_over(setup, 7) as engine:
+        train_over(engine, setup, 100, 101)
+        load_checkpoint(engine, path)
+        held = dump(engine, setup)
+        losses = train_over(engine, setup, 3, 5)
+    return None if held is None else (held, losses)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (
+            SequenceSetup(4, "2", sequence=2, grouping="one"),
+            SequenceSetup(3, "3", sequence=1, grouping="one"),
+        ),
+        (
+            SequenceSetup(3, "3", sequence=1, grouping="one"),
+            SequenceSetup(4, "3", sequence=2, grouping="one"),
+        ),
+        (
+            SequenceSetup(4, "3", sequence=2, grouping="one"),
+            SequenceSetup(2, "1", sequence=2, grouping="one"),
+        ),
+    ],
+    ids=str,
+)
+def test_it_is_another_way_to_have_ranks(
+    source: SequenceSetup, target: SequenceSetup, pools: Pools, tmp_path: Path
+) -> None:
+    """The state is restored on other data and sequence ranks, and training goes on as it would."""
+    path = str(tmp_path / "a.ckpt")
+    saved = pools.run(source.world, partial(saved_over, source, path))[0]
+    found = pools.run(target.world, partial(loaded_over, target, path))[0]
+    assert saved is not None
+    assert found is not None
+    compare_states(expected_in(saved[0], source, target), found[0]).assert_same()
+    assert found[1] == pytest.approx(saved[1], rel=1e-4)
+
+
+def refused_over(setup: SequenceSetup, path: str) -> str:
+    """Save, which must fail; return why."""
+    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.errors import UnsupportedError
+
+    with engine_over(setup, 0, mesh=True) as engine:
+        try:
+            save_checkpoint(engine, path)
+        except UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+def test_a_mesh_whose_sequence_ranks_hold_copies_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """By name, with what to pass instead."""
+    setup = SequenceSetup(4, "2", sequence=2, grouping="one")
+    for refused in pools.run(4, partial(refused_over, setup, str(tmp_path / "a.ckpt"))):
+        assert "ZeRO over 2 of 4 ranks" in refused
+        assert "get_sequence_data_parallel_group" in refused
+    assert not list(tmp_path.iterdir())
