@@ -193,11 +193,12 @@ class LiveEngine:
             groups=self._groups(),
             progress=Progress(
                 global_steps=engine.global_steps,
-                global_samples=engine.global_samples,
+                # Whole floats with sequence ranks, by which DeepSpeed divides.
+                global_samples=int(engine.global_samples),
                 skipped_steps=engine.skipped_steps,
                 micro_steps=engine.micro_steps,
                 gradient_accumulation_steps=engine.gradient_accumulation_steps(),
-                global_batch_size=engine.train_batch_size(),
+                global_batch_size=int(engine.train_batch_size()),
             ),
             writer=replace(
                 manifest.writer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +48,7 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(
         MixtralConfig(
             vocab_size=TOKENS,
-            intermediate_size=12,
+            intermediate_size=16,
             num_key_value_heads=1,
             num_local_experts=3,
             num_experts_per_tok=2,
@@ -102,7 +103,7 @@ class Layers(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions with BatchNorm in ``channels_last``, behind a frozen one."""
+    """Convolutions with BatchNorm, behind a frozen one; see ``in_channels_last``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,12 +111,18 @@ class Images(nn.Module):
         self.conv = nn.Conv2d(5, 7, 3, padding=1)
         self.norm = nn.BatchNorm2d(7)
         self.last = nn.Linear(7, TOKENS)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a score for each class."""
         found = torch.relu(self.norm(self.conv(self.frozen(x)))).mean((2, 3))
         return torch.as_tensor(self.last(found))
+
+
+def in_channels_last(engine: Engine, setup: ModelSetup) -> None:
+    """Lay frozen weights out otherwise, which DeepSpeed does not take before it has started."""
+    if setup.kind == "images" and setup.zero != "3":
+        engine.module.frozen.to(memory_format=torch.channels_last)
+        assert not engine.module.frozen.weight.is_contiguous()
 
 
 KINDS: dict[str, Any] = {
@@ -142,7 +149,9 @@ class ModelSetup(Setup):
     def model(self, seed: int) -> nn.Module:  # type: ignore[override]
         """Make the model."""
         torch.manual_seed(seed)
-        model: nn.Module = KINDS[self.kind]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries among themselves
+            model: nn.Module = KINDS[self.kind]()
         return model
 
     def twin(self) -> ModelSetup:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._built_models import ModelSetup, train_model
+from tests.engine._built_models import ModelSetup, in_channels_last, train_model
 from tests.engine._oracle import Dump, differences, dump, expected_in
 from tests.engine._save_load_programs import compare_states
 from tests.engine._setup import engine_of
@@ -32,6 +32,7 @@ def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump
     from lightning_elastic_zero import save_checkpoint
 
     with engine_of(setup, 0) as engine:
+        in_channels_last(engine, setup)
         train_model(engine, setup, 0, 2)
         held = dump(engine, setup)
         save_checkpoint(engine, path, **options)
@@ -43,6 +44,7 @@ def loaded_dumps(setup: ModelSetup, path: str) -> tuple[Dump, Dump, list[float]]
     from lightning_elastic_zero import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
+        in_channels_last(engine, setup)
         train_model(engine, setup, 100, 101)
         before = dump(engine, setup)
         load_checkpoint(engine, path)
@@ -98,6 +100,8 @@ def test_it_is_restored(
     tmp_path: Path,
 ) -> None:
     """On another number of devices, in another stage: masters, states, buffers, frozen weights."""
+    if kind == "DeepSpeed's checkpointing":  # Its recomputation does not gather ZeRO-3's weights.
+        zero, then = zero.replace("3", "1"), then.replace("3", "1")
     # BatchNorm's buffers stay fp32 in a bf16 engine, which torch's own kernel does not take.
     precision = "fp32" if kind == "images" else precision
     source = ModelSetup(world, zero, precision, kind=kind)
@@ -112,9 +116,12 @@ def test_it_is_restored(
 def test_wrapped_layers_are_the_same_layers(
     other: str, back: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    """Saved with or without a wrapper around them, they are restored without or with it."""
-    kinds = (other, "plain") if back else ("plain", other)
-    source, target = ModelSetup(2, "2", kind=kinds[0]), ModelSetup(3, "3", kind=kinds[1])
+    """Saved with or without a wrapper around them, they are restored without or with it.
+
+    What is compiled runs in ZeRO-1/2: DeepSpeed's hooks of ZeRO-3 fail on it by themselves.
+    """
+    plain, wrapped = ModelSetup(3, "3", kind="plain"), ModelSetup(2, "2", kind=other)
+    source, target = (wrapped, plain) if back else (plain, wrapped)
     wanted, _, after = resumed(pools, source, target, tmp_path)
     compare_states(wanted, after).assert_same()
     assert any("inner.0.weight" in key for key in after)

@@ -51,8 +51,8 @@ class Attention(nn.Module):
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    heads = (t.transpose(1, 2) for t in (q, k, v))
-    return nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,14 @@ def test_it_is_another_way_to_have_ranks(
     found = pools.run(target.world, partial(loaded_over, target, path))[0]
     assert saved is not None
     assert found is not None
-    compare_states(expected_in(saved[0], source, target), found[0]).assert_same()
+    wanted = expected_in(whole_counts(saved[0]), source, target)
+    compare_states(wanted, whole_counts(found[0])).assert_same()
     assert found[1] == pytest.approx(saved[1], rel=1e-4)
+
+
+def whole_counts(held: Dump) -> Dump:
+    """Return a dump with whole counters: with sequence ranks, DeepSpeed's own are floats."""
+    return {k: str(int(float(v))) if k.startswith("counter/") else v for k, v in held.items()}
 
 
 def refused_over(setup: SequenceSetup, path: str) -> str:

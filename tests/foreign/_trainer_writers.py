@@ -141,7 +141,7 @@ def fit(row: FixtureRow, folder: str) -> None:
 def accelerate(row: FixtureRow, folder: str) -> None:
     """Train with an Accelerator, and save its state. Collective."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    from accelerate import (  # type: ignore[import-not-found] # wanted by its rows alone
+    from accelerate import (  # wanted by its rows alone
         Accelerator,
         DeepSpeedPlugin,
         InitProcessGroupKwargs,

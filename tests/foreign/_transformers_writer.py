@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 import torch
-import transformers  # type: ignore[import-not-found]
-from accelerate import PartialState  # type: ignore[import-not-found]
+import transformers
+from accelerate import PartialState
 from torch.utils.data import Dataset, SequentialSampler
 
 from tests.engine._model import GLOBAL_BATCH, Net, batch
