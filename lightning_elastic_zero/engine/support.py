@@ -172,8 +172,8 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
     if _is_quantized(inner):
         yield (
             f"the optimizer {type(inner).__module__.partition('.')[0]}.{name}: its state is "
-            "quantized in blocks of the flat buffer, which cannot be cut elsewhere bit for bit; use "
-            "one with 16 or 32 bits"
+            "quantized in blocks of the flat buffer, which cannot be cut elsewhere bit for bit; "
+            "use one with 16 or 32 bits"
         )
     if name in UNUSABLE_OPTIMIZERS:
         yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
