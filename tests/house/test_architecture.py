@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_state": {"manifest", "layout", "errors"},
     "key_mapping": {"errors"},
     "compatibility": {"key_mapping", "manifest", "errors"},
+    "state_fingerprint": {"tensor_state"},
     "data_progress": {"manifest", "errors"},
     "formats": {
         "text",
@@ -54,12 +55,27 @@ MAY_IMPORT: dict[str, set[str]] = {
         "key_mapping",
         "storage",
         "coordination",
+        "state_fingerprint",
         "tensor_state",
         "manifest",
         "layout",
         "text",
         "errors",
     },
+    "tools": {
+        "formats",
+        "key_mapping",
+        "storage",
+        "state_fingerprint",
+        "tensor_state",
+        "manifest",
+        "partition",
+        "layout",
+        "text",
+        "errors",
+    },
+    "cli": {"tools", "errors"},
+    "__main__": {"cli"},
     "api": {"engine", "checkpoint", "option_checks", "coordination"},
     "strategy_registry": {"errors"},
     "trainer": {
@@ -108,6 +124,9 @@ LOADS_WITHOUT: dict[str, set[str]] = {
     f"{PACKAGE}.formats": {"lightning", "deepspeed"},
     f"{PACKAGE}.formats.dumps": {"lightning", "deepspeed"},
     f"{PACKAGE}.checkpoint": {"lightning", "deepspeed"},
+    f"{PACKAGE}.cli": {"lightning", "deepspeed", "torch"},
+    f"{PACKAGE}.tools.verification": {"lightning", "deepspeed"},
+    f"{PACKAGE}.tools.conversion": {"lightning", "deepspeed"},
 }
 """What importing a module must not load, in a process of its own."""
 
