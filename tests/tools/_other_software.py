@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
+from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from tests.tools._checkpoints import WholeState, write_elastic
 
 
@@ -115,8 +118,8 @@ def small_model(seed: int) -> nn.Module:
 
 def with_fsdp2(folder: str) -> None:
     """The directory is what code with FSDP2 loads: model, optimizer's state and hyperparameters."""
-    from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -181,6 +184,7 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     import deepspeed
 
     from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.engine.live_state import LiveEngine
     from tests.engine._model import group_members
     from tests.engine._oracle import dump
     from tests.engine._setup import Setup, engine_of, make_optimizer, train
@@ -190,7 +194,12 @@ def _with_deepspeed(folder: str, zero: str) -> None:
         train(engine, setup, 0, 3)
         save_checkpoint(engine, Path(folder, "a.ckpt"), {"epoch": 3})
         wanted = dump(engine, setup)
+        live = LiveEngine(engine)
+        held = live.rank_state(exclude_frozen=False, keep_module_weights=False)
+        number = live_fingerprint(live.describe(), held, OneRank())
+    assert number == fingerprint_checkpoint(Path(folder, "a.ckpt"))
     convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
+    assert number == fingerprint_checkpoint(Path(folder, "universal"))
     model = setup.model(7)
     optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
     config = {**setup.config(), "checkpoint": {"load_universal": True}}
@@ -205,9 +214,9 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     assert wanted is not None
     assert found is not None
     kinds = ("master/", "exp_avg/", "exp_avg_sq/")
-    held = {name: t for name, t in wanted.items() if name.startswith(kinds)}
-    assert len(held) == 27
-    assert_same({name: found[name] for name in held}, held)
+    tensors = {name: t for name, t in wanted.items() if name.startswith(kinds)}
+    assert len(tensors) == 27
+    assert_same({name: found[name] for name in tensors}, tensors)
     steps = {n: v for n, v in wanted.items() if n.startswith("scalar/step")}
     assert {n: found[n] for n in steps} == steps
     rates = [p["lr"] for p in optimizer.param_groups]
