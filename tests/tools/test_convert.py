@@ -48,7 +48,14 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 3), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [
+        (2, 3),
+        pytest.param(1, 1, marks=pytest.mark.long),
+        pytest.param(3, 4, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("to", ["elastic", "universal", "dcp", "lightning"])
 def test_the_state_stays_what_it_was(to: str, stage: int, world_size: int, tmp_path: Path) -> None:
     """Whatever holds a whole state has its fingerprint, after two conversions too, and is sound."""

@@ -81,7 +81,7 @@ def write_lightning(
 ) -> None:
     """Write a single file as Lightning has them, with all that the trainer had saved.
 
-    With ``optimizer``, a run on one device, or with DDP, resumes from it.
+    With ``optimizer``, the optimizer's state is in it too, as torch's optimizers take it.
     """
     manifest = checkpoint.manifest
     client = dict(checkpoint.reader.module_state(0, manifest.world_size).client_state)
