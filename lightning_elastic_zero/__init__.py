@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.checkpoint import CheckpointStats, LoadResult
     from lightning_elastic_zero.formats.dumps import describe_dumps
     from lightning_elastic_zero.manifest import Manifest
+    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+    from lightning_elastic_zero.tools.differences import diff_checkpoints
+    from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+    from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+    from lightning_elastic_zero.tools.resume_plan import plan_resume
+    from lightning_elastic_zero.tools.verification import (
+        newest_sound_checkpoint,
+        verify_checkpoint,
+    )
     from lightning_elastic_zero.trainer.dataloaders import ResumesAtSample
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -38,6 +47,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointStats",
+    "ConvertOptions",
     "ElasticDeepSpeedStrategy",
     "ElasticZeroError",
     "LoadResult",
@@ -47,20 +57,35 @@ __all__ = [
     "SaveError",
     "UnsupportedError",
     "__version__",
+    "convert_checkpoint",
     "describe_dumps",
+    "diff_checkpoints",
+    "fingerprint_checkpoint",
+    "inspect_checkpoint",
     "load_checkpoint",
+    "newest_sound_checkpoint",
+    "plan_resume",
     "save_checkpoint",
+    "verify_checkpoint",
 ]
 
 _MODULE_OF_NAME = {
     "CheckpointStats": "lightning_elastic_zero.checkpoint",
+    "ConvertOptions": "lightning_elastic_zero.tools.conversion",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
     "LoadResult": "lightning_elastic_zero.checkpoint",
     "Manifest": "lightning_elastic_zero.manifest",
     "ResumesAtSample": "lightning_elastic_zero.trainer.dataloaders",
+    "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
     "describe_dumps": "lightning_elastic_zero.formats.dumps",
+    "diff_checkpoints": "lightning_elastic_zero.tools.differences",
+    "fingerprint_checkpoint": "lightning_elastic_zero.tools.fingerprint",
+    "inspect_checkpoint": "lightning_elastic_zero.tools.inspection",
     "load_checkpoint": "lightning_elastic_zero.api",
+    "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
+    "plan_resume": "lightning_elastic_zero.tools.resume_plan",
     "save_checkpoint": "lightning_elastic_zero.api",
+    "verify_checkpoint": "lightning_elastic_zero.tools.verification",
 }
 
 

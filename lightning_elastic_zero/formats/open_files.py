@@ -50,6 +50,10 @@ class OpenFiles(Generic[F]):
         self._limit = limit
         self._open: OrderedDict[str, F] = OrderedDict()
 
+    def keep_open(self, limit: int) -> None:
+        """Keep so many files open, for whoever goes to and fro between those of many ranks."""
+        self._limit = limit
+
     def get(self, name: str) -> F:
         """Return a file, opened where it is not open.
 

@@ -61,12 +61,13 @@ def describe_similar_paths(path: Path) -> str:
 def _checkpoints(folder: Path) -> list[str]:
     try:
         entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
-        return sorted(e.name for e in entries if e.name[0] != "." and _is_checkpoint(e))
+        return sorted(e.name for e in entries if e.name[0] != "." and looks_like_checkpoint(e))
     except OSError:
         return []  # A folder that cannot be read has nothing to offer.
 
 
-def _is_checkpoint(entry: Path) -> bool:
+def looks_like_checkpoint(entry: Path) -> bool:
+    """Return whether a directory has a mark of some kind, or a file the suffix of Lightning's."""
     if not entry.is_dir():
         return entry.suffix == SUFFIX
     return any((entry / mark).is_file() for mark in MARKS) or is_deepspeed(entry)

@@ -153,6 +153,13 @@ class CheckpointReader(ABC):
             CheckpointMismatchError: the positions cannot be those of this model.
         """
 
+    def bind_alone(self) -> None:  # noqa: B027 (as above)
+        """Match the checkpoint with no model but what it says itself: for tools, which have none.
+
+        Where nothing says whose an optimizer's state is, ``info.unmatched`` tells why, and the
+        manifest has none.
+        """
+
     def names(self) -> Sequence[str]:
         """Return the files that belong to it, relative to its folder."""
         return ()
@@ -165,6 +172,14 @@ class CheckpointReader(ABC):
         """
         for name in self.names()[rank::world_size]:
             self.files.get(name).verify(on_bytes)
+
+    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Verify this rank's share of all bytes, those too that a load verifies as it reads them.
+
+        Raises:
+            CheckpointCorruptedError: bytes are not those that were written.
+        """
+        self.verify(rank, world_size, on_bytes)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:  # noqa: B027 (as above)
         """Check size and identity of every file that is going to be read, if they were recorded.
@@ -268,6 +283,15 @@ class CheckpointReader(ABC):
     @abstractmethod
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return what is held once, and what was kept for this rank where ranks match."""
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent module buffers, and read nothing else of what is held once."""
+        return self.module_state(0, 1).buffers
+
+    def trainer_entry(self, name: str) -> object:
+        """Return an entry at the top of the trainer's state, if small files tell it; else None."""
+        del name
+        return None
 
     def close(self) -> None:
         """Close the files."""

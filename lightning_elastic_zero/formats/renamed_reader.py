@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from lightning_elastic_zero.formats.full_state.single_file import WEIGHTS
 from lightning_elastic_zero.formats.reader import CheckpointReader, Location, SharedState
 from lightning_elastic_zero.key_mapping import KeyMapping
@@ -57,6 +59,23 @@ class RenamedReader(CheckpointReader):
         self._source.bind(_with_names(live, self._saved_name))
         self._describe()
 
+    def bind_alone(self) -> None:
+        """Bind the checkpoint to what it says itself."""
+        self._source.bind_alone()
+        self._describe()
+
+    def names(self) -> Sequence[str]:
+        """Return the files that belong to it."""
+        return self._source.names()
+
+    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Verify this rank's share of all bytes."""
+        self._source.verify_whole(rank, world_size, on_bytes)
+
+    def trainer_entry(self, name: str) -> object:
+        """Return an entry at the top of the trainer's state."""
+        return self._source.trainer_entry(name)
+
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Verify this rank's share."""
         self._source.verify(rank, world_size, on_bytes)
@@ -92,6 +111,10 @@ class RenamedReader(CheckpointReader):
         if isinstance(weights := client.get(WEIGHTS), dict):
             client[WEIGHTS] = self._renamed(weights)
         return replace(state, buffers=self._renamed(state.buffers), client_state=client)
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent module buffers."""
+        return self._renamed(self._source.module_buffers())
 
     def _renamed(self, of: Mapping[str, Any]) -> dict[str, Any]:
         return {self._name(name): value for name, value in of.items()}

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group_matching": {"manifest"},
     "compatibility": {"group_matching", "key_mapping", "manifest", "text", "errors"},
     "unrestored": {"compatibility", "group_matching", "manifest"},
+    "state_fingerprint": {"tensor_state"},
     "data_progress": {"manifest", "errors"},
     "formats": {
         "text",
@@ -66,12 +67,27 @@ MAY_IMPORT: dict[str, set[str]] = {
         "key_mapping",
         "storage",
         "coordination",
+        "state_fingerprint",
         "tensor_state",
         "manifest",
         "layout",
         "text",
         "errors",
     },
+    "tools": {
+        "formats",
+        "key_mapping",
+        "storage",
+        "state_fingerprint",
+        "tensor_state",
+        "manifest",
+        "partition",
+        "layout",
+        "text",
+        "errors",
+    },
+    "cli": {"tools", "errors"},
+    "__main__": {"cli"},
     "api": {"engine", "checkpoint", "option_checks", "coordination"},
     "strategy_registry": {"errors"},
     "trainer": {
@@ -121,6 +137,9 @@ LOADS_WITHOUT: dict[str, set[str]] = {
     f"{PACKAGE}.formats": {"lightning", "deepspeed"},
     f"{PACKAGE}.formats.dumps": {"lightning", "deepspeed"},
     f"{PACKAGE}.checkpoint": {"lightning", "deepspeed"},
+    f"{PACKAGE}.cli": {"lightning", "deepspeed", "torch"},
+    f"{PACKAGE}.tools.verification": {"lightning", "deepspeed"},
+    f"{PACKAGE}.tools.conversion": {"lightning", "deepspeed"},
 }
 """What importing a module must not load, in a process of its own."""
 

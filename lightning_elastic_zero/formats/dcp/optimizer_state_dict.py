@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.dcp.chunks import Chunks
 from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves, TreePath
+from lightning_elastic_zero.formats.full_state.self_description import (
+    Members,
+    describe_alone,
+    members_of,
+)
 from lightning_elastic_zero.formats.full_state.torch_optimizer import MEMBERS
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT
 from lightning_elastic_zero.manifest import Manifest
@@ -46,6 +53,27 @@ def state_dict_of(
         numbered.setdefault(path[0], {})[".".join(map(str, path[1:]))] = values[leaf.key]
     groups = [{"params": [], **numbered[index]} for index in sorted(numbered)]
     return {"state": _as_the_groups_say(state, groups), "param_groups": groups}
+
+
+def members_alone(
+    leaves: OptimizerLeaves, chunks: Chunks, weights: Mapping[str, torch.Tensor]
+) -> Members:
+    """Return the members of the groups, where no live model has them.
+
+    Where hyperparameters are kept by parameter, those that have the same ones make a group.
+
+    Raises:
+        CheckpointMismatchError: positions, or names, could mean several parameters, or none.
+    """
+    if not leaves.flattened:
+        nobody = describe_alone({}, ())
+        return members_of(state_dict_of(leaves, chunks, nobody, weights), weights)
+    values = chunks.values_of(leaf for _, leaf in leaves.groups)
+    alike: dict[str, list[str]] = {}
+    for name, its_fields in _by_name(leaves.groups, values, weights).items():
+        fields = {key: value for key, value in its_fields.items() if key not in MEMBERS}
+        alike.setdefault(canonical_repr(fields, name), []).append(name)
+    return tuple(map(tuple, alike.values()))
 
 
 def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.dcp.chunks import Chunks
 from lightning_elastic_zero.formats.dcp.detection import METADATA_NAME
 from lightning_elastic_zero.formats.dcp.metadata import read_metadata
-from lightning_elastic_zero.formats.dcp.optimizer_state_dict import state_dict_of
+from lightning_elastic_zero.formats.dcp.optimizer_state_dict import members_alone, state_dict_of
 from lightning_elastic_zero.formats.dcp.tree import (
     Leaf,
     TreePath,
@@ -27,6 +27,7 @@ from lightning_elastic_zero.formats.dcp.tree import (
 )
 from lightning_elastic_zero.formats.full_state.binding import AVERAGING, FullState
 from lightning_elastic_zero.formats.full_state.reader import FullStateReader
+from lightning_elastic_zero.formats.full_state.self_description import Members, describe_alone
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
 from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
@@ -58,11 +59,11 @@ class DcpReader(FullStateReader):
         super().__init__(path, files, self._chunks)
         self._tree = sort_leaves(leaves_of(metadata, self._chunks.tensors))
         trainer = self._trainer_state()
-        names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if trainer else [])]
+        self._names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if trainer else [])]
         self._full_state = FullState(
             weights={},
             optimizers=(),
-            save_id=file_list_digest(path, names, files.on_progress),
+            save_id=file_list_digest(path, self._names, files.on_progress),
             trainer=trainer,
             ordered=knows_order(metadata),
             kind="directory of torch.distributed.checkpoint",
@@ -100,7 +101,36 @@ class DcpReader(FullStateReader):
                 here has two values.
             UnsupportedError: a hyperparameter is no plain data.
         """
-        self._choose(choose_model(self._tree, live, self._path))
+        self._bind_to(choose_model(self._tree, live, self._path), live)
+
+    def bind_alone(self) -> None:
+        """Match the directory with its own weights: of several models, those of the largest."""
+        members, why = self._members_alone()
+        self._bind_to(self._model, describe_alone(self._full_state.weights, members))
+        if why:
+            self.info = replace(self.info, unmatched=why)
+
+    def _members_alone(self) -> tuple[Members, str]:
+        """Return the members of the optimizer's groups: by names, by shapes, or by rates."""
+        found, weights = list(self._tree.optimizers.values()), self._full_state.weights
+        if len(found) != 1:
+            return (), f"it holds the states of {len(found)} optimizers" if found else ""
+        try:
+            return members_alone(found[0], self._chunks, weights), ""
+        except CheckpointMismatchError as error:
+            return (), str(error)
+
+    def names(self) -> Sequence[str]:
+        """Return the files."""
+        return self._names
+
+    def trainer_entry(self, name: str) -> object:
+        """Return an entry at the top of what Lightning keeps beside the tensors."""
+        return self._full_state.trainer.get(name)
+
+    def _bind_to(self, model: TreePath, live: Manifest) -> None:
+        """Take a subtree for the model, and the optimizer's state as a live model has it."""
+        self._choose(model)
         optimizers, why = self._optimizers(live)
         self._full_state = replace(self._full_state, optimizers=optimizers, unmatched=why)
         self._take(self._full_state, live)

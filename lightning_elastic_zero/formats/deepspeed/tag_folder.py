@@ -129,7 +129,8 @@ def read_tag_folder(path: Path) -> TagFolder:
                 "library resumes data-parallel (ZeRO) runs only"
             )
             raise UnsupportedError(msg)
-    if model and models:
+    # A Universal Checkpoint may have one for engines of each kind.
+    if model and models and not (path / "zero" / "optimizer_state.pt").is_file():
         msg = (
             f"{path} holds {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "
             "two runs were saved into one folder. Remove the files of the one that you do not want"

@@ -152,6 +152,17 @@ class TagReader(CheckpointReader):
         model = ModelFile(self.files, self._model_name(rank)) if same else self._first
         return model.load_shared(self._loss_scaler())
 
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return rank 0's buffers."""
+        name = self._first.name
+        module = self.files.tree(name)["module"]
+        return self.files.load(name, {n: module[n] for n in self._first.buffers})  # type: ignore[no-any-return]
+
+    def trainer_entry(self, name: str) -> object:
+        """Return an entry beside DeepSpeed's own, as Lightning has its epoch there."""
+        found: object = self.files.tree(self._first.name).get(name)
+        return found
+
     @abstractmethod
     def _loss_scaler(self) -> Mapping[str, Plain]:
         """Return the loss scale and what it follows."""

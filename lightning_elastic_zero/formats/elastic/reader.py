@@ -69,6 +69,14 @@ class ElasticReader(CheckpointReader):
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Do nothing: every byte is verified when it is read."""
 
+    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Read this rank's share of the files, and compare all checksums."""
+        verify_files(self.files.folder, self.manifest, rank, world_size, on_bytes)
+
+    def names(self) -> Sequence[str]:
+        """Return the files that the manifest names."""
+        return tuple(self._entries)
+
     # -- checks before the first byte is read ------------------------------------------------
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
@@ -170,6 +178,16 @@ class ElasticReader(CheckpointReader):
                 where = f"rank {rank}'s own objects in {self.files.folder}"
                 client = join_objects(client, self._build(own["objects"], where))
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of)
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return rank 0's persistent module buffers."""
+        file = self.files.get(model_file(0, self.manifest.stage))
+        held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
+        return file.load_tree(held)  # type: ignore[no-any-return]
+
+    def trainer_entry(self, name: str) -> object:
+        """Return what the manifest records of the data: the epoch."""
+        return self.manifest.progress.sampler.get(name)
 
     def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
         """Return an entry of the client state as a rank had it; None where it had none."""

@@ -35,11 +35,16 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     host_pickle,
     to_host,
 )
-from lightning_elastic_zero.formats.torch_file import PiecewiseSource, TorchFileWriter
+from lightning_elastic_zero.formats.torch_file import (
+    ChunkedSource,
+    PiecewiseSource,
+    TorchFileWriter,
+)
 from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 
 OnRead: TypeAlias = Callable[[torch.Tensor], None]
+SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,12 @@ class RankWriter:
     rank: int
     on_bytes: Callable[[int], None]
     """Told of every stretch of bytes written."""
-    on_read: OnRead
+    on_read: OnRead = lambda _: None
     """Told of each master and element-wise state, once all of it has been written: masters come
     first, then states, flat by flat."""
+    source_of: SourceOf = lambda piece: piece
+    """Returns what is written in the place of a piece of a master, state or frozen weight: where
+    those have no values (on the meta device), that which fetches them."""
 
     def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
         """Write the rank's files, synced to disk; return what the manifest says of each.
@@ -105,7 +113,7 @@ class RankWriter:
             # A number where there are no flat buffers: DeepSpeed's script takes the largest one.
             else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
             fp32_key(manifest.stage): [
-                _masters(builder, flat, self.on_read, padded=zero_3) for flat in state.flats
+                self._masters(builder, flat, padded=zero_3) for flat in state.flats
             ]
             or [torch.empty(0)],
             "loss_scaler": dict(state.loss_scaler),
@@ -115,7 +123,7 @@ class RankWriter:
                 list(b.paddings) or [0] * len(b.names) for b in manifest.buffers
             ]
         if not manifest.weights_only:
-            inner[STATES] = [_lean_states(builder, flat, self.on_read) for flat in state.flats]
+            inner[STATES] = [self._lean_states(builder, flat) for flat in state.flats]
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
         if client.own_objects:
             own["objects"] = _as_tensor(client.own_objects)
@@ -147,7 +155,7 @@ class RankWriter:
             "param_shapes": [_shapes(manifest, b.names) for b in manifest.buffers],
             "frozen_param_shapes": shapes,
             FROZEN: {
-                name: _frozen(builder, state.frozen[name], None if zero_3 else shapes[name])
+                name: self._frozen(builder, state.frozen[name], None if zero_3 else shapes[name])
                 for name in frozen
             },
             "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
@@ -165,6 +173,49 @@ class RankWriter:
             },
         }
         return self._save(model_file(self.rank, manifest.stage), tree, builder)
+
+    def _masters(self, builder: TorchFileWriter, flat: FlatState, *, padded: bool) -> torch.Tensor:
+        """Add a flat buffer's masters, its padding zeroed; the tail cut where DeepSpeed cuts it."""
+        pieces: list[torch.Tensor | ChunkedSource | int] = []
+        reached = 0
+        for fragment in flat.fragments:
+            stop = fragment.offset + fragment.stop - fragment.start
+            pieces += [
+                fragment.offset - reached,
+                self.source_of(flat.master[fragment.offset : stop]),
+            ]
+            reached = stop
+        if padded:
+            pieces.append(flat.master.numel() - reached)
+        on_end = partial(self.on_read, flat.master)
+        return builder.add(PiecewiseSource(pieces, flat.master.dtype, on_end=on_end))
+
+    def _lean_states(self, builder: TorchFileWriter, flat: FlatState) -> dict[str, dict[str, Any]]:
+        """Add a flat buffer's states: one storage for each key, a view of it for each parameter."""
+        shards: dict[str, dict[str, Any]] = {f.name: {} for f in flat.fragments}
+        for key, values in flat.elementwise.items():
+            parts = (values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments)
+            runs = [self.source_of(part) for part in parts]
+            on_end = partial(self.on_read, values)
+            whole = builder.add(PiecewiseSource(runs, values.dtype, on_end=on_end))
+            at = 0
+            for fragment in flat.fragments:
+                numel = fragment.stop - fragment.start
+                shards[fragment.name][key] = whole[at : at + numel]
+                at += numel
+        for shard in shards.values():
+            shard.update(
+                (k, v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v)
+                for k, v in flat.scalars.items()
+            )
+        return shards
+
+    def _frozen(
+        self, builder: TorchFileWriter, piece: torch.Tensor, shape: torch.Size | None
+    ) -> torch.Tensor:
+        """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it."""
+        placed = builder.add(PiecewiseSource([self.source_of(piece)], piece.dtype))
+        return placed if shape is None else placed.view(shape)
 
     def client_objects(self, client: ClientPart) -> FileEntry:
         """Write what is no plain data: a pickle, itself as plain bytes."""
@@ -209,52 +260,6 @@ def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
 def _as_tensor(objects: Objects) -> torch.Tensor:
     """Pickle objects into plain bytes."""
     return torch.frombuffer(bytearray(pickle_objects(objects)[0]), dtype=torch.uint8)
-
-
-def _masters(
-    builder: TorchFileWriter, flat: FlatState, on_read: OnRead, *, padded: bool
-) -> torch.Tensor:
-    """Add a flat buffer's masters, its padding zeroed; the tail cut where DeepSpeed cuts it."""
-    pieces: list[torch.Tensor | int] = []
-    reached = 0
-    for fragment in flat.fragments:
-        stop = fragment.offset + fragment.stop - fragment.start
-        pieces += [fragment.offset - reached, flat.master[fragment.offset : stop]]
-        reached = stop
-    if padded:
-        pieces.append(flat.master.numel() - reached)
-    on_end = partial(on_read, flat.master)
-    return builder.add(PiecewiseSource(pieces, flat.master.dtype, on_end=on_end))
-
-
-def _lean_states(
-    builder: TorchFileWriter, flat: FlatState, on_read: OnRead
-) -> dict[str, dict[str, Any]]:
-    """Add a flat buffer's states: one storage for each key, a view of it for each parameter."""
-    shards: dict[str, dict[str, Any]] = {f.name: {} for f in flat.fragments}
-    for key, values in flat.elementwise.items():
-        runs = [values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments]
-        on_end = partial(on_read, values)
-        whole = builder.add(PiecewiseSource(runs, values.dtype, on_end=on_end))
-        at = 0
-        for fragment in flat.fragments:
-            numel = fragment.stop - fragment.start
-            shards[fragment.name][key] = whole[at : at + numel]
-            at += numel
-    for shard in shards.values():
-        shard.update(
-            (k, v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v)
-            for k, v in flat.scalars.items()
-        )
-    return shards
-
-
-def _frozen(
-    builder: TorchFileWriter, piece: torch.Tensor, shape: torch.Size | None
-) -> torch.Tensor:
-    """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it."""
-    placed = builder.add(PiecewiseSource([piece], piece.dtype))
-    return placed if shape is None else placed.view(shape)
 
 
 def _shapes(manifest: Manifest, names: tuple[str, ...]) -> OrderedDict[str, torch.Size]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.full_state.binding import FullState, bind, unbound
+from lightning_elastic_zero.formats.full_state.self_description import Members, describe_alone
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import (
     COMPARED_ELEMENTS,
@@ -74,6 +76,17 @@ class FullStateReader(CheckpointReader):
             unmatched=bound.unmatched,
         )
 
+    def bind_alone(self) -> None:
+        """Match the checkpoint with its own weights; positions where their shapes tell."""
+        members, why = self._members_alone()
+        self.bind(describe_alone(self._weights, members))
+        if why:
+            self.info = replace(self.info, unmatched=why)
+
+    def _members_alone(self) -> tuple[Members, str]:
+        """Return the members of the optimizer's groups, or none, and why."""
+        raise NotImplementedError
+
     def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Whether two tensors hold the same bits, compared a bounded part at a time."""
         if storage_location(one) == storage_location(other):
@@ -114,13 +127,17 @@ class FullStateReader(CheckpointReader):
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return buffers, and all that is neither weights nor optimizer state."""
         del rank, world_size
-        held = {name: self._weights[name] for name in self.manifest.module_buffers}
         return SharedState(
-            buffers=self._tensors.load_tree(held),
+            buffers=self.module_buffers(),
             client_state=self.load_client_state(),
             loss_scaler={},
             lr_scheduler=None,
         )
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the buffers."""
+        held = {name: self._weights[name] for name in self.manifest.module_buffers}
+        return self._tensors.load_tree(held)  # type: ignore[no-any-return]
 
     def load_client_state(self) -> dict[str, Any]:
         """Return all that is neither weights nor optimizer state."""

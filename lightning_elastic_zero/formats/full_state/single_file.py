@@ -13,10 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
 from lightning_elastic_zero.formats.full_state.binding import AVERAGING, CURRENT, FullState
 from lightning_elastic_zero.formats.full_state.reader import FullStateReader
+from lightning_elastic_zero.formats.full_state.self_description import Members, members_of
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import file_list_digest
@@ -83,6 +88,20 @@ class SingleFileReader(FullStateReader):
             kind = f"{KIND} with averaged weights (taken: the average)"
             self._full_state = replace(self._full_state, weights=self._average, kind=kind)
         self._take(self._full_state, live)
+
+    def _members_alone(self) -> tuple[Members, str]:
+        """Return the members of the optimizer's groups by names, or by shapes in order."""
+        optimizers = self._full_state.optimizers
+        if len(optimizers) != 1:
+            return (), f"it holds the states of {len(optimizers)} optimizers" if optimizers else ""
+        try:
+            return members_of(optimizers[0], self._full_state.weights), ""
+        except CheckpointMismatchError as error:
+            return (), str(error)
+
+    def trainer_entry(self, name: str) -> object:
+        """Return an entry at the top of Lightning's file."""
+        return self._full_state.trainer.get(name)
 
     def load_client_state(self) -> dict[str, Any]:
         """Return all that is neither weights nor optimizer state."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
@@ -19,10 +20,17 @@ _ASKED_FOR = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.[\w.]+)")
 """How torch's restricted unpickler names the class that it refuses."""
 
 
-def _allowed(policy: PicklePolicy) -> AbstractContextManager[Any]:
-    """Return a context in which torch's restricted unpickler takes the policy's names."""
+# What is allowed is the same for all threads of a process: one file is unpickled at a time, or a
+# thread that ends takes away what another one still needs.
+_allowing = threading.RLock()
+
+
+@contextmanager
+def _allowed(policy: PicklePolicy) -> Iterator[None]:
+    """Let torch's restricted unpickler take the policy's names, in here."""
     pairs: Any = [(found, name) for name, (found, _) in policy.names.items()]
-    return torch.serialization.safe_globals(pairs)
+    with _allowing, torch.serialization.safe_globals(pairs):
+        yield
 
 
 def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy) -> Any:  # noqa: ANN401

@@ -16,9 +16,16 @@ from lightning_elastic_zero.formats.torch_file.reading import (
     tensors_of,
     with_copies,
 )
-from lightning_elastic_zero.formats.torch_file.writing import PiecewiseSource, TorchFileWriter
+from lightning_elastic_zero.formats.torch_file.writing import (
+    ChunkedSource,
+    ElementSource,
+    PiecewiseSource,
+    TorchFileWriter,
+)
 
 __all__ = [
+    "ChunkedSource",
+    "ElementSource",
     "LegacyFile",
     "PiecewiseSource",
     "StoredRun",

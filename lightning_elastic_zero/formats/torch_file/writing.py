@@ -11,8 +11,9 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Protocol, cast
 
 import numpy as np
 import torch
@@ -32,8 +33,41 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _crc32_lock = threading.Lock()
 
 
+class ElementSource(Protocol):
+    """Elements that are written, in order."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of each."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+        ...
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield them as 1-D tensors on the host, in bounded parts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedSource:
+    """Elements that are fetched while they are written: read from another file, for one."""
+
+    numel: int
+    dtype: torch.dtype
+    fetch: Callable[[], Iterator[torch.Tensor]]
+    """Yields them in order, in bounded parts, of any floating-point type."""
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield them as 1-D tensors of the type that is written."""
+        for chunk in self.fetch():
+            yield chunk.to(dtype=self.dtype)
+
+
 class PiecewiseSource:
-    """Pieces one after the other: tensors on any device, and stretches of zeros.
+    """Pieces one after the other: tensors on any device, other sources, and stretches of zeros.
 
     Attributes:
         dtype: the type of each element; pieces of another type are cast.
@@ -42,7 +76,7 @@ class PiecewiseSource:
 
     def __init__(
         self,
-        pieces: Sequence[torch.Tensor | int],
+        pieces: Sequence[torch.Tensor | ChunkedSource | int],
         dtype: torch.dtype,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
@@ -57,12 +91,14 @@ class PiecewiseSource:
             ValueError: a tensor is not contiguous, or a number of zeros is negative.
         """
         for piece in pieces:
+            if isinstance(piece, ChunkedSource):
+                continue
             if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
                 text = piece if isinstance(piece, int) else (piece.shape, piece.stride())
                 msg = f"A piece is a contiguous tensor or a number of zeros; this one is {text}."
                 raise ValueError(msg)
         self.dtype = dtype
-        self.numel = sum(p if isinstance(p, int) else p.numel() for p in pieces)
+        self.numel = sum(map(_numel, pieces))
         self._pieces = pieces
         self._on_end = on_end
 
@@ -74,6 +110,9 @@ class PiecewiseSource:
                 zeros = torch.zeros(min(piece, numel), dtype=self.dtype)
                 for start in range(0, piece, numel):
                     yield zeros[: piece - start]
+            elif isinstance(piece, ChunkedSource):
+                for part in piece.chunks():
+                    yield part.to(dtype=self.dtype)
             else:
                 # A piece on the host is given as it is: the file copies it, not we.
                 flat = piece.detach().view(-1)
@@ -83,6 +122,12 @@ class PiecewiseSource:
         self._on_end()
 
 
+def _numel(piece: torch.Tensor | ChunkedSource | int) -> int:
+    if isinstance(piece, torch.Tensor):
+        return piece.numel()
+    return piece if isinstance(piece, int) else piece.numel
+
+
 class TorchFileWriter:
     """One file in the making: ``add`` each large tensor, put what it gives in a tree, ``write``."""
 
@@ -90,7 +135,7 @@ class TorchFileWriter:
         """Begin with no tensor."""
         self._feeds: list[_SourceBytes] = []
 
-    def add(self, source: PiecewiseSource) -> torch.Tensor:
+    def add(self, source: ElementSource) -> torch.Tensor:
         """Return a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
 
         All views of it share one storage in the file. It occupies addresses, not memory.
@@ -208,7 +253,7 @@ class _SubstitutingStream:
 class _SourceBytes:
     """The bytes of one source, in order, and the addresses that stand for them."""
 
-    def __init__(self, source: PiecewiseSource, placeholder: torch.Tensor) -> None:
+    def __init__(self, source: ElementSource, placeholder: torch.Tensor) -> None:
         self._placeholder = placeholder  # Held, so that no other memory gets these addresses.
         self._next = self.start = placeholder.data_ptr()
         self.stop = self.start + placeholder.nbytes
@@ -246,7 +291,7 @@ class _SourceBytes:
         raise ValueError(msg)
 
 
-def _bytes_of(source: PiecewiseSource) -> Iterator[memoryview]:
+def _bytes_of(source: ElementSource) -> Iterator[memoryview]:
     for chunk in source.chunks():
         if chunk.dtype != source.dtype or chunk.dim() != 1:
             msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."

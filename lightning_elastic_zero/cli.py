@@ -1,0 +1,312 @@
+"""The command ``lightning-elastic-zero``: a thin cover over ``lightning_elastic_zero.tools``.
+
+Exit codes: 0, done, or yes; 1, no (a checkpoint is damaged, two differ); 2, it could not be done,
+or was asked wrongly. What a verb needs is imported when it runs: torch alone takes a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_elastic_zero.errors import ElasticZeroError
+
+if TYPE_CHECKING:
+    from lightning_elastic_zero.tools.progress import ProgressLine
+    from lightning_elastic_zero.tools.verification import Verification
+
+YES, NO, FAILED = 0, 1, 2
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command line; return its exit code."""
+    parser = _parser()
+    given = parser.parse_args(None if args is None else list(args))
+    verb = given.verb
+    try:
+        return _RUN[verb](given[verb])
+    except ElasticZeroError as error:
+        print(f"lightning-elastic-zero {verb}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"lightning-elastic-zero {verb}: interrupted", file=sys.stderr)
+    except BrokenPipeError:  # `| head` has seen enough.
+        sys.stderr.close()
+    return FAILED
+
+
+def _version() -> str:
+    """Return the installed distribution's version, or one that marks a bare source tree."""
+    try:
+        return metadata.version("lightning-elastic-zero")
+    except metadata.PackageNotFoundError:
+        return "0.0.0+source"
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-elastic-zero",
+        description="Look into checkpoints of every kind that the library reads, prove them, "
+        "compare them, and take them elsewhere. No GPU and no process group is needed.",
+        version=_version(),
+        default_env=False,
+    )
+    verbs = parser.add_subcommands(dest="verb", required=True)
+    for name, (add, about) in _VERBS.items():
+        inner = ArgumentParser(description=about, default_env=False)
+        add(inner)
+        verbs.add_subcommand(name, inner, help=about)
+    return parser
+
+
+# -- inspect ---------------------------------------------------------------------------------------
+
+
+def _add_inspect(parser: ArgumentParser) -> None:
+    parser.add_argument("path", type=str, help="a checkpoint: a directory or a file")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+    parser.add_argument("--parameters", action="store_true", help="a row for each parameter")
+    parser.add_argument("--filter", type=str, default="*", help="parameters by name: '*.bias'")
+    parser.add_argument(
+        "--sort", choices=("model", "name", "size", "dtype"), default="model", help="their order"
+    )
+    parser.add_argument("--tree", type=int, default=0, help="modules as a tree, so many deep")
+    parser.add_argument("--files", action="store_true", help="a row for each file")
+
+
+def _inspect(args: Namespace) -> int:
+    from lightning_elastic_zero.tools import tables
+    from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+
+    report = inspect_checkpoint(args.path)
+    chosen = tables.select(report.parameters, args.filter, args.sort)
+    if args.json:
+        kept = {p.name for p in chosen}
+        plain = report.to_plain()
+        plain["parameters"] = [p for p in plain["parameters"] if p["name"] in kept]
+        print(json.dumps(plain, indent=1))
+        return YES
+    lines = [*tables.summary_lines(report), *tables.group_lines(report)]
+    if args.tree:
+        lines += tables.tree_lines(chosen, args.tree)
+    if args.parameters or args.filter != "*":
+        lines += tables.parameter_lines(chosen)
+    if args.files:
+        lines += tables.file_lines(report)
+    print("\n".join(lines))
+    return YES
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def _add_verify(parser: ArgumentParser) -> None:
+    parser.add_argument("paths", type=str, nargs="*", help="checkpoints", default=[])
+    parser.add_argument(
+        "--newest-sound", type=str, default="", help="print the newest sound one in this folder"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as processors")
+
+
+def _verify(args: Namespace) -> int:
+    from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
+
+    if bool(args.paths) == bool(args.newest_sound):
+        print("verify: give checkpoints, or --newest-sound FOLDER", file=sys.stderr)
+        return FAILED
+    if args.newest_sound:
+        with _progress("verifying") as line:
+            found = newest_sound_checkpoint(
+                args.newest_sound,
+                threads=args.threads,
+                on_bytes=line,
+                on_verified=lambda v: print(_verdict(v), file=sys.stderr),
+            )
+        if found is None:
+            return NO
+        print(found)
+        return YES
+    sound = True
+    for path in args.paths:
+        with _progress("verifying") as line:
+            verified = verify_checkpoint(path, threads=args.threads, on_bytes=line)
+        print(_verdict(verified), file=sys.stdout if verified.is_sound else sys.stderr)
+        sound = sound and verified.is_sound
+    return YES if sound else NO
+
+
+def _verdict(verified: Verification) -> str:
+    from lightning_elastic_zero.tools.progress import format_bytes
+
+    if verified.problem:
+        return f"{verified.path}: NOT SOUND: {verified.problem}"
+    rate = format_bytes(verified.bytes / max(verified.seconds, 1e-9))
+    masters = ", masters round to the weights beside them" if verified.compared_masters else ""
+    return (
+        f"{verified.path}: sound: {verified.kind} of step {verified.steps}, "
+        f"{format_bytes(verified.bytes)} verified at {rate}/s{masters}"
+    )
+
+
+def _progress(doing: str) -> ProgressLine:
+    from lightning_elastic_zero.tools.progress import ProgressLine
+
+    return ProgressLine(doing)
+
+
+# -- fingerprint -----------------------------------------------------------------------------------
+
+
+def _add_fingerprint(parser: ArgumentParser) -> None:
+    parser.add_argument("paths", type=str, nargs="+", help="checkpoints")
+    parser.add_argument("--tensors", action="store_true", help="the number of each tensor too")
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as processors")
+
+
+def _fingerprint(args: Namespace) -> int:
+    from lightning_elastic_zero.tools.fingerprint import (
+        fingerprint_checkpoint,
+        tensor_fingerprints,
+    )
+
+    for path in args.paths:
+        with _progress("reading") as line:
+            number = fingerprint_checkpoint(path, threads=args.threads, on_bytes=line)
+        print(f"{number}  {path}")
+        if args.tensors:
+            for (name, key), text in tensor_fingerprints(path).items():
+                print(f"  {text}  {name}{f': {key}' if key else ''}")
+    return YES
+
+
+# -- diff ------------------------------------------------------------------------------------------
+
+
+def _add_diff(parser: ArgumentParser) -> None:
+    parser.add_argument("first", type=str, help="a checkpoint")
+    parser.add_argument("second", type=str, help="another one")
+    parser.add_argument("--weights-only", action="store_true", help="nothing of the optimizer")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+
+
+def _diff(args: Namespace) -> int:
+    from dataclasses import asdict
+
+    from lightning_elastic_zero.tools.differences import diff_checkpoints
+
+    with _progress("comparing") as line:
+        found = diff_checkpoints(
+            args.first, args.second, weights_only=args.weights_only, on_bytes=line
+        )
+    if args.json:
+        print(json.dumps(asdict(found), indent=1))
+        return YES if found.is_same else NO
+    for side, names in ((args.first, found.only_in_first), (args.second, found.only_in_second)):
+        for name in names:
+            print(f"only in {side}: {name}")
+    for what, before, after in found.values:
+        print(f"{what}: {before} and {after}")
+    for t in found.tensors:
+        key = f": {t.key}" if t.key else ""
+        print(
+            f"{t.name}{key}: {t.differing} of {t.elements} elements differ, at most by "
+            f"{t.largest:.3g} (relative {t.largest_relative:.3g})"
+            f"{f'; {t.change}' if t.change else ''}"
+        )
+    print(f"{found.compared} tensors compared: {'the same' if found.is_same else 'not the same'}")
+    return YES if found.is_same else NO
+
+
+# -- convert ---------------------------------------------------------------------------------------
+
+# Named here too: what writes them imports torch.
+_TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "elastic", "adapter")
+
+
+def _add_convert(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=str, help="a checkpoint of any kind")
+    add("target", type=str, help="a path where nothing is yet")
+    add("--to", choices=_TARGETS, required=True, help="what is written")
+    add("--include", type=str, nargs="+", default=[], help="patterns of weights that are taken")
+    add("--exclude", type=str, nargs="+", default=[], help="patterns of those that are not")
+    add("--rename", type=str, nargs="+", default=[], help="beginnings of names: model.= old.=new.")
+    add("--buffers", type=str, nargs="+", default=[], help="patterns of tensors that are buffers")
+    add("--dtype", type=str, default="", help="fp32, bf16, fp16; else as they are stored")
+    add("--optimizer", choices=("auto", "yes", "no"), default="auto", help="its state too")
+    add("--max-shard-gb", type=float, default=5.0, help="largest file of safetensors")
+    add("--adapter-config", type=str, default="", help="PEFT's adapter_config.json")
+    add("--adapter-name", type=str, default="default", help="the adapter's name in the model")
+    add("--allow-pickle", action="store_true", help="read any Python object: that can run code")
+
+
+def _convert(args: Namespace) -> int:
+    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+    from lightning_elastic_zero.tools.progress import format_bytes
+
+    if wrong := [pair for pair in args.rename if "=" not in pair]:
+        print(f"convert: --rename takes OLD=NEW, not {wrong[0]}", file=sys.stderr)
+        return FAILED
+    options = ConvertOptions(
+        include=args.include,
+        exclude=args.exclude,
+        rename=dict(pair.split("=", 1) for pair in args.rename),
+        buffers=args.buffers,
+        dtype=args.dtype or None,
+        optimizer={"yes": True, "no": False}.get(args.optimizer),
+        max_shard_bytes=int(args.max_shard_gb * 1e9),
+        adapter_config=args.adapter_config or None,
+        adapter_name=args.adapter_name,
+        allow_pickle=args.allow_pickle,
+    )
+    with _progress("writing") as line:
+        done = convert_checkpoint(args.source, args.target, args.to, options, on_bytes=line)
+        rate = line.throughput()
+    print(f"{done.target}: {format_bytes(done.bytes)} of a {done.kind}, at {rate}")
+    if done.lacks:
+        print(f"the source did not hold {', '.join(done.lacks)}", file=sys.stderr)
+    return YES
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+def _add_plan(parser: ArgumentParser) -> None:
+    parser.add_argument("path", type=str, help="a checkpoint of any kind")
+    parser.add_argument("--devices", type=int, required=True, help="data-parallel ranks")
+    parser.add_argument("--stage", type=int, required=True, help="of ZeRO: 1, 2 or 3")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+
+
+def _plan(args: Namespace) -> int:
+    from dataclasses import asdict
+
+    from lightning_elastic_zero.tools.resume_plan import plan_resume
+    from lightning_elastic_zero.tools.tables import plan_lines
+
+    plan = plan_resume(args.path, args.devices, args.stage)
+    print(json.dumps(asdict(plan), indent=1) if args.json else "\n".join(plan_lines(plan)))
+    return YES if plan.is_possible else NO
+
+
+_VERBS = {
+    "inspect": (_add_inspect, "what a checkpoint is and holds"),
+    "verify": (_add_verify, "whether checkpoints are whole, every byte of them"),
+    "fingerprint": (_add_fingerprint, "a number that equal states share, however they are cut"),
+    "diff": (_add_diff, "what differs between two checkpoints"),
+    "convert": (_add_convert, "write a checkpoint as other software reads it"),
+    "plan": (_add_plan, "what a resume on so many devices would read and take"),
+}
+
+_RUN = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "fingerprint": _fingerprint,
+    "diff": _diff,
+    "convert": _convert,
+    "plan": _plan,
+}

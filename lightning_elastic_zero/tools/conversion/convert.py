@@ -1,0 +1,96 @@
+"""The conversion, from opening to publishing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from lightning_elastic_zero.storage import check_local_path, ignore_bytes
+from lightning_elastic_zero.tools.conversion import (
+    adapter_folder,
+    dcp_directory,
+    elastic_directory,
+    safetensors_folder,
+    torch_files,
+    universal_directory,
+)
+from lightning_elastic_zero.tools.conversion.selection import ConvertOptions
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
+from lightning_elastic_zero.tools.progress import OnBytes
+
+Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, OnBytes], None]
+
+TARGETS: dict[str, Write] = {
+    "fp32": torch_files.write_fp32,
+    "bf16": torch_files.write_bf16,
+    "safetensors": safetensors_folder.write,
+    "lightning": torch_files.write_lightning,
+    "universal": universal_directory.write,
+    "dcp": dcp_directory.write,
+    "elastic": elastic_directory.write,
+    "adapter": adapter_folder.write,
+}
+"""What a checkpoint can be converted to, and what writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What ``convert_checkpoint`` did."""
+
+    target: str
+    """Where the result is."""
+    kind: str
+    """What the source was."""
+    bytes: int
+    """That were written."""
+    lacks: tuple[str, ...]
+    """What a run has and the source did not hold."""
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    options: ConvertOptions | None = None,
+    *,
+    on_bytes: OnBytes = ignore_bytes,
+) -> Conversion:
+    """Write a checkpoint of any kind as something else, whole or not at all.
+
+    - ``fp32``, ``bf16``: one file of ``torch.save``, names and tensors, tied names and buffers too;
+    - ``safetensors``: a folder as transformers reads it, one file or shards with an index;
+    - ``lightning``: a file for ``MyModel.load_from_checkpoint``, with its hyperparameters;
+    - ``universal``: a Universal Checkpoint, which DeepSpeed itself loads;
+    - ``dcp``: a directory of ``torch.distributed.checkpoint``, with ``model`` and ``optimizer``;
+    - ``elastic``: this library's own format;
+    - ``adapter``: PEFT's folder of an adapter.
+
+    Args:
+        source: a checkpoint's directory, or file.
+        target: a path where nothing is yet.
+        to: one of these.
+        options: what is taken, under which names, in which type.
+        on_bytes: told of the bytes that were written.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointCorruptedError: bytes are not those that were written.
+        CheckpointMismatchError: it lacks what the target needs.
+        UnsupportedError: the target cannot hold what it holds.
+        SaveError: something is at the target, or it could not be written.
+    """
+    options, written = options or ConvertOptions(), 0
+
+    def count(size_bytes: int) -> None:
+        nonlocal written
+        written += size_bytes
+        on_bytes(size_bytes)
+
+    with opened(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
+        TARGETS[to](checkpoint, check_local_path(target), options, count)
+        info = checkpoint.reader.info
+        return Conversion(str(target), info.kind, written, info.lacks)

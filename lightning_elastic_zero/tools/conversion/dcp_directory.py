@@ -1,0 +1,85 @@
+"""A directory of ``torch.distributed.checkpoint``, as FSDP2 code loads it.
+
+``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``: what
+``torch.distributed.checkpoint.state_dict.get_state_dict`` gives, by the model's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.storage import as_save_error
+from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tools.conversion.selection import (
+    ConvertOptions,
+    check_optimizer,
+    chosen_weights,
+)
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
+from lightning_elastic_zero.tools.progress import OnBytes
+
+
+def write(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write the directory; with the optimizer's state where there is some."""
+    # Imported here, as that takes a second.
+    from lightning_elastic_zero.formats.dcp.writer import (  # noqa: PLC0415
+        RowsSource,
+        write_directory,
+    )
+
+    def rows(
+        path: tuple[str | int, ...], entry: TensorEntry, dtype: torch.dtype | None = None
+    ) -> RowsSource:
+        stored = dtype or checkpoint.dtype(entry)
+        if entry.role == "buffer":
+            flat = checkpoint.buffers[entry.name].reshape(-1)
+            return RowsSource(path, entry.shape, stored, lambda a, b: flat[a:b])
+        return RowsSource(
+            path,
+            entry.shape,
+            stored,
+            lambda a, b: checkpoint.elements(entry, a, b).to(stored),
+        )
+
+    tensors = [
+        rows(("model", name), entry, source.dtype)
+        for entry, source in chosen_weights(checkpoint, options)
+        for name in (entry.name, *checkpoint.aliases(entry))
+    ]
+    objects: dict[tuple[str | int, ...], Any] = {}
+    if options.optimizer or (options.optimizer is None and not checkpoint.manifest.weights_only):
+        check_optimizer(checkpoint)
+        tensors += [
+            rows(("optimizer", "state", entry.name, entry.key), entry)
+            for entry in checkpoint.states()
+        ]
+        for path, number in _numbers(checkpoint):
+            flat = number.reshape(-1)
+            tensors.append(RowsSource(path, (), flat.dtype, lambda a, b, flat=flat: flat[a:b]))  # type: ignore[misc]
+        objects = dict(_groups(checkpoint))
+    with staged_export(target) as export, as_save_error(target):
+        write_directory(export.path, tensors, objects, on_bytes)
+        export.publish()
+
+
+def _numbers(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
+    """Yield scalar states as torch's optimizers have them: a counter is a fp32 tensor."""
+    for parameter in checkpoint.manifest.optimized:
+        for key, value in checkpoint.scalars(parameter.name).items():
+            if value is not None:
+                number = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                yield ("optimizer", "state", parameter.name, key), number
+
+
+def _groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    for index, group in enumerate(checkpoint.manifest.groups):
+        at = ("optimizer", "param_groups", index)
+        yield (*at, "params"), list(group.names)
+        for key, value in group.hyperparameters.items():
+            yield (*at, key), value

@@ -1,0 +1,116 @@
+"""What of a checkpoint is converted: options, and the tensors that they choose."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.formats.torch_file import ChunkedSource
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What weights can be cast to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What is converted, and how."""
+
+    include: Sequence[str] = ()
+    """Patterns (``model.*``) of the weights and buffers that are taken; none: all."""
+    exclude: Sequence[str] = ()
+    """Patterns of those that are not."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names, and what they are to be: ``{"model.": ""}``. Patterns see new names."""
+    dtype: str | None = None
+    """One of ``DTYPES``, for weights; None: as they are stored, which for what was trained is fp32.
+    Buffers keep their type."""
+    optimizer: bool | None = None
+    """Whether the optimizer's state is converted too; None: where the target is there to resume."""
+    max_shard_bytes: int = 5_000_000_000
+    """The largest file of weights that is written, where they can be cut in several."""
+    allow_pickle: bool = False
+    """Read objects of any class from the trainer's state; that can run code."""
+    buffers: Sequence[str] = ()
+    """Patterns of the tensors that are buffers, where a source of whole tensors does not tell them
+    from frozen weights, and a target does; whole numbers always are."""
+    adapter_config: str | None = None
+    """PEFT's ``adapter_config.json``, which no checkpoint holds."""
+    adapter_name: str = "default"
+    """The adapter's name in the model."""
+
+    def __post_init__(self) -> None:
+        """Refuse a type that is not known."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            msg = f"weights are written as {', '.join(DTYPES)}, not as {self.dtype!r}"
+            raise UnsupportedError(msg)
+
+    def takes(self, name: str) -> bool:
+        """Whether a tensor is taken."""
+        included = not self.include or any(fnmatch.fnmatchcase(name, p) for p in self.include)
+        return included and not any(fnmatch.fnmatchcase(name, p) for p in self.exclude)
+
+    def check_whole(self, target: str) -> None:
+        """Refuse to leave something out of what is there to resume from.
+
+        Raises:
+            UnsupportedError: something would be.
+        """
+        if self.include or self.exclude or self.dtype:
+            msg = (
+                f"{target} is there to resume a run from, and so holds all of it, as it is: leave "
+                "out include, exclude and dtype, or write weights (safetensors, fp32)"
+            )
+            raise UnsupportedError(msg)
+
+
+def chosen_weights(
+    checkpoint: OpenCheckpoint, options: ConvertOptions, dtype: torch.dtype | None = None
+) -> Iterator[tuple[TensorEntry, ChunkedSource]]:
+    """Yield the weights and buffers that are taken, each with what fetches it.
+
+    Args:
+        checkpoint: from where.
+        options: which.
+        dtype: to which floating-point weights are cast; None: to none.
+
+    Raises:
+        CheckpointMismatchError: none is taken.
+    """
+    dtype = dtype or (None if options.dtype is None else DTYPES[options.dtype])
+    taken = False
+    for entry in checkpoint.weights():
+        if options.takes(entry.name):
+            taken = True
+            yield entry, source_of(checkpoint, entry, dtype)
+    if not taken:
+        msg = f"{checkpoint.path}: the patterns take none of its weights"
+        raise CheckpointMismatchError(msg)
+
+
+def source_of(
+    checkpoint: OpenCheckpoint, entry: TensorEntry, dtype: torch.dtype | None = None
+) -> ChunkedSource:
+    """Return what fetches a tensor's elements; weights of floating-point types are cast."""
+    stored = checkpoint.dtype(entry)
+    cast = dtype if dtype and stored.is_floating_point and entry.role != "buffer" else stored
+    return ChunkedSource(entry.numel, cast, lambda: checkpoint.chunks(entry))
+
+
+def check_optimizer(checkpoint: OpenCheckpoint) -> None:
+    """Refuse to convert an optimizer's state that is not there, or not known whose it is.
+
+    Raises:
+        CheckpointMismatchError: it is so.
+    """
+    info, manifest = checkpoint.reader.info, checkpoint.manifest
+    why = info.unmatched or info.mixed
+    if not why and (manifest.weights_only or not manifest.groups):
+        why = "it holds none"
+    if why:
+        msg = f"{checkpoint.path}: its optimizer's state cannot be converted: {why}"
+        raise CheckpointMismatchError(msg)

@@ -1,0 +1,214 @@
+"""``diff``: what differs between two checkpoints of any kinds."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_elastic_zero.formats import WEIGHT
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.storage import ignore_bytes
+from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, dtype_name
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, opened
+from lightning_elastic_zero.tools.progress import OnBytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How a tensor that both have differs."""
+
+    name: str
+    key: str
+    """The optimizer state's; empty for weights and buffers."""
+    differing: int
+    """Elements whose values differ; NaN is like NaN."""
+    elements: int
+    largest: float
+    """The largest absolute difference; infinite or NaN where one side is."""
+    largest_relative: float
+    """The largest difference, divided by the larger of both values."""
+    change: str = ""
+    """Another shape or type, in words; with another shape no elements are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDifferences:
+    """What ``diff_checkpoints`` found."""
+
+    only_in_first: tuple[str, ...]
+    """Parameters, buffers and states (``name: key``)."""
+    only_in_second: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    """Those that differ."""
+    values: tuple[tuple[str, str, str], ...]
+    """Hyperparameters, scalar states, counters: what, and both values."""
+    compared: int
+    """Tensors that both have."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_in_first or self.only_in_second or self.tensors or self.values)
+
+
+def diff_checkpoints(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    weights_only: bool = False,
+    on_bytes: OnBytes = ignore_bytes,
+) -> CheckpointDifferences:
+    """Compare two checkpoints of any kinds, saved on any numbers of devices.
+
+    Args:
+        first: the one.
+        second: the other.
+        weights_only: compare weights and buffers, and nothing of the optimizer.
+        on_bytes: told of what is read.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at one of the paths.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointCorruptedError: one is damaged.
+        UnsupportedError: one is of a run that cannot be resumed.
+    """
+    with opened(first, on_bytes=on_bytes) as one, opened(second, on_bytes=on_bytes) as other:
+        mine, its = (
+            _entries(one, weights_only=weights_only),
+            _entries(other, weights_only=weights_only),
+        )
+        both = [at for at in mine if at in its]
+        compared = [_compare(one, mine[at], other, its[at]) for at in both]
+        return CheckpointDifferences(
+            tuple(_title(*at) for at in mine if at not in its),
+            tuple(_title(*at) for at in its if at not in mine),
+            tuple(found for found in compared if found.differing or found.change),
+            tuple(_values(one, other, weights_only=weights_only)),
+            len(both),
+        )
+
+
+def _entries(
+    checkpoint: OpenCheckpoint, *, weights_only: bool
+) -> dict[tuple[str, str], TensorEntry]:
+    found = {(e.name, WEIGHT): e for e in checkpoint.weights()}
+    if not weights_only:
+        found |= {(e.name, e.key): e for e in checkpoint.states()}
+    return found
+
+
+def _title(name: str, key: str) -> str:
+    return f"{name}: {key}" if key else name
+
+
+def _compare(
+    one: OpenCheckpoint, mine: TensorEntry, other: OpenCheckpoint, its: TensorEntry
+) -> TensorDifference:
+    types = one.dtype(mine), other.dtype(its)
+    changes = [
+        f"{what} {before} and {after}"
+        for what, before, after in (
+            ("shapes", mine.shape, its.shape),
+            ("types", *map(dtype_name, types)),
+        )
+        if before != after
+    ]
+    result = TensorDifference(mine.name, mine.key, 0, mine.numel, 0.0, 0.0, "; ".join(changes))
+    if mine.shape != its.shape:
+        return result
+    differing, largest, relative = 0, 0.0, 0.0
+    for a, b in zip(one.chunks(mine), other.chunks(its), strict=True):
+        count, absolute, ratio = compare_values(a, b)
+        differing += count
+        largest, relative = _larger(largest, absolute), _larger(relative, ratio)
+    return TensorDifference(
+        mine.name, mine.key, differing, mine.numel, largest, relative, result.change
+    )
+
+
+def _larger(one: float, other: float) -> float:
+    """Return the larger one; NaN is the largest."""
+    return one if math.isnan(one) or one >= other else other
+
+
+def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
+    """Return how many elements differ, and by how much at most: absolutely, and relatively.
+
+    NaN is like NaN, -0.0 like 0.0; what is NaN or infinite on one side only differs by that much.
+    """
+    if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return 0, 0.0, 0.0
+    a, b = (t.abs() if t.is_complex() else t for t in (one, other))
+    a, b = a.double(), b.double()
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    count = int(differ.sum())
+    if not count:
+        return 0, 0.0, 0.0
+    a, b = a[differ], b[differ]
+    distance = (a - b).abs()
+    relative = distance / torch.maximum(a.abs(), b.abs())
+    return count, float(distance.max()), float(relative.max())
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _values(
+    one: OpenCheckpoint, other: OpenCheckpoint, *, weights_only: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what differs that is no tensor."""
+    yield from _differing(*_known_to_both(_counters(one), _counters(other)))
+    if weights_only:
+        return
+    if one.reader.info.hyperparameters and other.reader.info.hyperparameters:
+        yield from _differing(_hyperparameters(one.manifest), _hyperparameters(other.manifest))
+    both = [p.name for p in one.manifest.optimized if p.name in other.parameters]
+    scalars = [
+        {f"{name}: {key}": _shown(v) for name in both for key, v in side.scalars(name).items()}
+        for side in (one, other)
+        if side.manifest.optimized
+    ]
+    if len(scalars) == 2:  # noqa: PLR2004 (both sides)
+        yield from _differing(*scalars)
+
+
+def _counters(checkpoint: OpenCheckpoint) -> dict[str, str]:
+    """Return what a checkpoint says of how far its run was; some kinds say nothing."""
+    progress = checkpoint.manifest.progress
+    steps = {"steps": str(progress.global_steps)} if checkpoint.reader.info.progress else {}
+    batch = progress.global_batch_size
+    return {**steps, **({} if batch is None else {"global batch": str(batch)})}
+
+
+def _known_to_both(
+    one: Mapping[str, str], other: Mapping[str, str]
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    return {k: v for k, v in one.items() if k in other}, {
+        k: v for k, v in other.items() if k in one
+    }
+
+
+def _hyperparameters(manifest: Manifest) -> dict[str, str]:
+    """Return each group's, by the first of its members: groups have no other names."""
+    return {
+        f"group {index} ({group.names[0] if group.names else 'empty'}): {name}": canonical_repr(v)
+        for index, group in enumerate(manifest.groups)
+        for name, v in group.hyperparameters.items()
+    }
+
+
+def _shown(value: Scalar) -> str:
+    found = value.item() if isinstance(value, torch.Tensor) else value
+    return str(float(found)) if isinstance(found, int) else str(found)
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    absent = "absent"
+    for what in dict.fromkeys((*one, *other)):
+        values = one.get(what, absent), other.get(what, absent)
+        if values[0] != values[1]:
+            yield (what, *values)

@@ -1,0 +1,139 @@
+"""``plan``: what a resume on so many devices would read and take, before asking for machines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
+from lightning_elastic_zero.partition import piece_numel
+from lightning_elastic_zero.tools.inspection import CheckpointReport, device_counts, report_of
+from lightning_elastic_zero.tools.opened import opened
+
+STAGE_GRADIENTS = 2
+"""The ZeRO stage from which on gradients are partitioned too."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice:
+    """A way to take the same global batch."""
+
+    micro_batch: int
+    """Samples of a device at a time."""
+    accumulation: int
+    """Of those, for an optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """What ``plan_resume`` found."""
+
+    path: str
+    devices: int
+    stage: int
+    read_bytes_per_rank: int
+    """Of the rank that reads most: its part of masters, states and frozen weights."""
+    read_bytes: int
+    """Of all ranks together, without what checksums need around runs (a twentieth at most)."""
+    state_bytes_per_rank: int
+    """Masters and optimizer states, on the device or offloaded."""
+    weight_bytes_per_rank: int
+    """Low-precision weights, between steps."""
+    gradient_bytes_per_rank: int
+    """Of the trained weights in their low-precision type, partitioned from ZeRO-2 on."""
+    global_batch_size: int | None
+    batches: tuple[BatchChoice, ...]
+    """For the same global batch, the largest micro-batch first; empty where nothing says it."""
+    obstacles: tuple[str, ...]
+    """What stands in the way."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether nothing stands in the way."""
+        return not self.obstacles
+
+
+def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> ResumePlan:
+    """Say what a resume on so many devices, at a ZeRO stage, would read and take.
+
+    Args:
+        path: a checkpoint of any kind.
+        devices: the data-parallel ranks that are to resume.
+        stage: 1, 2 or 3.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointCorruptedError: a checkpoint is there that is not whole.
+        UnsupportedError: no run has that stage, or so few devices.
+    """
+    if stage not in STAGES or devices < 1:
+        msg = f"a run has at least one device, and ZeRO 1, 2 or 3: not {devices} and {stage}"
+        raise UnsupportedError(msg)
+    with opened(path) as checkpoint:
+        report = report_of(checkpoint)
+    states, weights, frozen, trained = _bytes_of_a_rank(report, devices, stage)
+    whole = sum(p.size_bytes for p in report.parameters)
+    frozen_once = sum(p.weight_bytes for p in report.parameters if p.group is None)
+    copies = devices - 1 if stage != STAGE_WEIGHTS else 0
+    batch = report.global_batch_size
+    return ResumePlan(
+        path=report.path,
+        devices=devices,
+        stage=stage,
+        read_bytes_per_rank=states + frozen,
+        read_bytes=whole + copies * frozen_once,
+        state_bytes_per_rank=states,
+        weight_bytes_per_rank=weights,
+        gradient_bytes_per_rank=trained,
+        global_batch_size=batch,
+        batches=tuple(_choices(batch, devices)),
+        obstacles=tuple(_obstacles(report, devices)),
+    )
+
+
+def _bytes_of_a_rank(
+    report: CheckpointReport, devices: int, stage: int
+) -> tuple[int, int, int, int]:
+    """Return a rank's bytes of masters and states, of weights, of frozen weights, of gradients."""
+    states = weights = frozen = trained = 0
+    for p in report.parameters:
+        itemsize = getattr(torch, p.dtype).itemsize
+        piece = piece_numel(p.elements, devices)
+        weights += itemsize * (piece if stage == STAGE_WEIGHTS else p.elements)
+        if p.group is None:
+            share = piece if stage == STAGE_WEIGHTS else p.elements
+            frozen += share * (p.weight_bytes // max(p.elements, 1))
+        else:
+            trained += itemsize * (piece if stage >= STAGE_GRADIENTS else p.elements)
+    for index, group in enumerate(report.groups):
+        members = [p for p in report.parameters if p.group == index]
+        each = next((p.size_bytes // p.elements for p in members if p.elements), 0)
+        pieces = [piece_numel(p.elements, devices) for p in members]
+        numel = sum(pieces) if stage == STAGE_WEIGHTS else piece_numel(group.elements, devices)
+        states += each * numel
+    return states, weights, frozen, trained
+
+
+def _choices(batch: int | None, devices: int) -> list[BatchChoice]:
+    if not batch or batch % devices:
+        return []
+    each = batch // devices
+    return [BatchChoice(m, each // m) for m in range(each, 0, -1) if each % m == 0]
+
+
+def _obstacles(report: CheckpointReport, devices: int) -> list[str]:
+    found = list(report.doubts)
+    batch = report.global_batch_size
+    if batch and batch % devices:
+        counts = [n for n in device_counts(batch) if n <= 2 * devices]
+        found.append(
+            f"{devices} devices cannot share a global batch of {batch} samples evenly: "
+            f"{', '.join(map(str, counts))} can, or allow_uneven_batches"
+        )
+    if missing := [file.name for file in report.files if file.size_bytes is None]:
+        found.append(f"files are missing: {', '.join(missing)}")
+    return found

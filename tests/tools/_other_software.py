@@ -1,0 +1,233 @@
+"""What other software makes of our conversions: each function is run by one rank."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
+from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from tests.tools._checkpoints import WholeState, write_elastic
+
+
+def trained(model: nn.Module, steps: int = 2) -> torch.optim.AdamW:
+    """Give a model's trainable parameters states, as training would."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(steps):
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.randn_like(p)
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def state_of(model: nn.Module, prefix: str = "") -> WholeState:
+    """Train a model, and return what a checkpoint of it holds."""
+    optimizer = trained(model)
+    named = {f"{prefix}{n}": p for n, p in model.named_parameters()}
+    own = {n: p for n, p in named.items() if p.requires_grad}
+    states = {n: optimizer.state[p] for n, p in own.items()}
+    fields = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    return WholeState(
+        masters={n: p.detach().clone() for n, p in own.items()},
+        states={n: {k: s[k] for k in ("exp_avg", "exp_avg_sq")} for n, s in states.items()},
+        frozen={n: p.detach().clone() for n, p in named.items() if n not in own},
+        buffers={
+            f"{prefix}{n}": b for n, b in model.named_buffers() if f"{n}" in model.state_dict()
+        },
+        step=2.0,
+        groups=(tuple(own),),
+        rates=(1e-3,),
+        hyperparameters=fields,
+    )
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Fail unless tensors of the same names are the same."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def tiny_llama(seed: int) -> Any:  # noqa: ANN401 (of transformers)
+    """Make a small model of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def with_transformers(folder: str) -> None:
+    """Shards and their index are what ``from_pretrained`` reads, without Lightning's prefix."""
+    from transformers import LlamaForCausalLM
+
+    model = tiny_llama(0)
+    source = write_elastic(Path(folder, "a.ckpt"), state_of(model, "model."), 3, 2)
+    target = Path(folder, "hub")
+    options = ConvertOptions(rename={"model.": ""}, max_shard_bytes=8000)
+    convert_checkpoint(source, target, "safetensors", options)
+    assert (target / "model.safetensors.index.json").is_file()
+    model.config.save_pretrained(target)
+    found = LlamaForCausalLM.from_pretrained(target)
+    assert_same(found.state_dict(), model.state_dict())
+
+
+def with_peft(folder: str) -> None:
+    """The adapter's folder is what ``PeftModel.from_pretrained`` reads; outputs are the same."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(
+        r=4, lora_alpha=7, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]
+    )
+    model = get_peft_model(tiny_llama(1), config)
+    source = write_elastic(Path(folder, "a.ckpt"), state_of(model, "model."), 2, 3)
+    model.peft_config["default"].save_pretrained(str(Path(folder, "config")))
+    target = Path(folder, "adapter")
+    options = ConvertOptions(adapter_config=str(Path(folder, "config")))
+    convert_checkpoint(source, target, "adapter", options)
+    names = {path.name for path in target.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    found = PeftModel.from_pretrained(tiny_llama(1), target)
+    assert_same(found.state_dict(), model.state_dict())
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(found.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def small_model(seed: int) -> nn.Module:
+    """Make a model with a buffer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def with_fsdp2(folder: str) -> None:
+    """The directory is what code with FSDP2 loads: model, optimizer's state and hyperparameters."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    state = state_of(small_model(0))
+    source = write_elastic(Path(folder, "a.ckpt"), state, 1, 3)
+    convert_checkpoint(source, Path(folder, "dcp"), "dcp")
+    model = small_model(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+    weights, states = get_state_dict(model, optimizer)
+    tree: dict[str, Any] = {"model": weights, "optimizer": states}
+    load(tree, checkpoint_id=Path(folder, "dcp"))
+    set_state_dict(
+        model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"]
+    )
+    found: dict[str, Any] = dict(weights)
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    assert_same(full, {**state.masters, **state.buffers})
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    for name, parameter in model.named_parameters():
+        held = optimizer.state[parameter]
+        assert float(held["step"]) == 2.0
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(held[key].full_tensor(), state.states[name][key])
+
+
+def with_lightning(folder: str) -> None:
+    """The file is what ``load_from_checkpoint`` takes, its optimizer state what torch's does."""
+    import lightning.pytorch as pl
+
+    class Model(pl.LightningModule):
+        def __init__(self, width: int, rate: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width))
+
+    model = Model(6, 0.25)
+    state = state_of(model)
+    state.client = {
+        "epoch": 1,
+        "pytorch-lightning_version": metadata.version("lightning"),
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"width": 6, "rate": 0.25},
+        "loops": {"unknown": 1},
+    }
+    source = write_elastic(Path(folder, "a.ckpt"), state, 3, 2)
+    convert_checkpoint(source, Path(folder, "weights.ckpt"), "lightning")
+    found = Model.load_from_checkpoint(Path(folder, "weights.ckpt"))
+    assert found.hparams == {"width": 6, "rate": 0.25}
+    assert_same(found.state_dict(), model.state_dict())
+    options = ConvertOptions(optimizer=True)
+    convert_checkpoint(source, Path(folder, "whole.ckpt"), "lightning", options)
+    tree = torch.load(Path(folder, "whole.ckpt"), weights_only=True)
+    optimizer = torch.optim.AdamW(found.parameters(), lr=1.0)
+    optimizer.load_state_dict(tree["optimizer_states"][0])
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    for name, parameter in found.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])
+
+
+def _with_deepspeed(folder: str, zero: str) -> None:
+    import deepspeed
+
+    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.engine.live_state import LiveEngine
+    from tests.engine._model import group_members
+    from tests.engine._oracle import dump
+    from tests.engine._setup import Setup, engine_of, make_optimizer, train
+
+    setup = Setup(1, zero, "bf16", grouping="one")
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 3)
+        save_checkpoint(engine, Path(folder, "a.ckpt"), {"epoch": 3})
+        wanted = dump(engine, setup)
+        live = LiveEngine(engine)
+        held = live.rank_state(exclude_frozen=False, keep_module_weights=False)
+        number = live_fingerprint(live.describe(), held, OneRank())
+    assert number == fingerprint_checkpoint(Path(folder, "a.ckpt"))
+    convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
+    assert number == fingerprint_checkpoint(Path(folder, "universal"))
+    model = setup.model(7)
+    optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
+    config = {**setup.config(), "checkpoint": {"load_universal": True}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    _, client = engine.load_checkpoint(str(Path(folder, "universal")))
+    assert client["epoch"] == 3
+    assert engine.global_steps == 3
+    found = dump(engine, setup)
+    engine.destroy()
+    assert wanted is not None
+    assert found is not None
+    kinds = ("master/", "exp_avg/", "exp_avg_sq/")
+    tensors = {name: t for name, t in wanted.items() if name.startswith(kinds)}
+    assert len(tensors) == 27
+    assert_same({name: found[name] for name in tensors}, tensors)
+    steps = {n: v for n, v in wanted.items() if n.startswith("scalar/step")}
+    assert {n: found[n] for n in steps} == steps
+    rates = [p["lr"] for p in optimizer.param_groups]
+    assert rates == [1e-3]
+
+
+def with_deepspeed_2(folder: str) -> None:
+    """DeepSpeed's own loader of Universal Checkpoints takes it at ZeRO-2."""
+    _with_deepspeed(folder, "2")
+
+
+def with_deepspeed_3(folder: str) -> None:
+    """And at ZeRO-3."""
+    _with_deepspeed(folder, "3")

@@ -1,0 +1,25 @@
+"""What the tests of the tools share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.cli import main
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return what runs a command line; it gives the exit code, and what was printed to both."""
+
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        try:
+            code = main([str(arg) for arg in args])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call

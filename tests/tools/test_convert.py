@@ -1,0 +1,296 @@
+"""Checkpoints taken elsewhere: each result is what other software reads, and holds the state."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from lightning_elastic_zero import (
+    CheckpointCorruptedError,
+    CheckpointMismatchError,
+    SaveError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
+from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion.adapter_folder import adapter_key
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.verification import verify_checkpoint
+from tests.core._checkpoints import names_in
+from tests.engine._worker_pool import Pools
+from tests.foreign._fixtures import unpack
+from tests.timeouts import HANG_TIMEOUT_S
+from tests.tools import _other_software
+from tests.tools._checkpoints import WholeState, make_state, write_elastic
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def weights_of(state: WholeState) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers of a state, by name."""
+    return {**state.masters, **state.frozen, **state.buffers}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Fail unless names, types, shapes and bits are the same."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [
+        (2, 3),
+        pytest.param(1, 1, marks=pytest.mark.long),
+        pytest.param(3, 4, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("to", ["elastic", "universal", "dcp", "lightning"])
+def test_the_state_stays_what_it_was(to: str, stage: int, world_size: int, tmp_path: Path) -> None:
+    """Whatever holds a whole state has its fingerprint, after two conversions too, and is sound."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state(), stage, world_size)
+    wanted = fingerprint_checkpoint(source)
+    there, back = tmp_path / "there.ckpt", tmp_path / "back.ckpt"
+    convert_checkpoint(source, there, to, ConvertOptions(optimizer=True))
+    assert fingerprint_checkpoint(there) == wanted
+    assert verify_checkpoint(there).is_sound
+    convert_checkpoint(there, back, "elastic", ConvertOptions(buffers=["mean"]))
+    assert fingerprint_checkpoint(back) == wanted
+    assert verify_checkpoint(back).is_sound
+
+
+@pytest.mark.parametrize(
+    "name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.16", "momentum", "stale3", "universal3"]
+)
+def test_what_other_software_wrote(name: str, tmp_path: Path) -> None:
+    """Their checkpoints become ours with the same state."""
+    source = unpack(name, tmp_path / "unpacked").checkpoint
+    convert_checkpoint(source, tmp_path / "own.ckpt", "elastic")
+    assert fingerprint_checkpoint(tmp_path / "own.ckpt") == fingerprint_checkpoint(source)
+    assert verify_checkpoint(tmp_path / "own.ckpt").is_sound
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16"])
+def test_one_file_of_weights(to: str, tmp_path: Path) -> None:
+    """Names and tensors; tied names share memory; buffers keep their types."""
+    fixture = unpack("zero3-ds0.19", tmp_path / "unpacked")
+    convert_checkpoint(fixture.checkpoint, tmp_path / "w.pt", to)
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[to]
+    truth = fixture.truth()
+    held = {k.split("/", 1)[1]: v for k, v in truth.items() if k.startswith(("master/", "frozen/"))}
+    buffers = {k.split("/", 2)[2]: v for k, v in truth.items() if k.startswith("buffer/0/")}
+    wanted = {**{n: t.to(dtype) for n, t in held.items()}, **buffers}
+    wanted["head.weight"] = wanted["embedding.weight"]
+    assert_same(found, wanted)
+    tied = found["head.weight"], found["embedding.weight"]
+    assert tied[0].data_ptr() == tied[1].data_ptr()
+    assert names_in(tmp_path) == ["unpacked", "w.pt"]
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    """One file, or shards and an index, with every bit; the optimizer's state beside it."""
+    state = make_state()
+    source = write_elastic(tmp_path / "a.ckpt", state, 3, 3)
+    convert_checkpoint(source, tmp_path / "one", "safetensors")
+    assert names_in(tmp_path / "one") == ["model.safetensors"]
+    assert_same(load_file(tmp_path / "one" / "model.safetensors"), weights_of(state))
+    options = ConvertOptions(max_shard_bytes=400, optimizer=True)
+    convert_checkpoint(source, tmp_path / "many", "safetensors", options)
+    for stem in ("model", "optimizer"):
+        index = json.loads((tmp_path / "many" / f"{stem}.safetensors.index.json").read_text())
+        files = set(index["weight_map"].values())
+        assert len(files) > 1
+        found = {n: t for f in files for n, t in load_file(tmp_path / "many" / f).items()}
+        assert found.keys() == index["weight_map"].keys()
+        if stem == "model":
+            assert_same(found, weights_of(state))
+    assert_same(
+        {n: t for n, t in found.items() if not n.endswith(".step")},
+        {f"state.{n}.{k}": t for n, its in state.states.items() for k, t in its.items()},
+    )
+    assert float(found["state.scale.step"]) == 3.0
+    groups = json.loads((tmp_path / "many" / "optimizer.json").read_text())["param_groups"]
+    assert [g["lr"] for g in groups] == [1e-3, 5e-4]
+    assert [tuple(g["params"]) for g in groups] == list(state.groups)
+
+
+def test_what_is_chosen(tmp_path: Path, run: Run) -> None:
+    """Patterns choose among new names; weights are cast, buffers are not."""
+    state = make_state()
+    source = write_elastic(tmp_path / "a.ckpt", state)
+    code, out, err = run(
+        *("convert", source, tmp_path / "s", "--to", "safetensors", "--dtype", "bf16"),
+        *("--rename", "layers.=blocks.", "--exclude", "*.bias", "head.*"),
+    )
+    assert (code, err) == (0, "")
+    assert f"{tmp_path / 's'}: " in out
+    with safe_open(tmp_path / "s" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+    wanted = {
+        "blocks.0.weight": state.masters["layers.0.weight"].bfloat16(),
+        "blocks.1.weight": state.masters["layers.1.weight"].bfloat16(),
+        "scale": state.masters["scale"].bfloat16(),
+        "frozen.weight": state.frozen["frozen.weight"],
+        **state.buffers,
+    }
+    assert_same(found, wanted)
+    code, out, err = run(
+        "convert", source, tmp_path / "t", "--to", "fp32", "--include", "nothing.*"
+    )
+    assert (code, out) == (2, "")
+    assert "take none of its weights" in err
+    assert run("convert", source, tmp_path / "t", "--to", "fp32", "--rename", "a")[0] == 2
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_command_knows_the_targets() -> None:
+    """It names them without importing what writes them."""
+    assert tuple(TARGETS) == CLI_TARGETS
+
+
+@pytest.mark.parametrize("to", [t for t in TARGETS if t != "adapter"])
+def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> None:
+    """What lies at the target stays; a conversion that fails leaves nothing, under no name."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    target = tmp_path / "out" / "target"
+    target.parent.mkdir()
+    target.write_text("mine")
+    with pytest.raises(SaveError, match=r"there already|takes the whole place"):
+        convert_checkpoint(source, target, to)
+    assert target.read_text() == "mine"
+    target.unlink()
+    shard = next(source.rglob("*_rank_1_*_optim_states.pt"))
+    data = bytearray(shard.read_bytes())
+    at = data.index(b"data/1") + 500
+    data[at] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointCorruptedError):
+        convert_checkpoint(source, target, to)
+    assert names_in(target.parent) == []
+
+
+def test_a_file_that_came_meanwhile(tmp_path: Path) -> None:
+    """It keeps its name, and the conversion fails."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    for to in ("fp32", "safetensors"):
+        target = tmp_path / f"{to}.out"
+
+        def come(_: int, target: Path = target) -> None:
+            target.write_text("mine")
+
+        with pytest.raises(SaveError):
+            convert_checkpoint(source, target, to, on_bytes=come)
+        assert target.read_text() == "mine"
+    assert not list(tmp_path.glob(".zero-export-*"))
+
+
+def test_what_cannot_be_converted(tmp_path: Path) -> None:
+    """It is said what lacks: states, what is trained, an adapter, its configuration."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state(), weights_only=True)
+    whole = write_elastic(tmp_path / "b.ckpt", make_state())
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    for path, to, options, error, words in (
+        (source, "universal", ConvertOptions(), CheckpointMismatchError, "it holds none"),
+        (whole, "universal", ConvertOptions(include=["a"]), UnsupportedError, "holds all of it"),
+        (tmp_path / "w.pt", "elastic", ConvertOptions(), CheckpointMismatchError, "are trained"),
+        (whole, "adapter", ConvertOptions(), CheckpointMismatchError, "lora_alpha"),
+    ):
+        with pytest.raises(error, match=words):
+            convert_checkpoint(path, tmp_path / "out", to, options)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    options = ConvertOptions(adapter_config=str(tmp_path))
+    with pytest.raises(CheckpointMismatchError, match="no weights of an adapter"):
+        convert_checkpoint(whole, tmp_path / "out", "adapter", options)
+    with pytest.raises(UnsupportedError, match="fp64"):
+        ConvertOptions(dtype="fp64")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_an_adapter() -> None:
+    """They are PEFT's."""
+    base = "base_model.model.layers.0.q_proj"
+    assert adapter_key(f"model.{base}.lora_A.default.weight", "default") == f"{base}.lora_A.weight"
+    assert adapter_key(f"{base}.lora_embedding_A.other", "other") == f"{base}.lora_embedding_A"
+    saved = "net.base_model.model.head.modules_to_save.default.bias"
+    assert adapter_key(saved, "default") == "base_model.model.head.bias"
+    assert adapter_key(f"{base}.base_layer.weight", "default") == ""
+    assert adapter_key(f"{base}.lora_A.default.weight", "other") == ""
+    assert adapter_key("lora_A.default.weight", "default") == ""
+
+
+STREAM = """
+import resource, sys
+from pathlib import Path
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+import lightning_elastic_zero.formats.dcp.writer
+source, target, to, limit = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+status = Path("/proc/self/status").read_text()
+(held,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmSize"))
+if limit:
+    resource.setrlimit(resource.RLIMIT_AS, (held + limit, held + limit))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+convert_checkpoint(source, target, to)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("to", "limit_mb"),
+    [
+        ("safetensors", 128),
+        pytest.param("dcp", 128, marks=pytest.mark.long),
+        # torch.save is handed addresses for all tensors, though no memory: no limit on those.
+        pytest.param("fp32", 0, marks=pytest.mark.long),
+        pytest.param("elastic", 0, marks=pytest.mark.long),
+    ],
+)
+def test_memory_is_bounded(to: str, limit_mb: int, tmp_path: Path) -> None:
+    """A state is converted by a process that may not have as much memory as it takes."""
+    state = make_state({"w": (48, 1_000_000)})
+    state.groups, state.rates = (("w",),), (1e-3,)
+    source = write_elastic(tmp_path / "a.ckpt", state, 3, 2, weights_only=True)
+    assert sum(f.stat().st_size for f in source.rglob("*.pt")) > 190_000_000
+    del state
+    command = [sys.executable, "-c", STREAM, str(source), str(tmp_path / "out"), to]
+    done = subprocess.run(
+        [*command, str(limit_mb << 20)],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 128 << 20
+
+
+PROGRAMS = [
+    _other_software.with_transformers,
+    _other_software.with_peft,
+    _other_software.with_fsdp2,
+    _other_software.with_lightning,
+    _other_software.with_deepspeed_2,
+    _other_software.with_deepspeed_3,
+]
+
+
+@pytest.mark.engine
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_the_other_software_loads_it(
+    program: Callable[[str], None], pools: Pools, tmp_path: Path
+) -> None:
+    """What is written is loaded by whom it is for, by its own code, and is the state."""
+    pools.run(1, partial(program, str(tmp_path)))

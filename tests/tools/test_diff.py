@@ -1,0 +1,103 @@
+"""What differs between two checkpoints, whatever cuts them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero.tools.differences import compare_values, diff_checkpoints
+from tests.foreign._fixtures import unpack
+from tests.tools._checkpoints import make_state, write_elastic
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_the_same_state(tmp_path: Path, run: Run) -> None:
+    """Other stages, other numbers of devices: no difference, and the exit code says so."""
+    one = write_elastic(tmp_path / "one", make_state(), 3, 4)
+    other = write_elastic(tmp_path / "other", make_state(), 1, 3)
+    found = diff_checkpoints(one, other)
+    assert found.is_same
+    assert found.compared == 6 + 1 + 2 + 6 * 2
+    code, out, _ = run("diff", one, other)
+    assert code == 0
+    assert out == "21 tensors compared: the same\n"
+
+
+def test_each_kind_of_difference(tmp_path: Path) -> None:
+    """Weights, states, buffers, steps, rates, names and shapes are told apart."""
+    one = write_elastic(tmp_path / "one", make_state(), 2, 3)
+    state = make_state()
+    state.masters["scale"] += 0.5
+    state.states["head.weight"]["exp_avg"][0, :2] *= 2
+    state.buffers["count"] += 1
+    state.frozen["new.weight"] = torch.ones(2)
+    state.frozen["frozen.weight"] = state.frozen["frozen.weight"].view(3, 4)
+    state.step, state.rates = 4.0, (1e-3, 1e-4)
+    other = write_elastic(tmp_path / "other", state, 3, 2)
+    found = diff_checkpoints(one, other)
+    assert found.only_in_first == ()
+    assert found.only_in_second == ("new.weight",)
+    differing = {(t.name, t.key): t for t in found.tensors}
+    assert set(differing) == {
+        ("scale", ""),
+        ("head.weight", "exp_avg"),
+        ("count", ""),
+        ("frozen.weight", ""),
+    }
+    assert differing["scale", ""].largest == pytest.approx(0.5)
+    states = differing["head.weight", "exp_avg"]
+    assert (states.differing, states.elements) == (2, 65)
+    assert states.largest_relative == pytest.approx(0.5)
+    assert differing["frozen.weight", ""].change == "shapes (4, 3) and (3, 4)"
+    values = {what: (a, b) for what, a, b in found.values}
+    assert values["head.weight: step"] == ("3.0", "4.0")
+    assert values["group 1 (layers.1.bias): lr"] == ("0.0005", "0.0001")
+
+
+def test_the_command_says_no(tmp_path: Path, run: Run) -> None:
+    """The exit code tells a difference from a failure; weights can be compared alone."""
+    state = make_state()
+    one = write_elastic(tmp_path / "one", state)
+    state.masters["scale"] += 0.5
+    state.frozen["new.weight"] = torch.ones(2)
+    state.states["head.weight"]["exp_avg"] *= 2
+    state.rates = (1e-3, 1e-4)
+    other = write_elastic(tmp_path / "other", state)
+    weights = diff_checkpoints(one, other, weights_only=True)
+    assert {t.key for t in weights.tensors} == {""}
+    assert weights.values == ()
+    code, out, _ = run("diff", one, other, "--json")
+    assert code == 1
+    assert json.loads(out)["only_in_second"] == ["new.weight"]
+    code, out, _ = run("diff", one, other)
+    assert code == 1
+    assert "scale: 1 of 1 elements differ, at most by 0.5" in out
+    assert run("diff", one, tmp_path / "none")[0] == 2
+
+
+def test_kinds_beside_each_other(tmp_path: Path) -> None:
+    """A universal checkpoint of a run has the state of the folder that it was made of."""
+    folder = unpack("universal-beside", tmp_path).checkpoint
+    stock = next(p for p in folder.iterdir() if p.is_dir() and "universal" not in p.name)
+    universal = next(p for p in folder.iterdir() if p.is_dir() and "universal" in p.name)
+    found = diff_checkpoints(stock, universal)
+    assert not found.tensors
+    assert not [what for what, *_ in found.values if "step" in what]
+
+
+def test_numbers_that_are_none() -> None:
+    """NaN is like NaN, -0.0 like 0.0; what is infinite on one side is infinitely far."""
+    nan, inf = math.nan, math.inf
+    one = torch.tensor([nan, 0.0, 1.0, -2.0])
+    assert compare_values(one, torch.tensor([nan, -0.0, 1.0, -2.0])) == (0, 0.0, 0.0)
+    assert compare_values(one, torch.tensor([nan, 0.0, inf, -2.0]))[:2] == (1, inf)
+    count, largest, _ = compare_values(one, torch.tensor([1.0, 0.0, 1.0, -2.5]))
+    assert count == 2
+    assert math.isnan(largest)
+    assert compare_values(torch.tensor([1, 2]), torch.tensor([1, 4])) == (1, 2.0, 0.5)

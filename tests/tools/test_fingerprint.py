@@ -1,0 +1,213 @@
+"""A state's number: the same however it is cut, another one for every other state."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint, rank_part
+from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.state_fingerprint import (
+    BLOCK,
+    FingerprintPart,
+    TensorId,
+    device_sums,
+    run_part,
+    scalars_part,
+    word_sums,
+)
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, tensor_fingerprints
+from tests.foreign._fixtures import unpack
+from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_elastic
+
+Run = Callable[..., tuple[int, str, str]]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+def part(values: torch.Tensor, start: int = 0, **changes: object) -> FingerprintPart:
+    """Return what a run of a tensor adds."""
+    which = {"part": "weights", "name": "w", "key": "", "dtype": values.dtype, "shape": (9,)}
+    return run_part(TensorId(**{**which, **changes}), start, values)  # type: ignore[arg-type]
+
+
+def by_the_formula(values: torch.Tensor) -> list[int]:
+    """Return both sums of a fp32 tensor as the module's docstring has them, in plain Python."""
+    mask = (1 << 64) - 1
+
+    def number(stream: int, count: int) -> int:
+        z = (((stream << 56) + count + 1) * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return (z ^ (z >> 31)) | 1
+
+    words = values.view(torch.int32).tolist()
+    return [
+        sum(
+            u * number(stream, k % BLOCK) * number(stream | 0x10, k // BLOCK)
+            for k, u in enumerate(words)
+        )
+        & mask
+        for stream in (1, 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def long() -> torch.Tensor:
+    """Return elements of some blocks."""
+    return torch.randn(3 * BLOCK + 77, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_formula(long: torch.Tensor) -> None:
+    """What is computed by blocks is the sum that the docstring states; a device's is the same."""
+    words = long.view(torch.int32)
+    assert list(word_sums(words, 0)) == by_the_formula(long)
+    for first, count in ((0, len(words)), (5, BLOCK), (BLOCK - 1, 2), (BLOCK, BLOCK), (7, 0)):
+        run = words[:count]
+        assert device_sums(run, first) == word_sums(run, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_runs_add_up(dtype: torch.dtype, long: torch.Tensor) -> None:
+    """Cut anywhere, in the middle of a block too, and added in any order, it is the same number."""
+    values = (long * 100).to(dtype)
+    cuts = [0, 1, 2, 1000, BLOCK - 1, BLOCK + 3, 2 * BLOCK, len(values)]
+    runs = [part(values[a:b], a) for a, b in itertools.pairwise(cuts)]
+    forward, backward = FingerprintPart(), FingerprintPart()
+    for run in runs:
+        forward += run
+    for run in reversed(runs):
+        backward = run + backward
+    assert forward == backward == part(values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_errors_show(data: st.DataObject) -> None:
+    """What happens by accident gives another number: flips, swaps, shifts, zeros, pairs of them."""
+    numel = data.draw(st.integers(3, 200))
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    a = data.draw(st.integers(0, numel - 2))
+    b = data.draw(st.integers(a + 1, numel - 1))
+    other = values.clone()
+    match data.draw(st.sampled_from(["sign", "signs", "swap", "zero", "shift", "cancel", "bit"])):
+        case "sign":
+            other[a] = -other[a]
+        case "signs":
+            other[[a, b]] = -other[[a, b]]
+        case "swap":
+            other[[a, b]] = other[[b, a]]
+        case "zero":
+            other[a : b + 1] = 0
+        case "shift":
+            other[a : b + 1] = other[a : b + 1].roll(1)
+        case "cancel":  # The bits of one grow as those of the other shrink.
+            other.view(torch.int32)[a] += 1
+            other.view(torch.int32)[b] -= 1
+        case "bit":
+            other.view(torch.int32)[a] ^= 1 << data.draw(st.integers(0, 30))
+    assert part(other) != part(values)
+
+
+def test_all_signs_in_pairs() -> None:
+    """Flipped signs change the highest bit only: no two of them cancel, in blocks or across."""
+    zeros = torch.zeros(2 * BLOCK)
+    seen = {part(zeros)}
+    places = [0, 1, 2, 100, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1]
+    count = 1
+    for i, a in enumerate(places):
+        for b in places[i:]:
+            other = zeros.clone()
+            other[[a, b]] = -0.0
+            seen.add(part(other))
+            count += 1
+    assert len(seen) == count
+
+
+def test_what_else_counts() -> None:
+    """Name, key, type and shape do, of zeros too; a step does by its value."""
+    values = torch.zeros(9)
+    parts = [
+        part(values),
+        part(values, name="v"),
+        part(values, shape=(3, 3)),
+        part(values, part="optimizer", key="exp_avg"),
+        part(values, part="optimizer", key="exp_avg_sq"),
+        part(values.bfloat16()),
+        part(values[:8]),
+    ]
+    assert len(set(parts[:-1])) == 6
+    three = scalars_part("w", [("step", torch.tensor(3.0))])
+    assert three == scalars_part("w", [("step", 3)])
+    assert three != scalars_part("w", [("step", 4)])
+    assert three != scalars_part("v", [("step", 3)])
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (1, 3), (2, 5), (3, 2), (3, 7)])
+def test_any_cut_of_a_state(stage: int, world_size: int, tmp_path: Path) -> None:
+    """A checkpoint at any stage on any number of ranks has one number, and so have its engines."""
+    state = make_state()
+    reference = fingerprint_checkpoint(write_elastic(tmp_path / "whole", state, 1, 1), threads=1)
+    cut = write_elastic(tmp_path / "cut", state, stage, world_size)
+    for threads in (1, 2, 3):
+        assert fingerprint_checkpoint(cut, threads=threads) == reference
+    manifest = manifest_of(state, stage, world_size)
+    parts = FingerprintPart()
+    for rank in range(world_size):
+        parts += rank_part(manifest, rank_state(state, manifest, rank), rank)
+    assert parts.total() == reference
+    if world_size == 1:
+        held = rank_state(state, manifest, 0)
+        assert live_fingerprint(manifest, held, OneRank()) == reference
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """They have the weights' number of the whole, and none of the optimizer."""
+    state = make_state()
+    whole = fingerprint_checkpoint(write_elastic(tmp_path / "whole", state))
+    lean = fingerprint_checkpoint(write_elastic(tmp_path / "lean", state, weights_only=True))
+    assert (lean.weights, lean.optimizer) == (whole.weights, "")
+    assert whole.optimizer
+
+
+def test_tensors_and_the_command(tmp_path: Path, run: Run) -> None:
+    """A changed element shows in its tensor's number alone; the command prints both."""
+    state = make_state()
+    one = write_elastic(tmp_path / "one", state, 3, 2)
+    state.states["head.weight"]["exp_avg"][2, 3] += 1
+    other = write_elastic(tmp_path / "other", state, 2, 3)
+    mine, its = tensor_fingerprints(one), tensor_fingerprints(other)
+    assert {at for at in mine if mine[at] != its[at]} == {("head.weight", "exp_avg")}
+    code, out, _ = run("fingerprint", one, other, "--tensors")
+    assert code == 0
+    numbers = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert numbers == [str(fingerprint_checkpoint(path)) for path in (one, other)]
+    assert numbers[0].split("-")[0] == numbers[1].split("-")[0]
+    assert numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "universal3", "elastic2-ds0.19", "momentum"])
+def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
+    """Its number is what the engine held that wrote it, element by element."""
+    fixture = unpack(name, tmp_path)
+    truth = fixture.truth()
+    found = tensor_fingerprints(fixture.checkpoint)
+    held = {
+        (key.split("/", 1)[1], "" if key.startswith("master/") else key.split("/", 1)[0])
+        for key, value in truth.items()
+        if isinstance(value, torch.Tensor) and key.split("/")[0] in {"master", "exp_avg"}
+    }
+    assert held <= set(found)
+    for name_, key in held:
+        tensor = truth[f"{key or 'master'}/{name_}"]
+        which = TensorId(
+            "optimizer" if key else "weights", name_, key, tensor.dtype, tuple(tensor.shape)
+        )
+        total = run_part(which, 0, tensor.flatten()).total()
+        assert found[name_, key] == (total.optimizer if key else total.weights), name_

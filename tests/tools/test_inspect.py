@@ -1,0 +1,146 @@
+"""What ``inspect`` says of checkpoints, from small files alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero import CheckpointNotFoundError
+from lightning_elastic_zero.tools.inspection import device_counts, inspect_checkpoint
+from tests.foreign._fixtures import unpack
+from tests.tools._checkpoints import make_state, write_elastic
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def bytes_read_by(call: Callable[[], object]) -> int:
+    """Return how many bytes this process asked the system for meanwhile."""
+
+    def counted() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(lines[0].removeprefix("rchar: "))
+
+    before = counted()
+    call()
+    return counted() - before
+
+
+def test_an_own_checkpoint(tmp_path: Path) -> None:
+    """Stage, world, progress, groups, states, parameters and files are the manifest's."""
+    report = inspect_checkpoint(write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3))
+    assert (report.stage, report.world_size, report.precision) == (2, 3, "bf16")
+    assert (report.steps, report.epoch, report.epoch_samples, report.samples) == (3, 2, 12, 36)
+    assert [g.hyperparameters["lr"] for g in report.groups] == [1e-3, 5e-4]
+    assert report.groups[0].state["exp_avg"] == "elementwise float32"
+    head = next(p for p in report.parameters if p.name == "head.weight")
+    assert (head.shape, head.dtype, head.elements) == ((5, 13), "bfloat16", 65)
+    assert (head.weight_bytes, head.state_bytes) == (65 * 4, 65 * 8)
+    frozen = next(p for p in report.parameters if p.name == "frozen.weight")
+    assert (frozen.group, frozen.weight_bytes, frozen.state_bytes) == (None, 12 * 2, 0)
+    for file in report.files:
+        assert file.size_bytes == (tmp_path / "a.ckpt" / file.name).stat().st_size
+    assert "1, 2, 3, 4, 6, 12 devices" in report.resumable_on
+
+
+@pytest.mark.parametrize(
+    "name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal3", "lightning3"]
+)
+def test_a_foreign_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
+    """What other software wrote is told of in the same words; its files are those of the save."""
+    fixture = unpack(name, tmp_path)
+    report = inspect_checkpoint(fixture.checkpoint)
+    assert report.steps == fixture.setup_steps
+    assert report.world_size == fixture.setup.world
+    truth = fixture.truth()
+    masters = {key.removeprefix("master/") for key in truth if key.startswith("master/")}
+    assert masters == {p.name for p in report.parameters if p.group is not None}
+    assert report.files
+    assert None not in [file.size_bytes for file in report.files]
+    code, out, _ = run("inspect", fixture.checkpoint, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(report.to_plain()))
+
+
+def test_what_weights_alone_say(tmp_path: Path) -> None:
+    """A single file has no optimizer; what is no floating-point number is a weight like others."""
+    torch.save({"w": torch.ones(3, 2), "n": torch.tensor(1)}, tmp_path / "w.pt")
+    report = inspect_checkpoint(tmp_path / "w.pt")
+    assert report.weights_only
+    assert [(p.name, p.shape, p.dtype) for p in report.parameters] == [
+        ("w", (3, 2), "float32"),
+        ("n", (), "int64"),
+    ]
+    assert "a new run" in report.resumable_on
+
+
+def test_a_lightning_file_without_names(tmp_path: Path) -> None:
+    """Positions of an optimizer's state are explained where shapes leave one way to."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tree = {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "epoch": 4,
+        "global_step": 1,
+    }
+    torch.save(tree, tmp_path / "a.ckpt")
+    report = inspect_checkpoint(tmp_path / "a.ckpt")
+    assert (report.epoch, report.steps, report.doubts) == (4, 1, ())
+    assert {p.group for p in report.parameters} == {0}
+    # A buffer of a weight's shape before it: two ways to count.
+    tree["state_dict"] = {"buffer": torch.ones(2, 3), **model.state_dict()}
+    torch.save(tree, tmp_path / "b.ckpt")
+    report = inspect_checkpoint(tmp_path / "b.ckpt")
+    assert {p.group for p in report.parameters} == {None}
+    assert "several" in report.doubts[0]
+
+
+def test_no_tensor_is_read(tmp_path: Path) -> None:
+    """A checkpoint of a hundred times the size costs the same bytes, ours and others."""
+    read = []
+    for width in (10, 1000):
+        state = make_state({"a": (width, 1000), "b": (width,)})
+        own = write_elastic(tmp_path / f"{width}.ckpt", state, 1, 1)
+        torch.save(state.masters, tmp_path / f"{width}.pt")
+        inspect_checkpoint(own)  # What it imports is read now.
+        paths = (own, tmp_path / f"{width}.pt")
+        read += [bytes_read_by(partial(inspect_checkpoint, path)) for path in paths]
+    assert (tmp_path / "1000.pt").stat().st_size > 4_000_000
+    # A file's index and what lies around it; of our own, the manifest.
+    assert max(read) < 200_000
+    assert abs(read[0] - read[2]) < 1000
+
+
+def test_what_is_printed(tmp_path: Path, run: Run) -> None:
+    """Parameters can be chosen, sorted, and drawn as a tree in which layers alike are one."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state())
+    code, out, _ = run("inspect", path, "--filter", "*.weight", "--sort", "size")
+    rows = [line.split()[0] for line in out.splitlines() if " group " in line or "frozen" in line]
+    assert code == 0
+    assert rows[:3] == ["layers.0.weight", "layers.1.weight", "head.weight"]
+    assert "ZeRO-2 on 2 devices, bf16" in out
+    assert "step 3, epoch 2, 12 samples of it, 36 samples in all, global batch 12" in out
+    code, out, _ = run("inspect", path, "--tree", "2", "--files")
+    assert "  0..1 x 2  104 elements, 1.2 kB" in out.splitlines()
+    assert "checkpoint/mp_rank_00_model_states.pt" in out
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
+    """It is an error on stderr, and the exit code 2."""
+    with pytest.raises(CheckpointNotFoundError):
+        inspect_checkpoint(tmp_path / "none")
+    code, out, err = run("inspect", tmp_path / "none")
+    assert (code, out) == (2, "")
+    assert "there is no checkpoint at" in err
+
+
+def test_device_counts() -> None:
+    """Devices share a global batch evenly."""
+    assert device_counts(12) == [1, 2, 3, 4, 6, 12]

@@ -1,0 +1,164 @@
+"""Whether a checkpoint is whole: each way in which it can be broken is found, and named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero import CheckpointNotFoundError
+from lightning_elastic_zero.tools.verification import (
+    checkpoints_in,
+    newest_sound_checkpoint,
+    verify_checkpoint,
+)
+from tests.foreign._fixtures import unpack
+from tests.tools._checkpoints import make_state, write_elastic
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def middle_of_the_largest_record(path: Path) -> int:
+    """Return where in a file of torch.save some tensor's bytes are."""
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda record: record.file_size)
+    header = path.read_bytes()[record.header_offset :][:30]
+    sizes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return record.header_offset + 30 + sizes + record.file_size // 2
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 3)])
+def test_a_sound_checkpoint(
+    stage: int, world_size: int, threads: int, tmp_path: Path, run: Run
+) -> None:
+    """It is, and every byte that the manifest names was verified, once."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), stage, world_size)
+    told: list[int] = []
+    found = verify_checkpoint(path, threads=threads, on_bytes=told.append)
+    assert found.is_sound
+    files = sum(f.stat().st_size for f in path.rglob("*.pt"))
+    assert found.bytes == files == sum(told)
+    code, out, _ = run("verify", path, path)
+    assert code == 0
+    assert out.count("sound: lightning_elastic_zero checkpoint of step 3") == 2
+
+
+def _cut_short(path: Path) -> None:
+    file = next(path.rglob("*_rank_1_*_optim_states.pt"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def _flip_each(path: Path) -> None:
+    flip(next(path.rglob("*_rank_1_*_optim_states.pt")), 1500)
+
+
+def _lose(path: Path) -> None:
+    next(path.rglob("*_rank_0_*_optim_states.pt")).unlink()
+
+
+def _lose_sums(path: Path) -> None:
+    next(path.rglob("*_rank_0_*_optim_states.pt.sums")).unlink()
+
+
+def _change_manifest(path: Path) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"stage": 2', '"stage": 1'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (_cut_short, "recorded are"),
+        (_flip_each, "optim_states.pt"),
+        (_lose, "cannot be read"),
+        (_lose_sums, "sums"),
+        (_change_manifest, "digest"),
+    ],
+)
+def test_damage(damage: Callable[[Path], None], word: str, tmp_path: Path, run: Run) -> None:
+    """It is named; the exit code says no, also where another checkpoint is sound."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state())
+    sound = shutil.copytree(path, tmp_path / "b.ckpt")
+    damage(path)
+    found = verify_checkpoint(path)
+    assert not found.is_sound
+    assert word in found.problem
+    code, out, err = run("verify", path, sound)
+    assert code == 1
+    assert f"{path}: NOT SOUND" in err
+    assert f"{sound}: sound" in out
+
+
+def test_nothing_there(tmp_path: Path, run: Run) -> None:
+    """What could not be asked is neither yes nor no."""
+    with pytest.raises(CheckpointNotFoundError):
+        verify_checkpoint(tmp_path / "none")
+    assert run("verify", tmp_path / "none")[0] == 2
+    assert run("verify")[0] == 2
+    assert run("verify", tmp_path, "--newest-sound", tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal1"])
+def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
+    """Theirs are sound too; masters are compared where weights lie beside them."""
+    path = unpack(name, tmp_path).checkpoint
+    found = verify_checkpoint(path)
+    assert found.problem == ""
+    assert found.compared_masters == (name != "zero3-ds0.19")
+    shard = max(path.rglob("*exp_avg.pt" if name == "universal1" else "*optim_states.pt"))
+    flip(shard, middle_of_the_largest_record(shard))
+    assert not verify_checkpoint(path).is_sound
+
+
+def test_masters_that_are_not_the_weights(tmp_path: Path) -> None:
+    """What ds_to_universal cuts in the wrong places is found, without a model."""
+    found = verify_checkpoint(unpack("universal-corrupt", tmp_path).checkpoint)
+    assert "do not round to" in found.problem
+
+
+def test_whole_tensors(tmp_path: Path) -> None:
+    """A single file's records are verified."""
+    torch.save({"w": torch.arange(100.0)}, tmp_path / "w.ckpt")
+    assert verify_checkpoint(tmp_path / "w.ckpt").is_sound
+    data = (tmp_path / "w.ckpt").read_bytes()
+    flip(tmp_path / "w.ckpt", data.index(torch.arange(100.0).numpy().tobytes()) + 40)
+    assert "CRC-32" in verify_checkpoint(tmp_path / "w.ckpt").problem
+
+
+def test_the_newest_sound_one(tmp_path: Path, run: Run) -> None:
+    """Damaged ones, hidden ones and what is no checkpoint are passed over; links are followed."""
+    state = make_state()
+    for number, name in enumerate(("a.ckpt", "b.ckpt", "c.ckpt", ".hidden.ckpt")):
+        path = write_elastic(tmp_path / name, state)
+        os.utime(path / "manifest.json", (1000 + number, 1000 + number))
+    (tmp_path / "last.ckpt").symlink_to("b.ckpt")
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    flip(next((tmp_path / "c.ckpt").rglob("*_optim_states.pt")), 1500)
+    names = [path.name for path in checkpoints_in(tmp_path)]
+    assert names == ["c.ckpt", "b.ckpt", "a.ckpt"]
+    seen: list[str] = []
+    found = newest_sound_checkpoint(tmp_path, on_verified=lambda v: seen.append(Path(v.path).name))
+    assert found == tmp_path / "b.ckpt"
+    assert seen == ["c.ckpt", "b.ckpt"]
+    code, out, err = run("verify", "--newest-sound", tmp_path)
+    assert (code, out.strip()) == (0, str(tmp_path / "b.ckpt"))
+    assert "c.ckpt: NOT SOUND" in err
+    code, out, _ = run("verify", "--newest-sound", tmp_path / "empty")
+    assert (code, out) == (1, "")
+    assert run("verify", "--newest-sound", tmp_path / "none")[0] == 2
