@@ -182,7 +182,7 @@ def scalars(device: torch.device, folder: Path) -> None:
         optimizer = torch.optim.ASGD([flat], foreach=False)
         flat.grad = torch.ones(8).to(own)
         optimizer.step()
-        elementwise, values = split_state(optimizer, flat)
+        elementwise, values = split_state(optimizer, flat, optimizer.state[flat])
         assert {str(v.device) for v in values.values() if isinstance(v, torch.Tensor)} & {str(own)}
         state = RankState((FlatState((), flat.detach(), elementwise, values),), {}, {}, {}, {})
         manifest = Manifest("", 1, 2, "fp32", "float32", (), (), (), (), ())

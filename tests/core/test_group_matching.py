@@ -120,7 +120,7 @@ def held_by(inner: torch.optim.Optimizer) -> Group:
     """Return what a group of an optimizer that has stepped is saved as."""
     (flat,) = inner.param_groups[0]["params"]
     fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
-    return Group(("a",), fields, state_keys(*split_state(inner, flat)))
+    return Group(("a",), fields, state_keys(*split_state(inner, flat, inner.state[flat])))
 
 
 def stepped(kind: Callable[..., Any], options: dict[str, Any]) -> torch.optim.Optimizer:

@@ -49,7 +49,7 @@ def held_by(
     buffers = live_flat_buffers(optimizer, PLAIN)
     names = {p: name for name, p in module.named_parameters()}
     rows = [flat_buffer_row(b, names, 0, world_size) for b in buffers]
-    states = [split_state(optimizer, b.key) for b in buffers]
+    states = [split_state(optimizer, b.key, optimizer.state.get(b.key, {})) for b in buffers]
     wholes = rank_fragments(0, rows, world_size, 0)
     flats = [
         FlatState(fragments, buffer.master, *held, in_module=True)
@@ -73,7 +73,7 @@ def test_slices_make_the_whole_again(world_size: int) -> None:
     rows = manifest.buffers
     for index, buffer in enumerate(buffers):
         whole = rank_fragments(0, rows, world_size, 0)[index]
-        targets = allocate_states(fresh, buffer, manifest)
+        targets = allocate_states(fresh, buffer, whole, manifest)
         target = flat_target(buffer, whole, targets, whole=True)
         assert not target.in_place  # Nothing could rebuild them.
         filled = 0
@@ -102,7 +102,7 @@ def test_a_state_of_a_weight_without_dimensions_alone_is_not_guessed() -> None:
     scale.grad = torch.ones(())
     optimizer.step()
     with pytest.raises(UnsupportedError, match="without dimensions"):
-        split_state(optimizer, scale)
+        split_state(optimizer, scale, optimizer.state[scale])
 
 
 def test_weights_of_the_module_are_copied_at_once() -> None:

@@ -15,7 +15,7 @@ def fp16_on_cpu() -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    class HalfOnCpu(CPU_Accelerator):
+    class HalfOnCpu(CPU_Accelerator):  # type: ignore[misc]
         def is_fp16_supported(self) -> bool:
             return True
 

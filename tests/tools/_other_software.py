@@ -13,6 +13,9 @@ from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from tests.engine._model import group_members
+from tests.engine._oracle import Dump, dump
+from tests.engine._setup import Setup, engine_of, make_optimizer, train
 from tests.tools._checkpoints import WholeState, write_elastic
 
 
@@ -181,13 +184,8 @@ def with_lightning(folder: str) -> None:
 
 
 def _with_deepspeed(folder: str, zero: str) -> None:
-    import deepspeed
-
     from lightning_elastic_zero import save_checkpoint
     from lightning_elastic_zero.engine.live_state import LiveEngine
-    from tests.engine._model import group_members
-    from tests.engine._oracle import dump
-    from tests.engine._setup import Setup, engine_of, make_optimizer, train
 
     setup = Setup(1, zero, "bf16", grouping="one")
     with engine_of(setup, 0) as engine:
@@ -200,19 +198,8 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     assert number == fingerprint_checkpoint(Path(folder, "a.ckpt"))
     convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
     assert number == fingerprint_checkpoint(Path(folder, "universal"))
-    model = setup.model(7)
-    optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
-    config = {**setup.config(), "checkpoint": {"load_universal": True}}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False
-    )
-    _, client = engine.load_checkpoint(str(Path(folder, "universal")))
-    assert client["epoch"] == 3
-    assert engine.global_steps == 3
-    found = dump(engine, setup)
-    engine.destroy()
     assert wanted is not None
-    assert found is not None
+    found, optimizer = _loaded_by_deepspeed(setup, Path(folder, "universal"))
     kinds = ("master/", "exp_avg/", "exp_avg_sq/")
     tensors = {name: t for name, t in wanted.items() if name.startswith(kinds)}
     assert len(tensors) == 27
@@ -221,6 +208,25 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     assert {n: found[n] for n in steps} == steps
     rates = [p["lr"] for p in optimizer.param_groups]
     assert rates == [1e-3]
+
+
+def _loaded_by_deepspeed(setup: Setup, path: Path) -> tuple[Dump, Any]:
+    """Return what an engine of DeepSpeed's holds that has loaded it, and its optimizer."""
+    import deepspeed
+
+    model = setup.model(7)
+    optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
+    config = {**setup.config(), "checkpoint": {"load_universal": True}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    _, client = engine.load_checkpoint(str(path))
+    assert client["epoch"] == 3
+    assert engine.global_steps == 3
+    found = dump(engine, setup)
+    engine.destroy()
+    assert found is not None
+    return found, optimizer
 
 
 def with_deepspeed_2(folder: str) -> None:
