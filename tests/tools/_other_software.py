@@ -13,6 +13,9 @@ from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from tests.engine._model import group_members
+from tests.engine._oracle import dump
+from tests.engine._setup import Setup, engine_of, make_optimizer, train
 from tests.tools._checkpoints import WholeState, write_elastic
 
 
@@ -180,16 +183,11 @@ def with_lightning(folder: str) -> None:
         assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])
 
 
-def _with_deepspeed(folder: str, zero: str) -> None:
-    import deepspeed
-
+def _save_engine(folder: str, setup: Setup) -> Any:  # noqa: ANN401 (the oracle's)
+    """Train and save; return what the engine held, whose number its checkpoints have."""
     from lightning_elastic_zero import save_checkpoint
     from lightning_elastic_zero.engine.live_state import LiveEngine
-    from tests.engine._model import group_members
-    from tests.engine._oracle import dump
-    from tests.engine._setup import Setup, engine_of, make_optimizer, train
 
-    setup = Setup(1, zero, "bf16", grouping="one")
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 3)
         save_checkpoint(engine, Path(folder, "a.ckpt"), {"epoch": 3})
@@ -197,9 +195,17 @@ def _with_deepspeed(folder: str, zero: str) -> None:
         live = LiveEngine(engine)
         held = live.rank_state(exclude_frozen=False, keep_module_weights=False)
         number = live_fingerprint(live.describe(), held, OneRank())
-    assert number == fingerprint_checkpoint(Path(folder, "a.ckpt"))
     convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
+    assert number == fingerprint_checkpoint(Path(folder, "a.ckpt"))
     assert number == fingerprint_checkpoint(Path(folder, "universal"))
+    return wanted
+
+
+def _with_deepspeed(folder: str, zero: str) -> None:
+    import deepspeed
+
+    setup = Setup(1, zero, "bf16", grouping="one")
+    wanted = _save_engine(folder, setup)
     model = setup.model(7)
     optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
     config = {**setup.config(), "checkpoint": {"load_universal": True}}
@@ -211,7 +217,6 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     assert engine.global_steps == 3
     found = dump(engine, setup)
     engine.destroy()
-    assert wanted is not None
     assert found is not None
     kinds = ("master/", "exp_avg/", "exp_avg_sq/")
     tensors = {name: t for name, t in wanted.items() if name.startswith(kinds)}
@@ -219,8 +224,7 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     assert_same({name: found[name] for name in tensors}, tensors)
     steps = {n: v for n, v in wanted.items() if n.startswith("scalar/step")}
     assert {n: found[n] for n in steps} == steps
-    rates = [p["lr"] for p in optimizer.param_groups]
-    assert rates == [1e-3]
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3]
 
 
 def with_deepspeed_2(folder: str) -> None:
