@@ -15,15 +15,20 @@ def fp16_on_cpu() -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    class HalfOnCpu(CPU_Accelerator):  # type: ignore[misc]
+<<<<<<< ours
+    class HalfOnCpu(CPU_Accelerator):
         def is_fp16_supported(self) -> bool:
             return True
 
+=======
+>>>>>>> theirs
     before = get_accelerator()
     if before.device_name() != "cpu" or before.is_fp16_supported():
         yield
         return
-    set_accelerator(HalfOnCpu())
+    half_on_cpu = CPU_Accelerator()
+    half_on_cpu.is_fp16_supported = lambda: True
+    set_accelerator(half_on_cpu)
     try:
         yield
     finally:

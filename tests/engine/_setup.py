@@ -23,6 +23,15 @@ Engine: TypeAlias = Any
 QUICK_SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
 """A loss scale that grows after two steps, and shrinks with the second one that overflows."""
 
+QUICK_GRAD_SCALER = {
+    "scale": 256.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2,
+    "_growth_tracker": 0,
+}
+"""The same of torch's; one that overflows at once never shrinks under ZeRO-1/2, which skips it."""
+
 OVERFLOW = 1e30
 """Times a loss, it overflows in fp16."""
 
@@ -157,29 +166,31 @@ class Setup:
         if self.optimizer == "Muon":
             zero["reduce_scatter"] = False
             zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
-        config: dict[str, Any] = {
+        return {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
             # Lightning refuses to be told; 1 is what DeepSpeed takes anyway.
             **({"gradient_accumulation_steps": self.accumulation} if self.accumulation > 1 else {}),
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": self.precision == "bf16"},
-            "fp16": {"enabled": self.precision == "fp16", **QUICK_SCALER},
             "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
+            "aio": AIO,
+            **self._types(),
         }
-        self._add_precision(config)
-        if self.zero == "B":
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-        config["aio"] = AIO
-        return config
 
-    def _add_precision(self, config: dict[str, Any]) -> None:
+    def _types(self) -> dict[str, Any]:
+        """Return the part of the config that says in which types a run computes."""
+        types: dict[str, Any] = {"bf16": {"enabled": self.precision == "bf16"}}
+        if self.precision == "fp16":
+            types["fp16"] = {"enabled": True, **QUICK_SCALER}
         if self.bf16_masters:
             masters = {"bf16_master_weights_and_grads": True}
-            config["bf16"] |= {**masters, "bf16_optimizer_states": not self.offload}
+            types["bf16"] |= {**masters, "bf16_optimizer_states": not self.offload}
         if self.autocast:
-            config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
+            types["torch_autocast"] = {"enabled": True, "dtype": "float16"}
+        if self.zero == "B":
+            types["data_types"] = {"grad_accum_dtype": "fp32"}
+        return types
 
 
 BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach")
@@ -314,7 +325,7 @@ def engine_of(
         )
         step_some_on_device(engine, setup)
         if setup.autocast:
-            grad_scaler_of(engine).set_growth_interval(2)
+            grad_scaler_of(engine).load_state_dict(QUICK_GRAD_SCALER)
         try:
             yield engine
         finally:
