@@ -112,7 +112,7 @@ import sys
 from deepspeed.accelerator import get_accelerator
 
 failed = []
-for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder"):
     try:
         get_accelerator().create_op_builder(name).load()
     except (ImportError, OSError, RuntimeError) as error:

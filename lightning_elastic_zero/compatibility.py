@@ -109,9 +109,10 @@ def describe(manifest: Manifest) -> str:
     """Return one line about a checkpoint, or a live engine."""
     numel = sum(p.numel for p in manifest.parameters)
     devices = f"{manifest.world_size} device{'s' if manifest.world_size > 1 else ''}"
+    has_run = bool(manifest.writer.engine)
     parts = [
         # An evaluation, or a checkpoint of whole tensors: how many devices wrote it is not known.
-        f"ZeRO-{manifest.stage} on {devices}" if manifest.stage else "no ZeRO",
+        f"ZeRO-{manifest.stage} on {devices}" if manifest.stage or has_run else "no ZeRO",
         manifest.precision,
         f"{len(manifest.parameters)} parameters with {numel:,} elements",
     ]

@@ -32,7 +32,7 @@ FORMAT = "lightning_elastic_zero"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _DIGEST = re.compile("[0-9a-f]{32}")
-STAGES = (1, 2, 3)
+STAGES = (0, 1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
 

@@ -6,13 +6,15 @@ parameter borders. ZeRO-3 cuts each parameter by itself into ``ceil(numel / worl
 per rank, and concatenates a rank's pieces. The rules were read in DeepSpeed 0.19.8
 (``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 ``runtime/zero/partition_parameters.py``) and are held against live engines by the tests.
+
+Stage 0 cuts nothing: each rank has everything, and writes what it would have in ZeRO-1.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_elastic_zero.errors import CheckpointFormatError
@@ -177,8 +179,17 @@ class PerParameterPartition(_Partition):
                 offset += piece
 
 
+def replicated_layout(buffers: Sequence[FlatBuffer]) -> Layout:
+    """Return where everything lies on each rank of stage 0, as if it were the only one."""
+    whole = [replace(b, partition_numel=sum((*b.numels, *b.paddings))) for b in buffers]
+    return ContiguousPartition(whole, world_size=1)
+
+
 def zero_layout(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
-    """Return the layout of a ZeRO stage's flat buffers over the ranks."""
+    """Return the layout of a ZeRO stage's flat buffers over the ranks.
+
+    That of stage 0, in which every rank has everything, is ZeRO-1's: what each one writes.
+    """
     rule = PerParameterPartition if stage == 3 else ContiguousPartition  # noqa: PLR2004
     return rule(buffers, world_size)
 

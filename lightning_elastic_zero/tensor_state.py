@@ -7,7 +7,7 @@ that has begun: buffers to fill, before anything live is changed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -53,6 +53,8 @@ class RankState:
     """The fields of DeepSpeed's loss scaler, and its class."""
     lr_scheduler: Mapping[str, object] | None = None
     """State of a scheduler that the engine itself steps (not with Lightning)."""
+    replica_sums: tuple[int, ...] = ()
+    """Where every rank has all masters (stage 0): of each flat buffer, a sum over their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,19 @@ def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
     if values.is_floating_point():  # 8-bit types cannot be compared.
         found, kept = found.double(), kept.double()
     return bool(((found != kept) & ~((found != found) & (kept != kept))).any())  # noqa: PLR0124 (NaN)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bit_sums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return of each tensor a sum over its bits: alike for alike ones, and else hardly ever.
+
+    Computed where they are, with one number that is fetched of each.
+    """
+    bits = [t.detach().reshape(-1).view(_BITS[t.element_size()]) for t in tensors]
+    sums = [b.sum(dtype=torch.int64).reshape(1) for b in bits]
+    return tuple(torch.cat(sums).tolist()) if sums else ()
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:

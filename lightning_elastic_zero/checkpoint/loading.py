@@ -370,7 +370,8 @@ def _scalars_of(
         if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
             msg = (
                 f"parameters that share a flat buffer here were saved with the states "
-                f"{dict(scalars[0])} and {dict(other)}: resume with the sub_group_size of the save"
+                f"{dict(scalars[0])} and {dict(other)}: resume with the stage and sub_group_size "
+                "of the save"
             )
             raise CheckpointMismatchError(msg)
     return scalars[0]

@@ -54,6 +54,7 @@ def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
             for f in state.flats
         ],
         "hyperparameters": [_digest(group.hyperparameters) for group in manifest.groups],
+        "replicas": list(state.replica_sums),
     }
 
 
@@ -146,6 +147,35 @@ def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[l
     pairs = zip(first.own["hyperparameters"], first["hyperparameters"], strict=True)
     drifted = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
     return [[index, _texts(manifest.groups[index])] for index in drifted[:_MOST_SENT]]
+
+
+def drifted_replicas(first: RankZeroTables) -> list[int]:
+    """Return the flat buffers whose masters are not rank 0's, where each rank has all of them."""
+    pairs = zip(first.own["replicas"], first["replicas"], strict=True)
+    return [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs][:_MOST_SENT]
+
+
+def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> None:
+    """Log which ranks have other weights than rank 0, where all have all of them; on rank 0.
+
+    Args:
+        manifest: rank 0's.
+        of_ranks: what ``drifted_replicas`` returned on each rank, in order.
+    """
+    ranks = [rank for rank, drifted in enumerate(of_ranks) if drifted]
+    if not ranks:
+        return
+    names = [n for i in sorted(set().union(*of_ranks)) for n in manifest.buffers[i].names]
+    more = ", ..." if len(names) > _MOST_TOLD else ""
+    log.warning(
+        "The weights have drifted apart between ranks, each of which trains all of them in stage "
+        "0: those of %s are not rank 0's (%s%s). Each rank writes a part, and a resume gives the "
+        "same weights to all ranks again. Whatever a step depends on has to be the same on all "
+        "ranks, rates and changes of weights by hand too.",
+        format_ranks(ranks),
+        ", ".join(names[:_MOST_TOLD]),
+        more,
+    )
 
 
 def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> None:

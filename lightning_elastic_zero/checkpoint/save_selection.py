@@ -23,7 +23,7 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
     manifest = replace(
         manifest,
         # An engine without an optimizer has no stage: the files are ZeRO-1's.
-        stage=manifest.stage or 1,
+        stage=manifest.stage or int(not manifest.groups),
         progress=replace(manifest.progress, sampler=options.sampler or manifest.progress.sampler),
     )
     if options.weights_only or not manifest.groups:

@@ -26,8 +26,10 @@ from lightning_elastic_zero.checkpoint.rank_consistency import (
     check_consistent,
     comparison_tables,
     drifted_hyperparameters,
+    drifted_replicas,
     table_digests,
     warn_of_drift,
+    warn_of_replicas,
     write_tables,
 )
 from lightning_elastic_zero.checkpoint.save_selection import (
@@ -232,6 +234,7 @@ def write(
 
     def publish() -> list[float]:
         warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
+        warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
         files = _complete(staged[0].path, contents, first, written or [])
         staged[0].sync(ranks.progress)
         cancellation.commit()
@@ -302,6 +305,7 @@ def _write_files(
         "files": [asdict(entry) for entry in files],
         "kept": [name for name, is_kept in kept.items() if is_kept],
         "drifted": drifted,
+        "replicas": drifted_replicas(first),
     }
 
 

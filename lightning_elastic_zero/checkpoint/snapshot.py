@@ -200,6 +200,7 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
         module_weights=written(state.module_weights),
         loss_scaler=dict(state.loss_scaler),
         lr_scheduler=copy.deepcopy(state.lr_scheduler),
+        replica_sums=state.replica_sums,
     )
 
 

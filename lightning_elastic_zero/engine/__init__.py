@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.flat_buffers import group_parameters
+from lightning_elastic_zero.engine.flat_buffers import PLAIN, group_parameters
 from lightning_elastic_zero.engine.gradients import drop_accumulation_window
 from lightning_elastic_zero.engine.installation import recovery_script, use_accelerator
 from lightning_elastic_zero.engine.live_state import LiveEngine
+from lightning_elastic_zero.engine.loss_scale import loss_scale
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
@@ -29,7 +30,9 @@ __all__ = [
     "check_config",
     "check_supported",
     "drop_accumulation_window",
+    "follows_requires_grad",
     "live_engine",
+    "loss_scale",
     "recovery_script",
     "trained_parameters",
     "updates_state_before_step",
@@ -38,10 +41,18 @@ __all__ = [
 
 
 def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401 (untyped library)
-    """Return the parameters that an engine's ZeRO optimizer owns; none without one."""
+    """Return the parameters that an engine's optimizer owns; none without one."""
     wrapper = optimizer_wrapper(engine)
     members = group_parameters(engine.optimizer, wrapper) if wrapper else []
     return [parameter for group in members for parameter in group]
+
+
+def follows_requires_grad(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
+    """Return whether a parameter that is frozen, or unfrozen, is not trained, or is, from then on.
+
+    DeepSpeed's wrappers ask once what requires a gradient; torch's optimizers, at each step.
+    """
+    return optimizer_wrapper(engine) == PLAIN
 
 
 def live_engine(

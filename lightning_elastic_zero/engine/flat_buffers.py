@@ -1,11 +1,14 @@
 """Where each of DeepSpeed's optimizer wrappers keeps its flat buffers (``releases``: since when).
 
+In stage 0 there are none, or they are not partitioned: ``replicated`` makes views like them.
+
 DeepSpeed's ``_hp_mapping`` is never read: it is wrong with ``round_robin_gradients``, and empty in
 several states. ``places`` computes what lies where.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,12 @@ from torch.distributed import get_rank
 
 from lightning_elastic_zero.engine.releases import parameter_paddings
 from lightning_elastic_zero.layout import spans
+
+PLAIN = "torch.optim.Optimizer"
+"""What stands for the wrapper's class name where the optimizer is not wrapped."""
+
+REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
+"""Stage 0: every rank has all masters and states."""
 
 GATHER_ELEMENTS = 1 << 21
 """Elements that are gathered at once from all ranks together: bounds the memory of a refresh."""
@@ -35,6 +44,18 @@ class LiveFlatBuffer:
     """This rank's low-precision weights, of the same shape."""
     partitions: tuple[torch.Tensor, ...] = ()
     """ZeRO-1/2: the low-precision weights of all ranks."""
+    stepped: torch.Tensor | None = None
+    """Stage 0: what the optimizer steps, in its shape; None: the masters as they are here."""
+
+    @property
+    def key(self) -> torch.Tensor:
+        """The key of the optimizer's state."""
+        return self.master if self.stepped is None else self.stepped
+
+    def write_back(self) -> None:
+        """Write the masters to where they were copied from, if they could not be viewed there."""
+        if self.stepped is not None and self.stepped.data_ptr() != self.master.data_ptr():
+            self.stepped.data.copy_(self.master.view(self.stepped.shape))
 
 
 _CONTIGUOUS = {
@@ -56,8 +77,11 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # 
     """Enumerate the flat buffers of a wrapper of that class name.
 
     ZeRO-1/2 has one for each parameter group, in equal partitions; ZeRO-3 one for each sub-group,
-    with each parameter cut by itself.
+    with each parameter cut by itself. In stage 0, where nothing is cut, each parameter stands for
+    itself, but in ``FP16_Optimizer``.
     """
+    if wrapper in REPLICATED:
+        return _replicated_buffers(optimizer, wrapper)
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         return [
             LiveFlatBuffer(
@@ -83,6 +107,43 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # 
     ]
 
 
+def _replicated_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:  # noqa: ANN401
+    """Enumerate what every rank has whole."""
+    if wrapper == "FP16_Optimizer":
+        flats = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+        return [
+            LiveFlatBuffer(group, tuple(optimizer.fp16_groups[group]), (), master, low)
+            for group, (master, low) in enumerate(flats)
+        ]
+    if wrapper == "FP16_UnfusedOptimizer":
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return [
+            LiveFlatBuffer(group, (weight,), (), flat(master), flat(weight), stepped=master)
+            for group, (weights, masters) in enumerate(pairs)
+            for weight, master in zip(weights, masters, strict=True)
+        ]
+    return [
+        LiveFlatBuffer(group, (weight,), (), view := flat(weight), view, stepped=weight)
+        for group, members in enumerate(optimizer.param_groups)
+        for weight in members["params"]
+        # One that is frozen has a state where it was trained before.
+        if weight.numel() and (weight.requires_grad or weight in optimizer.state)
+    ]
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in their order, 1-D: a view, or a copy where there is none.
+
+    There is none of what lies in another order in memory, as with ``channels_last``.
+    """
+    return tensor.detach().reshape(-1)
+
+
+def inner_optimizer(optimizer: Any) -> Any:  # noqa: ANN401 (untyped library)
+    """Return the optimizer inside a wrapper of DeepSpeed's; stage 0 may have no wrapper."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
 def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Parameter]]:  # noqa: ANN401
     """Return each group's trained parameters in the order in which the optimizer was given them.
 
@@ -91,14 +152,14 @@ def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Paramet
     """
     if wrapper == "DeepSpeedZeroOptimizer":
         return [list(parameters) for parameters in optimizer.bit16_groups]
-    groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in inner_optimizer(optimizer).param_groups]
     for buffer in live_flat_buffers(optimizer, wrapper):
         groups[buffer.group] += buffer.parameters
     return groups
 
 
 def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> None:  # noqa: ANN401
-    """Write the masters into the low-precision weights of all ranks: collective.
+    """Write the masters into the low-precision weights of all ranks: collective but in stage 0.
 
     Args:
         optimizer: DeepSpeed's wrapper, with masters in place. For ZeRO-3 the parameters must be
@@ -111,16 +172,38 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
         return
     buffers = live_flat_buffers(optimizer, wrapper)
+    if wrapper in REPLICATED:
+        _write_weights(buffers)
+        return
     for buffer in buffers:
         buffer.low.data.copy_(buffer.master.data)
         _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
-    # DeepSpeed links each parameter to its optimizer state once; the tensors may be new now.
-    optimizer._hp_optimizer_states_linked = False
+    _link_states_anew(optimizer, buffers, has_state=has_state)
+
+
+def _link_states_anew(
+    optimizer: Any,  # noqa: ANN401 (untyped library)
+    buffers: Sequence[LiveFlatBuffer],
+    *,
+    has_state: bool,
+) -> None:
+    """Have ZeRO-1/2 link each parameter to its optimizer state, whose tensors may be new."""
+    optimizer._hp_optimizer_states_linked = False  # It does so once.
     for parameter in (p for buffer in buffers for p in buffer.parameters):
         if (link := getattr(parameter, "_hp_mapping", None)) is not None:
             link.optim_fragment = None  # It would keep the old ones from being freed.
     if has_state:
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _write_weights(buffers: Sequence[LiveFlatBuffer]) -> None:
+    """Stage 0: write masters into the weights, which may be the same."""
+    for buffer in buffers:
+        at = 0
+        for parameter in buffer.parameters if buffer.low is not buffer.master else ():
+            values = buffer.master.data[at : at + parameter.numel()]
+            parameter.data.copy_(values.view(parameter.shape))
+            at += parameter.numel()
 
 
 def _gather_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:  # noqa: ANN401

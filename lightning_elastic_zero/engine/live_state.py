@@ -13,7 +13,7 @@ import torch
 
 from lightning_elastic_zero.engine.flat_buffers import (
     LiveFlatBuffer,
-    group_parameters,
+    inner_optimizer,
     live_flat_buffers,
     refresh_low_precision,
 )
@@ -22,6 +22,7 @@ from lightning_elastic_zero.engine.infer_optimizer import (
     check_unnamed_hyperparameters,
     check_unnamed_state,
 )
+from lightning_elastic_zero.engine.loss_scale import loss_scaler_fields
 from lightning_elastic_zero.engine.module import (
     allocate_pieces,
     commit_pieces,
@@ -38,13 +39,12 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.muon import restore_muon_momentum
 from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
-    check_states_alike,
-    loss_scaler_fields,
     split_state,
-    state_keys,
 )
+from lightning_elastic_zero.engine.param_groups import describe_groups
 from lightning_elastic_zero.engine.places import (
     flat_buffer_row,
+    own_slices,
     rank_fragments,
     verify_pieces,
     verify_places,
@@ -70,7 +70,6 @@ from lightning_elastic_zero.manifest import (
     Group,
     Manifest,
     Progress,
-    StateKey,
     Writer,
 )
 from lightning_elastic_zero.partition import FlatBuffer
@@ -81,9 +80,9 @@ from lightning_elastic_zero.tensor_state import (
     RestoreTargets,
     RestoreValues,
     Scalar,
+    bit_sums,
     dtype_name,
     numpy_to_python,
-    plain,
 )
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class LiveEngine:
 
     @property
     def _inner(self) -> Any:  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
-        return self._optimizer.optimizer
+        return inner_optimizer(self._optimizer)
 
     @property
     def _stage(self) -> int:
@@ -130,7 +129,8 @@ class LiveEngine:
     @cached_property
     def _rows(self) -> tuple[FlatBuffer, ...]:
         """How each flat buffer is laid out over all ranks."""
-        return tuple(flat_buffer_row(b, self._names, self._stage) for b in self._buffers)
+        of_all = self._names, self._stage, self._world_size
+        return tuple(flat_buffer_row(b, *of_all) for b in self._buffers)
 
     @cached_property
     def _placed(self) -> list[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
@@ -209,28 +209,13 @@ class LiveEngine:
 
     def _groups(self) -> tuple[Group, ...]:
         """Describe the optimizer's parameter groups; a group's buffers must hold like states."""
-        tables: dict[int, tuple[StateKey, ...]] = {}
-        for buffer, states in zip(self._buffers, self._states, strict=True):
-            keys = state_keys(*states)
-            check_states_alike(buffer.group, keys, tables.setdefault(buffer.group, keys))
-        members = group_parameters(self._optimizer, self._wrapper)
-        return tuple(
-            Group(
-                names=tuple(self._names[p] for p in members[index]),
-                hyperparameters={
-                    key: plain(value, f"{key!r} of parameter group {index}")
-                    for key, value in group.items()
-                    if key != "params"
-                },
-                state=tables.get(index, ()),
-            )
-            for index, group in enumerate(self._inner.param_groups)
-        )
+        states = zip((b.group for b in self._buffers), self._states, strict=True)
+        return describe_groups(self._optimizer, self._wrapper, self._names, states)
 
     @cached_property
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
-        return tuple(split_state(self._inner, buffer.master) for buffer in self._buffers)
+        return tuple(split_state(self._inner, buffer.key) for buffer in self._buffers)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.
@@ -242,11 +227,17 @@ class LiveEngine:
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         left_out = exclude_frozen and self._wrapper
+        flats = tuple(
+            FlatState(fragments, buffer.master.detach(), *states)
+            for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
+        )
+        sums: tuple[int, ...] = ()
+        if not self._stage:  # Each rank writes a part of what all of them have.
+            sums = bit_sums([flat.master for flat in flats]) if self._world_size > 1 else ()
+            flats = own_slices(flats, self._rows, self._world_size, self._rank)
         state = RankState(
-            flats=tuple(
-                FlatState(fragments, buffer.master.detach(), *states)
-                for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
-            ),
+            flats=flats,
+            replica_sums=sums,
             frozen={}
             if left_out
             else {name: weight_piece(p)[1] for name, p in self._frozen().items()},
@@ -258,7 +249,7 @@ class LiveEngine:
             return state
         return replace(
             state,
-            loss_scaler=loss_scaler_fields(self._optimizer),
+            loss_scaler=loss_scaler_fields(self._engine),
             lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
         )
 

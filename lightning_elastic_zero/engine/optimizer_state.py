@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.manifest import Plain, StateKey
+from lightning_elastic_zero.manifest import StateKey
 from lightning_elastic_zero.tensor_state import Scalar, numpy_to_python, state_key
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
@@ -35,7 +35,11 @@ def split_state(
     optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     flat: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Part the states of one flat buffer, 1-D, into element-wise tensors and scalars.
+    """Part the states of one flat buffer into element-wise tensors, 1-D, and scalars.
+
+    Args:
+        optimizer: that has them.
+        flat: their key: 1-D, or in stage 0 a weight in its shape.
 
     Raises:
         UnsupportedError: a state is neither: it has no rule by which it could be cut.
@@ -44,8 +48,8 @@ def split_state(
     scalars: dict[str, Scalar] = {}
     for key, held in optimizer.state.get(flat, {}).items():
         value = numpy_to_python(held)
-        if isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == flat.shape:
-            elementwise[key] = value
+        if _is_elementwise(optimizer, flat, key, value):
+            elementwise[key] = value if value.ndim == 1 else value.detach().reshape(-1)
         elif _is_scalar(value):
             scalars[key] = value
         else:
@@ -58,6 +62,21 @@ def split_state(
             )
             raise UnsupportedError(msg)
     return elementwise, scalars
+
+
+def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object) -> bool:  # noqa: ANN401
+    """Return whether a state is one value for each element.
+
+    Of a weight without dimensions (stage 0), either kind is one value: the states of the others
+    tell which one it is.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != flat.shape:
+        return False
+    return value.ndim > 0 or any(
+        isinstance(held.get(key), torch.Tensor) and held[key].shape == other.shape
+        for other, held in optimizer.state.items()
+        if other.ndim
+    )
 
 
 def _is_scalar(value: object) -> bool:
@@ -136,13 +155,3 @@ def check_states_alike(group: int, keys: Sequence[StateKey], others: Sequence[St
             f"{first}; save after a step that updates all of the group"
         )
         raise UnsupportedError(msg)
-
-
-def loss_scaler_fields(wrapper: Any) -> dict[str, Plain]:  # noqa: ANN401 (DeepSpeed's)
-    """Return the class of a wrapper's loss scaler and its plain fields; empty without one."""
-    scaler = getattr(wrapper, "loss_scaler", None)
-    if scaler is None:
-        return {}
-    held = numpy_to_python(vars(scaler))
-    fields = {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
-    return {"class": type(scaler).__name__, **fields}

@@ -18,43 +18,81 @@ from torch import distributed
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.module import full_shape, weight_piece
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.layout import Fragment, spans
+from lightning_elastic_zero.layout import Fragment, Layout, spans
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS
-from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
+from lightning_elastic_zero.partition import (
+    FlatBuffer,
+    piece_numel,
+    replicated_layout,
+    zero_layout,
+)
+from lightning_elastic_zero.tensor_state import FlatState
 
 COMPARE_ELEMENTS = 1 << 20
 """Elements compared at a time: bounds the memory of comparing masters with weights."""
 
 
 def flat_buffer_row(
-    buffer: LiveFlatBuffer, names: Mapping[torch.nn.Parameter, str], stage: int
+    buffer: LiveFlatBuffer, names: Mapping[torch.nn.Parameter, str], stage: int, world_size: int
 ) -> FlatBuffer:
-    """Return how a flat buffer is laid out over all ranks."""
+    """Return how a flat buffer is laid out over all ranks, or saved by them in stage 0."""
+    numel = buffer.master.numel()
+    part = {STAGE_WEIGHTS: 0, 0: piece_numel(numel, world_size)}.get(stage, numel)
     return FlatBuffer(
         group=buffer.group,
         names=tuple(names[p] for p in buffer.parameters),
         numels=tuple(math.prod(full_shape(p)) for p in buffer.parameters),
         paddings=buffer.paddings,
-        partition_numel=0 if stage == STAGE_WEIGHTS else buffer.master.numel(),
+        partition_numel=part,
     )
 
 
 def rank_fragments(
     stage: int, rows: Sequence[FlatBuffer], world_size: int, rank: int
 ) -> tuple[tuple[Fragment, ...], ...]:
-    """Return what a rank holds, by flat buffer.
+    """Return what a rank holds, by flat buffer: in stage 0, everything.
 
     Raises:
         UnsupportedError: the flat buffers cannot hold their parameters.
     """
-    found: list[list[Fragment]] = [[] for _ in rows]
     try:
-        layout = zero_layout(stage, rows, world_size)
+        if stage:
+            return fragments_by_buffer(zero_layout(stage, rows, world_size), rank, len(rows))
+        return fragments_by_buffer(replicated_layout(rows), 0, len(rows))
     except CheckpointFormatError as error:
         _refuse(str(error))
+
+
+def fragments_by_buffer(layout: Layout, rank: int, count: int) -> tuple[tuple[Fragment, ...], ...]:
+    """Return what a layout has on a rank, for each of so many flat buffers."""
+    found: list[list[Fragment]] = [[] for _ in range(count)]
     for fragment in layout.on_rank(rank):
         found[fragment.buffer].append(fragment)
     return tuple(map(tuple, found))
+
+
+def own_slices(
+    flats: Sequence[FlatState], rows: Sequence[FlatBuffer], world_size: int, rank: int
+) -> tuple[FlatState, ...]:
+    """Return the part that a rank writes of what all ranks have (stage 0).
+
+    Args:
+        flats: all that it has.
+        rows: how it is laid out over all ranks when it is saved.
+        world_size: of them.
+        rank: this one.
+    """
+    held = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
+    slices = [slice(rank * row.partition_numel, (rank + 1) * row.partition_numel) for row in rows]
+    return tuple(
+        FlatState(
+            fragments,
+            flat.master[part],
+            {key: values[part] for key, values in flat.elementwise.items()},
+            flat.scalars,
+        )
+        for flat, fragments, part in zip(flats, held, slices, strict=True)
+    )
 
 
 def verify_places(
@@ -76,6 +114,8 @@ def verify_places(
     if buffer.low.shape != buffer.master.shape:
         shapes = f"{tuple(buffer.master.shape)} masters for {tuple(buffer.low.shape)} weights"
         _refuse(f"a flat buffer of group {row.group} has {shapes}")
+    if buffer.stepped is not None:  # A parameter that stands for itself: nothing is computed.
+        return
     parameters = dict(zip(row.names, buffer.parameters, strict=True))
     for fragment in fragments:
         parameter = parameters[fragment.name]
@@ -140,7 +180,8 @@ def weights_match(buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[F
     """Whether this rank's part of the weights in a flat buffer is its masters, rounded."""
     parameters = dict(zip(row.names, buffer.parameters, strict=True))
     for fragment, at, end in bounded_runs(fragments):
-        first, piece = weight_piece(parameters[fragment.name])
+        whole = buffer.stepped is not None
+        first, piece = (0, buffer.low) if whole else weight_piece(parameters[fragment.name])
         skipped = fragment.start - first - fragment.offset
         weights = piece[at + skipped : end + skipped]
         if not torch.equal(weights, buffer.master.data[at:end].to(weights)):

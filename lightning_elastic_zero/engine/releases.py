@@ -7,6 +7,7 @@ asked for here, so that the rest of the engine need not know of releases.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
@@ -56,6 +57,8 @@ OPTIMIZER_NAMES = {
         "optimizer",
         "real_dp_process_group",
     ),
+    "FP16_Optimizer": ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat", "optimizer"),
+    "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups", "optimizer"),
     "DeepSpeedZeroOptimizer_Stage3": (
         "_reassign_or_swap_out_partitioned_parameters",
         "checkpoint_event_prologue",
@@ -108,6 +111,44 @@ def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: 
     """
     paddings = getattr(optimizer, "round_robin_bit16_padding", None)
     return tuple(paddings[group]) if paddings and any(paddings[group]) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaler:
+    """What scales the loss in a wrapper of DeepSpeed's."""
+
+    name: str
+    """Name of its class."""
+    holder: Any
+    """Whose attributes its fields are."""
+    fields: tuple[str, ...]
+    """Their names."""
+
+
+SCALE_FIELDS = (
+    "cur_iter",
+    "cur_scale",
+    "dynamic_loss_scale",
+    "last_overflow_iter",
+    "min_loss_scale",
+    "scale_factor",
+    "scale_window",
+)
+"""Of stage 0's scaler."""
+
+
+def loss_scaler(optimizer: Any) -> LossScaler | None:  # noqa: ANN401 (untyped library)
+    """Return what scales the loss in a wrapper; None where nothing does.
+
+    Stage 0 has a ``LossScaleConfig`` since 0.18; before, its fields were the wrapper's own.
+    """
+    if (scaler := getattr(optimizer, "loss_scaler", None)) is not None:
+        return LossScaler(type(scaler).__name__, scaler, tuple(vars(scaler)))
+    if type(optimizer).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
+        return None
+    holder = getattr(optimizer, "loss_scale_config", optimizer)
+    fields = tuple(name for name in SCALE_FIELDS if hasattr(holder, name))
+    return LossScaler("LossScaleConfig", holder, fields)
 
 
 def zero_grad(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)

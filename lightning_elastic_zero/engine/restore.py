@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import (
     EXECUTION_KEYS,
@@ -57,7 +58,7 @@ def flat_target(
         whole: whether all of it is received; else what is not stays as it is.
     """
     live, low = buffer.master.data, buffer.low.data
-    if all(
+    if buffer.low is not buffer.master and all(
         torch.equal(live[at:end], low[at:end].to(live)) for _, at, end in bounded_runs(fragments)
     ):
         return FlatTarget(buffer, fragments, live, in_place=True, states=states)
@@ -84,25 +85,26 @@ def allocate_states(
     On the host, where a live state will take the values in its own memory: the device never holds
     it twice. Otherwise on the device, so that one that is full is found out before ``commit``.
     """
-    master, live = buffer.master, inner.state.get(buffer.master, {})
+    master, live = buffer.master, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].state:
         if key.kind == "elementwise":
             # One that is kept in the masters' dtype follows the live masters.
             like_masters = key.dtype == source.master_dtype
             dtype = master.dtype if like_masters else getattr(torch, key.dtype)
-            device = "cpu" if _has_place(live.get(key.name), master, dtype) else master.device
+            has_place = _has_place(live.get(key.name), buffer.key, dtype)
+            device = "cpu" if has_place else master.device
             targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
     return targets
 
 
-def _has_place(live: object, master: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a live state can take values of a type for each element of the masters."""
+def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a live state can take values of a type for each element that is stepped."""
     return (
         isinstance(live, torch.Tensor)
-        and live.shape == master.shape
+        and live.shape == stepped.shape
         and live.dtype == dtype
-        and live.device == master.device
+        and live.device == stepped.device
     )
 
 
@@ -124,6 +126,7 @@ def commit_masters(target: FlatTarget, *, keep_fp32: bool) -> None:
         master[reached : fragment.offset].zero_()
         reached = fragment.offset + fragment.stop - fragment.start
     master[reached:].zero_()
+    target.buffer.write_back()
 
 
 def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
@@ -138,23 +141,26 @@ def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) 
     Live states of the same type are overwritten where they are: they may be pinned or linked to,
     and what is allocated now could fail half-way. Scalars are new: each buffer needs its own.
     """
-    master = target.buffer.master
+    stepped = target.buffer.key
     if not target.states and not scalars:
-        _reset_state(inner, master)
+        _reset_state(inner, stepped)
         return
     group, live = inner.param_groups[target.buffer.group], type(inner).__name__
-    kept = inner.state.get(master, {})
-    inner.state[master] = {
-        **{key: _take(kept.get(key), value, master) for key, value in target.states.items()},
-        **{k: place_scalar(k, v, live, group, master.device) for k, v in scalars.items()},
+    kept = inner.state.get(stepped, {})
+    inner.state[stepped] = {
+        **{key: _take(kept.get(key), value, stepped) for key, value in target.states.items()},
+        **{k: place_scalar(k, v, live, group, stepped.device) for k, v in scalars.items()},
     }
 
 
-def _take(live: object, value: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Copy received values into the live state if they fit; else return them on its device."""
-    if isinstance(live, torch.Tensor) and _has_place(live, master, value.dtype):
-        return live.copy_(value)
-    return value.to(master.device)
+def _take(live: object, value: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
+    """Copy received values into the live state if they fit; else return them in its place."""
+    if isinstance(live, torch.Tensor) and _has_place(live, stepped, value.dtype):
+        return live.copy_(value.view(live.shape))
+    value = value.to(stepped.device)
+    if stepped.is_contiguous():
+        return value.view(stepped.shape)
+    return torch.empty_like(stepped, dtype=value.dtype).copy_(value.view(stepped.shape))
 
 
 def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
@@ -220,10 +226,7 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:  # noqa: ANN401
     # Whole accumulation windows only: gradients inside a window are in no checkpoint.
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if scaler is not None and values.loss_scaler.get("class") == type(scaler).__name__:
-        for key in vars(scaler).keys() & values.loss_scaler.keys():
-            setattr(scaler, key, values.loss_scaler[key])
+    restore_loss_scaler(engine, values.loss_scaler)
     if values.lr_scheduler is not None and engine.lr_scheduler is not None:
         scheduler = engine.lr_scheduler
         scheduler.load_state_dict(cast_like(dict(values.lr_scheduler), scheduler.state_dict()))

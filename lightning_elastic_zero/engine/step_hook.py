@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.flat_buffers import inner_optimizer
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import UnsupportedError
 
@@ -25,7 +26,7 @@ def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], Non
     """
     if not optimizer_wrapper(engine):  # nothing steps
         return lambda: None
-    inner = engine.optimizer.optimizer
+    inner = inner_optimizer(engine.optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         msg = f"{type(inner).__name__} is no torch.optim.Optimizer: save without async_save"
         raise UnsupportedError(msg)
@@ -44,4 +45,4 @@ def updates_state_before_step(engine: Any) -> bool:  # noqa: ANN401 (untyped lib
     """
     if not optimizer_wrapper(engine):
         return False
-    return any(group.get("use_muon") for group in engine.optimizer.optimizer.param_groups)
+    return any(group.get("use_muon") for group in inner_optimizer(engine.optimizer).param_groups)

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_elastic_zero.engine.flat_buffers import live_flat_buffers
+import torch
+
+from lightning_elastic_zero.engine.flat_buffers import (
+    PLAIN,
+    REPLICATED,
+    inner_optimizer,
+    live_flat_buffers,
+)
 from lightning_elastic_zero.engine.releases import check_names
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
 WRAPPERS = {
+    PLAIN: "stage 0 in fp32",
+    "FP16_Optimizer": "stage 0 in bf16 or fp16, with FusedAdam",
+    "FP16_UnfusedOptimizer": "stage 0 in bf16 or fp16",
     "DeepSpeedZeroOptimizer": "ZeRO-1 and ZeRO-2",
     "BF16_Optimizer": "ZeRO-1 in bf16 with fp32 gradient accumulation",
     "DeepSpeedZeroOptimizer_Stage3": "ZeRO-3",
@@ -20,8 +31,11 @@ WRAPPERS = {
 NO_OPTIMIZER = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
 """What stands in the wrapper's place in an engine for inference."""
 
-RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "FusedLamb", "Lamb", "LAMB")
-"""Their state or their update depends on how the parameters are cut: not to be cut anew."""
+RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+"""Their state is each rank's own."""
+
+CUT_OPTIMIZERS = ("FusedLamb", "Lamb", "LAMB")
+"""Their update depends on how the parameters are cut, which stage 0 does not do."""
 
 
 RANDOM_LTD = (
@@ -35,7 +49,12 @@ CURRICULUM = (
 
 
 def optimizer_wrapper(engine: Any) -> str:  # noqa: ANN401 (untyped library)
-    """Return the class name of the engine's ZeRO optimizer; empty in an engine without one."""
+    """Return the class name of the engine's optimizer wrapper; empty without an optimizer.
+
+    One that is not wrapped, as in stage 0, has the name of torch's own class.
+    """
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        return PLAIN
     name = type(engine.optimizer).__name__
     if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
         return ""
@@ -68,11 +87,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
-    zero = config.get("zero_optimization")
-    if zero is None or not zero.get("stage"):
-        _refuse(["ZeRO stage 0: there is nothing partitioned to save; use Lightning's DDPStrategy"])
-        return
-    reasons = [*_stage(zero["stage"])]
+    zero = config.get("zero_optimization") or {}
+    reasons = [*_stage(zero.get("stage", 0))]
     reasons += [
         f"zero_optimization.{what}.device = nvme: offload to cpu instead"
         for what in ("offload_optimizer", "offload_param")
@@ -103,9 +119,9 @@ def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _stage(stage: object) -> Iterator[str]:
     """Yield what is wrong with a stage: DeepSpeed takes "3" for 3, and Lightning does not."""
-    if type(stage) is not int or stage not in {1, 2, 3}:
+    if type(stage) is not int or stage not in STAGES:
         hint = ", and no string: leave out the quotes" if isinstance(stage, str) else ""
-        yield f"zero_optimization.stage = {stage!r}: it must be 1, 2 or 3{hint}"
+        yield f"zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3{hint}"
 
 
 def _refuse(reasons: list[str]) -> None:
@@ -150,13 +166,16 @@ def _optimizer(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
 
 def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield what is unfit about the optimizer inside a known wrapper."""
-    inner = engine.optimizer.optimizer
+    inner = inner_optimizer(engine.optimizer)
     name = type(inner).__name__
     if name in RANK_LOCAL_OPTIMIZERS:
-        yield f"the optimizer {name}: its state depends on how the parameters are cut"
+        yield f"the optimizer {name}: its state is each rank's own"
+    if name in CUT_OPTIMIZERS and wrapper not in REPLICATED:
+        yield f"the optimizer {name}: its update depends on how the parameters are cut; use stage 0"
     if wrapper == "DeepSpeedZeroOptimizer" and any(g.get("use_muon") for g in inner.param_groups):
         yield "Muon in ZeRO-1/2: its momentum is not cut like the parameters; use stage 3"
-    yield from _added_later(engine)
+    if wrapper != PLAIN:
+        yield from _added_later(engine)
     flats = len({buffer.group for buffer in live_flat_buffers(engine.optimizer, wrapper)})
     if len(inner.param_groups) < flats:
         yield (
@@ -199,5 +218,3 @@ def _state(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
         yield RANDOM_LTD
     if engine.curriculum_learning_enabled():
         yield CURRICULUM
-    if getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None:
-        yield "torch_autocast with float16: its GradScaler's state would be lost; use bfloat16"

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_elastic_zero.engine import drop_accumulation_window
+from lightning_elastic_zero.engine import drop_accumulation_window, loss_scale
 from lightning_elastic_zero.trainer.lightning_internals import should_accumulate
 from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
 
@@ -46,8 +46,9 @@ class GradientAccumulation:
         Raises:
             UnsupportedError: the module's loss received another gradient than it should have.
         """
-        scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))  # other than 1 in fp16
-        with self._loss_scaling_check.watch(loss, weight * scale, trainer.accumulate_grad_batches):
+        check = self._loss_scaling_check
+        scale = 1.0 if check.is_done else loss_scale(self._engine)  # other than 1 in fp16
+        with check.watch(loss, weight * scale, trainer.accumulate_grad_batches):
             yield loss * weight if weight != 1.0 else loss
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:

@@ -24,7 +24,8 @@ class LossScalingCheck:
     """
 
     def __init__(self) -> None:
-        self._is_done = False
+        self.is_done = False
+        """Whether it has looked."""
 
     @contextmanager
     def watch(self, loss: torch.Tensor, factor: float, accumulate: int) -> Iterator[None]:
@@ -39,7 +40,7 @@ class LossScalingCheck:
             UnsupportedError: the module's loss received another gradient than it should have.
         """
         returned = _before_division(loss)
-        if self._is_done or accumulate == 1 or factor == 0.0 or returned is None:
+        if self.is_done or accumulate == 1 or factor == 0.0 or returned is None:
             yield
             return
         seen: list[torch.Tensor] = []
@@ -51,7 +52,7 @@ class LossScalingCheck:
         finally:
             handle.remove()
         if seen:
-            self._is_done = True
+            self.is_done = True
             _check(float(seen[0]) * accumulate / factor, accumulate)
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_elastic_zero.engine import trained_parameters
+from lightning_elastic_zero.engine import follows_requires_grad, trained_parameters
 
 _LISTED = 10
 """Names in a warning; the rest is counted."""
@@ -28,7 +28,7 @@ class RequiresGradCheck:
     def __init__(self, engine: Any) -> None:
         """Begin a fit with DeepSpeed's engine, whose optimizer owns what is trained."""
         owned = set(trained_parameters(engine))
-        parameters = list(engine.module.parameters())
+        parameters = [] if follows_requires_grad(engine) else list(engine.module.parameters())
         self._trained = tuple(p for p in parameters if p in owned and p.requires_grad)
         self._others = tuple(p for p in parameters if p not in owned and not p.requires_grad)
         self._told_epoch = -1

@@ -8,7 +8,7 @@ from typing import Any
 from tests.engine._pairwise import Case, pairwise
 from tests.engine._setup import Setup
 
-ZEROS = ("1", "2", "3", "B")
+ZEROS = ("0", "1", "2", "3", "B")
 WORLDS = (1, 2, 3, 4)
 PRECISIONS = ("fp32", "bf16", "fp32 to bf16", "bf16 to fp32")
 

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from tests.engine._model import BUFFERS, trained
-from tests.engine._setup import Engine, Setup, engine_of
+from tests.engine._setup import Engine, Setup, engine_of, inner_of
 
 Dump: TypeAlias = "dict[str, Any]"
 """``kind/...`` to a tensor, or to the ``repr`` of anything else."""
@@ -45,10 +45,16 @@ def require(holds: object, what: str) -> None:
 
 
 def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
-    """Return this rank's flat master buffers, raw, in the optimizer's order."""
+    """Return this rank's flat master buffers, raw, in the optimizer's order.
+
+    In stage 0 each of what the optimizer steps is one, of any shape; all ranks have the same ones.
+    """
     if setup.zero == "3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
+    stepped = [p for group in inner_of(engine).param_groups for p in group["params"]]
+    if setup.zero == "0":
+        return [p for p in stepped if p.requires_grad and p.numel()]
+    return stepped
 
 
 def positions(setup: Setup) -> list[torch.Tensor]:
@@ -61,9 +67,10 @@ def positions(setup: Setup) -> list[torch.Tensor]:
             codes = torch.arange(at, at + parameter.numel()).to(torch.int16)
             parameter.data = codes.view(torch.bfloat16).float().view(parameter.shape)
             at += parameter.numel()
-        with engine_of(twin, 0, model=model) as engine:
-            flats = [_decode(flat.detach(), at) for flat in flat_buffers(engine, twin)]
-        _check_tiling(flats, at - FIRST_CODE)
+        # Without any rate: in stage 0, making the optimizer takes a step in bf16.
+        with engine_of(twin, 0, tilt=0.0, model=model) as engine:
+            flats = [_decode(flat.detach().flatten(), at) for flat in flat_buffers(engine, twin)]
+        _check_tiling(flats, at - FIRST_CODE, setup.world if setup.zero == "0" else 1)
         _maps[twin] = flats
     return _maps[twin]
 
@@ -75,12 +82,13 @@ def _decode(flat: torch.Tensor, end: int) -> torch.Tensor:
     return torch.where(known, codes - FIRST_CODE, PADDING)
 
 
-def _check_tiling(flats: list[torch.Tensor], numel: int) -> None:
+def _check_tiling(flats: list[torch.Tensor], numel: int, copies: int) -> None:
     counts = torch.zeros(numel, dtype=torch.long)
     for flat in flats:
         counts += torch.bincount(flat[flat != PADDING], minlength=numel)
     distributed.all_reduce(counts)
-    require((counts == 1).all(), f"{int((counts != 1).sum())} elements do not lie in one place")
+    wrong = counts != copies
+    require(not wrong.any(), f"{int(wrong.sum())} elements do not lie in {copies} places")
 
 
 # -- what one rank holds ----------------------------------------------------------------------
@@ -88,14 +96,14 @@ def _check_tiling(flats: list[torch.Tensor], numel: int) -> None:
 
 def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
     """Return all that this rank holds, as it lies there, with the map of what it is."""
-    inner = engine.optimizer.optimizer
+    inner = inner_of(engine)
     flats = flat_buffers(engine, setup)
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scaler = scaler_of(engine)
     buffers = dict(engine.module.named_buffers())
     return {
         "places": positions(setup),
-        "masters": [flat.detach().clone() for flat in flats],
-        "states": [{**inner.state.get(flat, {})} for flat in flats],
+        "masters": [flat.detach().clone().flatten() for flat in flats],
+        "states": [_flat_states(inner.state.get(flat, {}), flat) for flat in flats],
         "groups": [
             {k: repr(v) for k, v in group.items() if k != "params"} for group in inner.param_groups
         ],
@@ -106,6 +114,21 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
             for name in ("global_steps", "global_samples", "skipped_steps")
         },
         "scaler": {k: repr(v) for k, v in sorted(vars(scaler).items())} if scaler else {},
+    }
+
+
+def scaler_of(engine: Engine) -> Engine:
+    """Return what scales the loss; None where nothing does."""
+    return getattr(engine.optimizer, "loss_scaler", None) or getattr(
+        engine.optimizer, "loss_scale_config", None
+    )
+
+
+def _flat_states(states: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
+    """Return the states of a buffer, the element-wise ones flat as it is."""
+    return {
+        key: value.flatten() if _is_vector(value) and value.shape == flat.shape else value
+        for key, value in states.items()
     }
 
 
@@ -171,6 +194,10 @@ def _elementwise(
                     whole = torch.zeros(numel, dtype=tensor.dtype)
                     found[key] = (whole, torch.zeros(numel, dtype=torch.bool))
                 require(tensor.shape == master.shape, f"{key} is not element-wise")
+                again = places[here][found[key][1][places[here]]]
+                if len(again):  # In stage 0 each rank has all of it.
+                    known = found[key][0][places[here]]
+                    require(same_bits(known, tensor[here]), f"{key} differs between ranks")
                 found[key][0][places[here]] = tensor[here]
                 found[key][1][places[here]] = True
     return found

@@ -23,7 +23,11 @@ class Setup:
 
     world: int
     zero: str = "1"
-    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which is BF16_Optimizer."""
+    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which is BF16_Optimizer.
+
+    ``0`` is torch's own optimizer in fp32 and FP16_UnfusedOptimizer otherwise; with the optimizer
+    ``FusedAdam``, it is FP16_Optimizer.
+    """
     precision: str = "fp32"
     round_robin: bool = False
     alignment: bool = False
@@ -79,7 +83,9 @@ class Setup:
 
     def twin(self) -> Setup:
         """Return the setup that lays its flat buffers out in the same way."""
-        return replace(self, optimizer="SGD", steady=False, elastic=False, accumulation=1)
+        fused = self.zero == "0" and self.optimizer == "FusedAdam"
+        optimizer = self.optimizer if fused else "SGD"
+        return replace(self, optimizer=optimizer, steady=False, elastic=False, accumulation=1)
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -156,13 +162,17 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         return OddState([{"params": ps} for ps in members], ODD_SHAPES[name])
     if name == "Muon":
         return _muon(members, tilt)
-    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam"):
+    if name in ("AdamW", "AMSGrad", "NAdam", "CPUAdam", "FusedAdam"):
         for i, group in enumerate(groups):
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
     if name == "CPUAdam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups)
+    if name == "FusedAdam":
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam(groups)
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "AdamW": (torch.optim.AdamW, {}),
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
@@ -189,6 +199,12 @@ def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:
             {"params": rest, "lr": 0.01 * tilt, "use_muon": False},
         ]
     )
+
+
+def inner_of(engine: Engine) -> Engine:
+    """Return the optimizer that steps: DeepSpeed leaves it as it is in stage 0 with fp32."""
+    optimizer = engine.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 @contextmanager

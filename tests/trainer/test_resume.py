@@ -21,7 +21,8 @@ def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("source", "ranks", "target", "more"), [(3, 2, 1, 3), (1, 3, 3, 2), (2, 1, 2, 2)]
+    ("source", "ranks", "target", "more"),
+    [(3, 2, 1, 3), (1, 3, 3, 2), (2, 1, 2, 2), (0, 2, 3, 3), (2, 3, 0, 2), (0, 1, 0, 3)],
 )
 def test_fit_goes_on_where_it_stopped(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path

@@ -1,0 +1,75 @@
+"""Loss scaling: DeepSpeed's own scalers in fp16, and torch's with ``torch_autocast``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_elastic_zero.engine.releases import LossScaler, loss_scaler
+from lightning_elastic_zero.manifest import Plain
+from lightning_elastic_zero.tensor_state import numpy_to_python
+
+GRAD_SCALER = "grad_scaler"
+"""The entry of torch's scaler, beside the fields of DeepSpeed's own."""
+
+LEARNED = ("cur_scale", "cur_iter", "last_overflow_iter")
+"""What both of DeepSpeed's dynamic scalers, ZeRO's and that of stage 0, know of the run so far."""
+
+
+def loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
+    """Return what DeepSpeed multiplies a loss by."""
+    grad_scaler = _grad_scaler(engine)
+    if grad_scaler is not None:
+        return float(grad_scaler.get_scale())
+    # None in stage 0 with bf16.
+    return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
+
+
+def loss_scaler_fields(engine: Any) -> dict[str, Plain]:  # noqa: ANN401 (untyped library)
+    """Return the class and the numbers of an engine's loss scalers; empty without any."""
+    fields: dict[str, Plain] = {}
+    if scaler := loss_scaler(engine.optimizer):
+        fields = {"class": scaler.name, **_numbers(scaler)}
+    grad_scaler = _grad_scaler(engine)
+    if grad_scaler is not None:
+        fields[GRAD_SCALER] = grad_scaler.state_dict()
+    return fields
+
+
+def restore_loss_scaler(engine: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Continue with a saved scale: as it was, or between two kinds, with what both know.
+
+    A scale that is fixed does not become one that changes, or the other way round, and none is
+    taken from a run that did not scale.
+    """
+    if scaler := loss_scaler(engine.optimizer):
+        live = _numbers(scaler)
+        kind = _kind(live)
+        if kind == _kind(saved):
+            same_class = saved.get("class") == scaler.name
+            learned = LEARNED if kind[0] else ()
+            for key in live.keys() & (saved if same_class else saved.keys() & learned):
+                setattr(scaler.holder, key, saved[key])
+    grad_scaler, state = _grad_scaler(engine), saved.get(GRAD_SCALER)
+    if grad_scaler is not None and state:
+        grad_scaler.load_state_dict(state)
+
+
+def _numbers(scaler: LossScaler) -> dict[str, Plain]:
+    """Return the fields of a scaler of DeepSpeed's that are numbers."""
+    held = numpy_to_python({key: getattr(scaler.holder, key) for key in scaler.fields})
+    return {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
+
+
+def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:
+    """Return whether a scale changes by itself, and whether there is one."""
+    changes = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
+    return changes, changes or fields.get("cur_scale", 1.0) != 1.0
+
+
+def _grad_scaler(engine: Any) -> Any:  # noqa: ANN401 (untyped library)
+    """Return torch's scaler, of the engine in stage 0 and of the optimizer else; or None."""
+    of_engine = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if of_engine is not None:
+        return of_engine
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
