@@ -36,6 +36,9 @@ class FlatState:
     """Optimizer states of the same shape as ``master``."""
     scalars: Mapping[str, Scalar]
     """Optimizer states that are one value for the buffer."""
+    in_module: bool = False
+    """Whether the masters are the module's own weights (stage 0 in fp32): what changes those, as an
+    average that is swapped in for a validation does, changes them between steps too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,9 @@ class CopyPlan:
         state, at_once = contents.state, list[torch.Tensor]()
         if writes_weights(contents.manifest, rank):
             at_once = [*state.frozen.values(), *state.module_weights.values()]
+        at_once += [flat.master for flat in state.flats if flat.in_module]
         # In the order in which they are written.
-        later = [flat.master for flat in state.flats]
+        later = [flat.master for flat in state.flats if not flat.in_module]
         if not contents.manifest.weights_only:
             later += [tensor for flat in state.flats for tensor in flat.elementwise.values()]
         first, room_bytes = len(later), memory_bytes - sum(map(aligned_bytes, at_once))

@@ -228,7 +228,12 @@ class LiveEngine:
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         left_out = exclude_frozen and self._wrapper
         flats = tuple(
-            FlatState(fragments, buffer.master.detach(), *states)
+            FlatState(
+                fragments,
+                buffer.master.detach(),
+                *states,
+                in_module=buffer.low is buffer.master,
+            )
             for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
         )
         sums: tuple[int, ...] = ()

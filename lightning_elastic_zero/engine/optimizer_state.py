@@ -69,14 +69,23 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
 
     Of a weight without dimensions (stage 0), either kind is one value: the states of the others
     tell which one it is.
+
+    Raises:
+        UnsupportedError: there are no others.
     """
     if not isinstance(value, torch.Tensor) or value.shape != flat.shape:
         return False
-    return value.ndim > 0 or any(
-        isinstance(held.get(key), torch.Tensor) and held[key].shape == other.shape
-        for other, held in optimizer.state.items()
-        if other.ndim
-    )
+    if value.ndim:
+        return True
+    others = [held[key] for p, held in optimizer.state.items() if p.ndim and key in held]
+    if not others:
+        msg = (
+            f"{type(optimizer).__name__} keeps {key!r} for a weight without dimensions, and has no "
+            "other weight that would tell whether that is a value of its element: give the weight "
+            "a dimension (torch.ones(1) in the place of torch.ones(()))"
+        )
+        raise UnsupportedError(msg)
+    return isinstance(others[0], torch.Tensor) and others[0].ndim > 0
 
 
 def _is_scalar(value: object) -> bool:

@@ -90,6 +90,7 @@ def own_slices(
             flat.master[part],
             {key: values[part] for key, values in flat.elementwise.items()},
             flat.scalars,
+            in_module=flat.in_module,
         )
         for flat, fragments, part in zip(flats, held, slices, strict=True)
     )

@@ -12,6 +12,7 @@ from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import (
+    ADAM_FAMILY,
     EXECUTION_KEYS,
     MEMBER_KEYS,
     SCHEDULER_KEYS,
@@ -20,7 +21,7 @@ from lightning_elastic_zero.engine.optimizer_state import (
 from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.layout import Fragment, spans
-from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.manifest import Manifest, StateKey
 from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like
 
 
@@ -89,13 +90,32 @@ def allocate_states(
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].state:
         if key.kind == "elementwise":
-            # One that is kept in the masters' dtype follows the live masters.
-            like_masters = key.dtype == source.master_dtype
-            dtype = master.dtype if like_masters else getattr(torch, key.dtype)
+            dtype = _state_dtype(inner, key, source, master)
             has_place = _has_place(live.get(key.name), buffer.key, dtype)
             device = "cpu" if has_place else master.device
             targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
     return targets
+
+
+def _state_dtype(
+    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    key: StateKey,
+    source: Manifest,
+    master: torch.Tensor,
+) -> torch.dtype:
+    """Return the type in which the live optimizer keeps an element-wise state.
+
+    DeepSpeed's for the host say it; other kinds of Adam follow the masters, whatever saved the
+    state. Of what else there is, one that was saved in the masters' type follows the live ones.
+    """
+    keeps_fp32 = getattr(inner, "fp32_optimizer_states", None)
+    if keeps_fp32:
+        return torch.float32
+    follows = keeps_fp32 is False or type(inner).__name__ in ADAM_FAMILY
+    if follows or key.dtype == source.master_dtype:
+        return master.dtype
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    return dtype
 
 
 def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:

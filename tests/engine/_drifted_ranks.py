@@ -19,8 +19,15 @@ class Drifted:
     warnings: list[str]
 
 
-def save_drifted(setup: Setup, path: str, rates: list[float]) -> Drifted:
-    """Save where each rank trains with a rate of its own, and has a scheduler to match."""
+def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0) -> Drifted:
+    """Save where each rank trains with a rate of its own, and has a scheduler to match.
+
+    Args:
+        setup: of the run.
+        path: of the checkpoint.
+        rates: of each rank.
+        steps: trained with them.
+    """
     from lightning_elastic_zero import save_checkpoint
 
     warned = _Kept()
@@ -31,6 +38,7 @@ def save_drifted(setup: Setup, path: str, rates: list[float]) -> Drifted:
         train(engine, setup, 0, 1)
         groups = engine.optimizer.param_groups
         groups[0]["lr"] = rates[rank]
+        train(engine, setup, 1, 1 + steps)
         scheduler = {"_last_lr": [rates[rank]], "num_bad_epochs": rank}
         state = {"lr_schedulers": [scheduler], "mine": rank, "epoch": 3}
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from tests.engine._model import BUFFERS, trained
-from tests.engine._setup import Engine, Setup, engine_of, inner_of
+from tests.engine._setup import Engine, Setup, engine_of, grad_scaler_of, inner_of
 
 Dump: TypeAlias = "dict[str, Any]"
 """``kind/...`` to a tensor, or to the ``repr`` of anything else."""
@@ -98,7 +98,7 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
     """Return all that this rank holds, as it lies there, with the map of what it is."""
     inner = inner_of(engine)
     flats = flat_buffers(engine, setup)
-    scaler = scaler_of(engine)
+    scaler, grad_scaler = scaler_of(engine), grad_scaler_of(engine)
     buffers = dict(engine.module.named_buffers())
     return {
         "places": positions(setup),
@@ -114,6 +114,7 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
             for name in ("global_steps", "global_samples", "skipped_steps")
         },
         "scaler": {k: repr(v) for k, v in sorted(vars(scaler).items())} if scaler else {},
+        "grad_scaler": repr(grad_scaler.state_dict()) if grad_scaler else "",
     }
 
 
@@ -230,7 +231,7 @@ def _is_vector(value: object) -> bool:
 def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
     """Return what each rank has whole: weights, buffers, groups, counters."""
     found: Dump = {}
-    for kind in ("groups", "counters", "scaler"):
+    for kind in ("groups", "counters", "scaler", "grad_scaler"):
         require(all(p[kind] == pieces[0][kind] for p in pieces), f"{kind} differ between ranks")
     for name, weight in pieces[0]["weights"].items():
         same = all(same_bits(p["weights"][name], weight) for p in pieces)
@@ -240,6 +241,8 @@ def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
         found.update({f"group/{index}/{key}": value for key, value in group.items()})
     found.update({f"counter/{k}": repr(v) for k, v in pieces[0]["counters"].items()})
     found.update({f"scaler/{k}": v for k, v in pieces[0]["scaler"].items()})
+    if pieces[0]["grad_scaler"]:
+        found["scaler/grad_scaler"] = pieces[0]["grad_scaler"]
     for rank, piece in enumerate(pieces):
         found.update({f"buffer/{rank}/{name}": t for name, t in piece["buffers"].items()})
     return found
@@ -276,11 +279,13 @@ def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
     for key, value in saved.items():
         kind, _, name = key.partition("/")
         if kind == "weight" and value.numel():
-            wanted[key] = saved[f"master/{name}"].to(target.dtype)
+            master = saved[f"master/{name}"].to(target.master_dtype)
+            wanted[key] = master.to(target.dtype)
         elif kind in ("weight", "frozen"):
             wanted[key] = value.to(target.dtype)
         elif kind != "buffer":
-            wanted[key] = value
+            dtype = target.master_dtype if kind == "master" else target.state_dtype
+            wanted[key] = value.to(dtype) if isinstance(value, torch.Tensor) else value
     for rank in range(target.world):
         own = rank if source.world == target.world else 0
         for name in BUFFERS:

@@ -16,7 +16,7 @@ from torch import distributed
 from tests.engine._model import batch
 from tests.engine._oracle import differences, dump, same_bits
 from tests.engine._save_load_programs import Saved, assert_whole_windows, save
-from tests.engine._setup import Engine, Setup, engine_of, reset_secondary_partition, train
+from tests.engine._setup import Engine, Setup, engine_of, inner_of, reset_secondary_partition, train
 from tests.engine._uninterrupted import Continued
 from tests.outcome import error_text
 
@@ -120,7 +120,7 @@ def broken_off(setup: Setup, path: str) -> BrokenOff:
 
         with _at_each_read(count):
             load_checkpoint(engine, path)
-        for group in engine.optimizer.optimizer.param_groups[1:]:
+        for group in inner_of(engine).param_groups[1:]:
             group["weight_decay"] = 0.0
         train(engine, setup, 100, 101)
         before = dump(engine, setup)
@@ -183,7 +183,7 @@ def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
     from lightning_elastic_zero import load_checkpoint
 
     wanted = {key: state.clone() for key, state in _states(engine).items()}
-    for state in engine.optimizer.optimizer.state.values():
+    for state in inner_of(engine).state.values():
         state.update({k: v.bfloat16() for k, v in state.items() if torch.is_tensor(v) and v.ndim})
     load_checkpoint(engine, saved.path)
     found = _states(engine)
@@ -201,7 +201,7 @@ def _state_bytes(engine: Engine) -> int:
 def _states(engine: Engine) -> dict[str, torch.Tensor]:
     return {
         f"{index}/{key}": value
-        for index, state in enumerate(engine.optimizer.optimizer.state.values())
+        for index, state in enumerate(inner_of(engine).state.values())
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.ndim
     }

@@ -77,16 +77,16 @@ def comparable(held: Dump, other: Dump) -> Dump:
     BF16_Optimizer has none, and stage 0 has another one than ZeRO: where both change their scale by
     themselves, they have in common what they know of the run so far.
     """
-    if scaler_keys(held) == scaler_keys(other):
+    one, two = ({k for k in d if k.startswith("scaler/")} for d in (held, other))
+    changes = [
+        d.get("scaler/dynamic", d.get("scaler/dynamic_loss_scale", "False")) for d in (held, other)
+    ]
+    if one == two and changes[0] == changes[1]:
         return held
-    both = {"scaler/cur_iter", "scaler/cur_scale", "scaler/last_overflow_iter"}
-    shared = both if both <= scaler_keys(held) & scaler_keys(other) else set()
+    shared = one & two & {"scaler/grad_scaler"}
+    if changes == ["True", "True"]:
+        shared |= {"scaler/cur_iter", "scaler/cur_scale", "scaler/last_overflow_iter"}
     return {k: v for k, v in held.items() if not k.startswith("scaler/") or k in shared}
-
-
-def scaler_keys(held: Dump) -> set[str]:
-    """Return the fields of the loss scaler."""
-    return {key for key in held if key.startswith("scaler/")}
 
 
 def save(engine: Engine, saved: Saved) -> None:
@@ -139,7 +139,25 @@ def load(
             save(engine, copy_to)
     if found is None:
         return None
-    return compare_states(expected_in(saved.dump(), saved.setup, setup), found)
+    wanted = expected_in(saved.dump(), saved.setup, setup)
+    if saved.setup.optimizer != setup.optimizer:
+        wanted, found = of_any_adam(wanted), of_any_adam(found)
+    return compare_states(wanted, found)
+
+
+def of_any_adam(held: Dump) -> Dump:
+    """Return a dump with what all kinds of Adam have in common.
+
+    DeepSpeed's count steps in an integer, torch's in a tensor; hyperparameters have each its own.
+    """
+    shared = ("/lr", "/betas", "/eps", "/weight_decay", "/initial_lr")
+    held = {k: v for k, v in held.items() if not k.startswith("group/") or k.endswith(shared)}
+    steps = {
+        key: str(float(value.removeprefix("tensor(").removesuffix(")")))
+        for key, value in held.items()
+        if key.startswith("scalar/step/")
+    }
+    return held | steps
 
 
 def assert_whole_windows(engine: Engine) -> None:
@@ -301,12 +319,17 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
 
 def cpu_adam_builds() -> str:
     """Return why DeepSpeed's CPU Adam cannot be had; nothing, where it can."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    return op_builds("CPUAdamBuilder")
+
+
+def op_builds(builder: str) -> str:
+    """Return why an operator of DeepSpeed's cannot be had; nothing, where it can."""
+    from deepspeed.accelerator import get_accelerator
 
     try:
-        CPUAdamBuilder().load()
+        get_accelerator().create_op_builder(builder).load()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"DeepSpeedCPUAdam does not build here: {error}"
+        return f"DeepSpeed's {builder} does not build here: {error}"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -12,9 +12,26 @@ import torch
 from torch import distributed, nn
 
 from tests.engine._model import GLOBAL_BATCH, HIDDEN, Net, batch, group_members
+from tests.engine._precision import forget_autocast, fp16_on_cpu
 
 Engine: TypeAlias = Any
 """DeepSpeed is untyped."""
+
+
+QUICK_SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+"""A loss scale that grows after two steps, and shrinks with the second one that overflows."""
+
+QUICK_GRAD_SCALER = {
+    "scale": 256.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2,
+    "_growth_tracker": 0,
+}
+"""The same of torch's; one that overflows at once never shrinks under ZeRO-1/2, which skips it."""
+
+OVERFLOW = 1e30
+"""Times a loss, it overflows in fp16."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,10 @@ class Setup:
     """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
+    bf16_masters: bool = False
+    """``bf16_master_weights_and_grads``; the states are bf16 too, but for offloaded ones."""
+    autocast: bool = False
+    """``torch_autocast`` in fp16, with torch's scaler."""
     muon_in_memory: bool = False
     """With ``save_muon_momentum_buffer_in_memory``."""
 
@@ -69,7 +90,17 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights that forward uses."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the masters."""
+        return torch.bfloat16 if self.bf16_masters else torch.float32
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of the optimizer's states: the masters', but for an optimizer that says otherwise."""
+        return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
     def model(self, seed: int) -> Net:
         """Make the model."""
@@ -85,7 +116,11 @@ class Setup:
         """Return the setup that lays its flat buffers out in the same way."""
         fused = self.zero == "0" and self.optimizer == "FusedAdam"
         optimizer = self.optimizer if fused else "SGD"
-        return replace(self, optimizer=optimizer, steady=False, elastic=False, accumulation=1)
+        plain = replace(self, steady=False, elastic=False, accumulation=1, autocast=False)
+        # fp16 does not hold the numbers that bf16 does, by which elements are told; both are as
+        # wide.
+        precision = "bf16" if self.precision == "fp16" else self.precision
+        return replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -109,19 +144,30 @@ class Setup:
         if self.optimizer == "Muon":
             zero["reduce_scatter"] = False
             zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
-        config = {
+        return {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
             # Lightning refuses to be told; 1 is what DeepSpeed takes anyway.
             **({"gradient_accumulation_steps": self.accumulation} if self.accumulation > 1 else {}),
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": self.precision == "bf16"},
             "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
+            **self._types(),
         }
+
+    def _types(self) -> dict[str, Any]:
+        """Return the part of the config that says in which types a run computes."""
+        types: dict[str, Any] = {"bf16": {"enabled": self.precision == "bf16"}}
+        if self.precision == "fp16":
+            types["fp16"] = {"enabled": True, **QUICK_SCALER}
+        if self.bf16_masters:
+            masters = {"bf16_master_weights_and_grads": True}
+            types["bf16"] |= {**masters, "bf16_optimizer_states": not self.offload}
+        if self.autocast:
+            types["torch_autocast"] = {"enabled": True, "dtype": "float16"}
         if self.zero == "B":
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-        return config
+            types["data_types"] = {"grad_accum_dtype": "fp32"}
+        return types
 
 
 ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,)}
@@ -216,16 +262,27 @@ def engine_of(
 
     model = setup.model(seed) if model is None else model
     optimizer = make_optimizer(setup.optimizer, group_members(model, setup.grouping), tilt)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
-    )
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model, optimizer
-        gc.collect()
-        reset_secondary_partition(setup)
+    with fp16_on_cpu() if setup.precision == "fp16" else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=setup.config(), dist_init_required=False
+        )
+        if setup.autocast:
+            grad_scaler_of(engine).load_state_dict(QUICK_GRAD_SCALER)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+            del engine, model, optimizer
+            gc.collect()
+            reset_secondary_partition(setup)
+            if setup.autocast:
+                forget_autocast()
+
+
+def grad_scaler_of(engine: Engine) -> Engine:
+    """Return torch's scaler with ``torch_autocast``: in stage 0 it is the engine's; or None."""
+    own = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def reset_secondary_partition(setup: Setup) -> None:
@@ -237,14 +294,18 @@ def reset_secondary_partition(setup: Setup) -> None:
 
 
 def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
-    """Train steps ``[first, last)``, whose data depend on nothing but step and rank."""
+    """Train steps ``[first, last)``, whose data depend on nothing but step and rank.
+
+    In fp16, one step in four overflows.
+    """
     rank, losses = distributed.get_rank(), []
     for step in range(first, last):
         if setup.steady:
             engine.module.bn.eval()
         x, y = batch(step, rank, setup.world)
         loss = (engine(x).float() - y).pow(2).mean()
-        engine.backward(loss)
+        overflows = setup.precision == "fp16" and step % 4 == 1
+        engine.backward(loss * OVERFLOW if overflows else loss)
         engine.step()
         losses.append(float(loss))
     return losses

@@ -17,7 +17,7 @@ from torch import distributed
 
 from tests.engine._model import BUFFERS, trained
 from tests.engine._oracle import PADDING, Dump, flat_buffers, positions, require
-from tests.engine._setup import Engine, Setup
+from tests.engine._setup import Engine, Setup, inner_of
 
 KERNEL_OPTIONS = ("foreach", "fused")
 """Hyperparameters that are the live run's own: they choose kernels, and are not restored."""
@@ -62,19 +62,19 @@ def _write_flats(
     engine: Engine, setup: Setup, held: Dump, names: list[str], *, states: bool
 ) -> None:
     """Write masters and the optimizer's states into this rank's flat buffers."""
-    inner = engine.optimizer.optimizer
+    inner = inner_of(engine)
     masters = _whole(held, "master", setup)
     kinds = {key.partition("/")[0] for key in held} - NO_STATES
     vectors = {kind: _whole(held, kind, setup) for kind in sorted(kinds)} if states else {}
     scalars = _scalars(held, names) if states else {}
     for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
         here = places != PADDING
-        flat.data[here] = masters[places[here]].to(flat.dtype)
+        flat.data.view(-1)[here] = masters[places[here]].to(flat.dtype)
         if states:
             inner.state[flat].clear()  # An optimizer that has not stepped has none.
         for kind, vector in vectors.items():
             tensor = torch.zeros_like(flat.data, dtype=vector.dtype)
-            tensor[here] = vector[places[here]]
+            tensor.view(-1)[here] = vector[places[here]]
             inner.state[flat][kind] = tensor
         for name, value in scalars.items():
             inner.state[flat][name] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -120,4 +120,4 @@ def _write_weights(engine: Engine, setup: Setup, held: Dump) -> None:
 def _write_hyperparameter(engine: Engine, path: str, value: str) -> None:
     index, _, key = path.partition("/")
     if key not in KERNEL_OPTIONS:
-        engine.optimizer.optimizer.param_groups[int(index)][key] = parsed(value)
+        inner_of(engine).param_groups[int(index)][key] = parsed(value)

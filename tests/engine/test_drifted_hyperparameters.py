@@ -40,6 +40,21 @@ def test_drifted_rates_are_told_and_rank_0s_are_saved(
         assert [state["mine"] for _, state in found] == ([0, 1, 2] if world == 3 else [0, 0])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_have_drifted_apart_in_stage_0_are_told(
+    precision: str, pools: Pools, tmp_path: Path
+) -> None:
+    """Every rank has all weights: a step with a rate of its own is a difference that is found."""
+    setup, path = Setup(3, "0", precision), str(tmp_path / "drifted.ckpt")
+    saved = pools.run(3, partial(save_drifted, setup, path, [0.5, 0.5, 0.25], steps=1))
+    rates, weights = saved[0].warnings
+    assert "0.25 on rank 2" in rates
+    assert "those of rank 2 are not rank 0's (embedding.weight" in weights
+    same = str(tmp_path / "same.ckpt")
+    saved = pools.run(3, partial(save_drifted, setup, same, [0.5] * 3, steps=1))
+    assert not any(drifted.warnings for drifted in saved)
+
+
 def test_ranks_that_agree_are_not_warned(pools: Pools, tmp_path: Path) -> None:
     """Like rates are no news, and each rank's own part of the schedulers comes back to it."""
     setup, path = Setup(2, "1"), str(tmp_path / "agreed.ckpt")

@@ -30,6 +30,7 @@ RUNS = [
     (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
     (Setup(3, "3", sub_group=700), Setup(2, "1")),
     (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
+    (Setup(3, "0"), Setup(2, "0")),
 ]
 
 

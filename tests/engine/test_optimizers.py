@@ -27,6 +27,9 @@ pytestmark = pytest.mark.engine
 RUNS = {
     "2 to 3": (Setup(2, "2"), Setup(3, "3", sub_group=700)),
     "3 to 1": (Setup(3, "3", "bf16"), Setup(1, "1", "bf16")),
+    "0 to 2": (Setup(3, "0"), Setup(2, "2")),
+    "3 to 0": (Setup(2, "3"), Setup(3, "0")),
+    "0 to 0": (Setup(2, "0", "bf16"), Setup(3, "0", "bf16")),
 }
 
 STATES = {
@@ -54,11 +57,11 @@ def test_every_state_survives(
 ) -> None:
     """All states that the optimizer has are restored on another world, in another stage."""
     options: dict[str, Any] = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
-    if name == "CPUAdam":
-        options["offload"] = True
-        if missing := pools.run(1, cpu_adam_builds)[0]:
-            pytest.skip(missing)
-    source, target = (replace(run, **options) for run in runs)
+    if name == "CPUAdam" and (missing := pools.run(1, cpu_adam_builds)[0]):
+        pytest.skip(missing)
+    source, target = (
+        replace(run, offload=name == "CPUAdam" and run.zero != "0", **options) for run in runs
+    )
     saved = saved_by(source)
     assert state_kinds(saved) == STATES[name]
     verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]

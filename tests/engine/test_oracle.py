@@ -37,7 +37,7 @@ def must_differ(saved: Dump) -> set[str]:
     return differing - {f"exp_avg/{UNTRAINED}", f"exp_avg_sq/{UNTRAINED}"}
 
 
-@pytest.mark.parametrize("setup", RUNS, ids=str)
+@pytest.mark.parametrize("setup", [*RUNS, Setup(3, "0")], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_that_loaded_nothing_fails(
     setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]

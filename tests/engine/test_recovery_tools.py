@@ -30,6 +30,8 @@ RUNS = (
     Setup(3, "3", sub_group=700),
     Setup(4, "3", "bf16"),
     Setup(3, "B", "bf16"),
+    Setup(3, "0", empty=True),
+    Setup(2, "0", "bf16"),
 )
 
 

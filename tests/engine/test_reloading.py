@@ -50,6 +50,8 @@ def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: P
         Setup(2, "3", accumulation=2, sub_group=700),
         Setup(2, "3", "bf16", accumulation=3, offload=True),
         Setup(2, "B", "bf16", accumulation=2),
+        Setup(2, "0", accumulation=2),
+        Setup(2, "0", "bf16", accumulation=3),
     ],
     ids=str,
 )
@@ -70,6 +72,7 @@ def test_a_load_within_an_accumulation_window(setup: Setup, pools: Pools, tmp_pa
         Setup(2, "2", "bf16", offload=True),
         Setup(2, "3", sub_group=700),
         Setup(2, "B", "bf16"),
+        Setup(2, "0"),
     ],
     ids=str,
 )
@@ -90,7 +93,14 @@ def test_a_load_over_live_state_takes_its_place(
 
 
 @pytest.mark.parametrize(
-    ("setup", "steps"), [(Setup(2, "2"), 3), (Setup(2, "2", "bf16"), 0)], ids=str
+    ("setup", "steps"),
+    [
+        (Setup(2, "2"), 3),
+        (Setup(2, "2", "bf16"), 0),
+        (Setup(2, "0"), 3),
+        (Setup(2, "0", "bf16"), 3),
+    ],
+    ids=str,
 )
 def test_a_load_that_breaks_off_leaves_the_run_as_it_was(
     setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path

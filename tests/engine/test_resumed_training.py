@@ -28,6 +28,8 @@ pytestmark = pytest.mark.engine
         Setup(2, "3", "bf16", persistence=100),
         Setup(2, "3", "bf16", offload=True, optimizer="RMSprop"),
         Setup(3, "B", "bf16"),
+        Setup(3, "0"),
+        Setup(2, "0", "bf16", optimizer="Momentum"),
     ],
     ids=str,
 )
@@ -47,6 +49,9 @@ def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path
         (Setup(2, "2"), Setup(3, "2")),
         (Setup(4, "3", sub_group=700), Setup(2, "3", sub_group=700)),
         (Setup(3, "1", "bf16"), Setup(1, "3", "bf16")),
+        (Setup(2, "0"), Setup(3, "0")),
+        (Setup(3, "0"), Setup(2, "1")),
+        (Setup(2, "3"), Setup(3, "0")),
     ],
     ids=str,
 )

@@ -28,6 +28,8 @@ ELSEWHERE = [
     (Setup(2, "2", "bf16"), Setup(3, "3", "bf16", sub_group=700)),
     (Setup(3, "3"), Setup(2, "1")),
     (Setup(2, "B", "bf16"), Setup(4, "B", "bf16")),
+    (Setup(3, "0"), Setup(2, "2")),
+    (Setup(2, "1"), Setup(3, "0")),
 ]
 STATES = ("exp_avg", "exp_avg_sq", "scalar")
 

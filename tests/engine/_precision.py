@@ -1,0 +1,36 @@
+"""fp16 on CPU ranks, and what DeepSpeed keeps for the process that an engine is made in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """Have DeepSpeed make engines in fp16 on processors that have no instructions for it.
+
+    It asks whether oneDNN has some, and refuses; torch computes in fp16 all the same.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    before = get_accelerator()
+    if before.device_name() != "cpu" or before.is_fp16_supported():
+        yield
+        return
+    half_on_cpu = CPU_Accelerator()
+    half_on_cpu.is_fp16_supported = lambda: True
+    set_accelerator(half_on_cpu)
+    try:
+        yield
+    finally:
+        set_accelerator(before)
+
+
+def forget_autocast() -> None:
+    """Undo ``torch_autocast``, which DeepSpeed keeps for the process, for all later engines."""
+    from deepspeed.runtime import torch_autocast
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None

@@ -1,0 +1,117 @@
+"""Each of DeepSpeed's optimizer wrappers, in each precision, as source and as target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._save_load_programs import Saved, load, op_builds
+from tests.engine._setup import Setup
+from tests.engine._uninterrupted import same_world
+from tests.engine._worker_pool import Pools
+
+pytestmark = pytest.mark.engine
+
+FUSED: dict[str, Any] = {"optimizer": "FusedAdam"}
+OFFLOADED: dict[str, Any] = {"offload": True, "optimizer": "CPUAdam"}
+
+PAIRS = {
+    "fp16": [
+        (Setup(2, "1", "fp16"), Setup(3, "3", "fp16")),
+        (Setup(3, "2", "fp16"), Setup(2, "0", "fp16")),
+        (Setup(2, "3", "fp16"), Setup(2, "1", "fp16", offload=True)),
+        (Setup(3, "0", "fp16"), Setup(2, "0", "fp16")),
+        (Setup(2, "0", "fp16"), Setup(3, "2", "fp16")),
+        (Setup(2, "0", "fp16"), Setup(3, "0", "bf16")),
+        (Setup(2, "1", "bf16"), Setup(3, "2", "fp16")),
+    ],
+    "FP16_Optimizer": [
+        (Setup(2, "0", "bf16", **FUSED), Setup(3, "0", "bf16", **FUSED)),
+        (Setup(3, "0", "fp16", **FUSED), Setup(2, "0", "fp16")),
+        (Setup(2, "0", "fp16"), Setup(3, "0", "fp16", **FUSED)),
+        (Setup(3, "0", "bf16", **FUSED), Setup(2, "3", "bf16")),
+        (Setup(2, "B", "bf16"), Setup(3, "0", "bf16", **FUSED)),
+        (Setup(2, "1", "fp16"), Setup(3, "0", "fp16", **FUSED)),
+    ],
+    "bf16 masters": [
+        (Setup(2, "1", "bf16", bf16_masters=True), Setup(3, "3", "bf16", bf16_masters=True)),
+        (Setup(3, "3", "bf16", bf16_masters=True), Setup(2, "2", "bf16")),
+        (Setup(2, "2", "bf16"), Setup(3, "1", "bf16", bf16_masters=True)),
+        (Setup(2, "0", "bf16"), Setup(3, "3", "bf16", bf16_masters=True)),
+        (Setup(3, "2", "bf16", bf16_masters=True), Setup(2, "0", "fp32")),
+        (
+            Setup(2, "2", "bf16", bf16_masters=True, **OFFLOADED),
+            Setup(3, "1", "bf16", bf16_masters=True),
+        ),
+        (
+            Setup(2, "1", "bf16", bf16_masters=True),
+            Setup(3, "3", "bf16", bf16_masters=True, **OFFLOADED),
+        ),
+        (Setup(2, "2", "bf16"), Setup(2, "2", "bf16", bf16_masters=True, **OFFLOADED)),
+    ],
+    "GradScaler": [
+        (Setup(2, "0", autocast=True), Setup(3, "0", autocast=True)),
+        (Setup(3, "1", autocast=True), Setup(2, "2", autocast=True)),
+        (Setup(2, "3", autocast=True), Setup(3, "0", autocast=True)),
+        (Setup(3, "0", autocast=True), Setup(2, "3", autocast=True)),
+        (Setup(2, "2", autocast=True), Setup(2, "1")),
+    ],
+}
+
+GOING_ON = [
+    Setup(2, "1", "fp16"),
+    Setup(3, "2", "fp16", offload=True),
+    Setup(2, "3", "fp16"),
+    Setup(2, "0", "fp16"),
+    Setup(2, "0", "fp16", **FUSED),
+    Setup(2, "2", "bf16", bf16_masters=True),
+    Setup(2, "3", "bf16", bf16_masters=True),
+    Setup(2, "0", autocast=True),
+    Setup(2, "2", autocast=True),
+    Setup(2, "3", autocast=True),
+]
+
+
+def need_ops(pools: Pools, *setups: Setup) -> None:
+    """Skip where DeepSpeed's own optimizers do not build."""
+    for builder in {"FusedAdam", "CPUAdam"} & {setup.optimizer for setup in setups}:
+        if missing := pools.run(1, partial(op_builds, f"{builder}Builder"))[0]:
+            pytest.skip(missing)
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize(
+    ("source", "target"), [pair for pairs in PAIRS.values() for pair in pairs], ids=str
+)
+def test_state_survives_between_wrappers(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Masters, states, steps, groups, weights and the loss scale are those saved."""
+    need_ops(pools, source, target)
+    saved = saved_by(source)
+    held = saved.dump()
+    if source.precision == "fp16":  # One step of the three has overflown.
+        assert held["counter/skipped_steps"] == "1"
+        assert held["scaler/last_overflow_iter"] == "1"
+    if source.autocast:
+        assert "'scale': 256.0" not in held["scaler/grad_scaler"]
+    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize("setup", GOING_ON, ids=str)
+def test_a_resumed_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Steps that overflow, and changes of the scale, are those of the uninterrupted run."""
+    need_ops(pools, setup)
+    saved = Saved(setup, str(tmp_path / "half.ckpt"))
+    for rank, continued in enumerate(pools.run(setup.world, partial(same_world, setup, saved))):
+        uninterrupted, resumed = continued.losses
+        print(f"rank {rank}: uninterrupted {uninterrupted}, resumed {resumed}")
+        assert resumed == uninterrupted
+        assert not continued.differing
