@@ -15,13 +15,6 @@ def fp16_on_cpu() -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-<<<<<<< ours
-    class HalfOnCpu(CPU_Accelerator):
-        def is_fp16_supported(self) -> bool:
-            return True
-
-=======
->>>>>>> theirs
     before = get_accelerator()
     if before.device_name() != "cpu" or before.is_fp16_supported():
         yield

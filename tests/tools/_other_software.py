@@ -14,7 +14,7 @@ from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from tests.engine._model import group_members
-from tests.engine._oracle import Dump, dump
+from tests.engine._oracle import dump
 from tests.engine._setup import Setup, engine_of, make_optimizer, train
 from tests.tools._checkpoints import WholeState, write_elastic
 
@@ -183,7 +183,8 @@ def with_lightning(folder: str) -> None:
         assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])
 
 
-def _with_deepspeed(folder: str, zero: str) -> None:
+def _save_engine(folder: str, setup: Setup) -> Any:  # noqa: ANN401 (the oracle's)
+    """Train and save; return what the engine held, whose number its checkpoints have."""
     from lightning_elastic_zero import save_checkpoint
     from lightning_elastic_zero.engine.live_state import LiveEngine
 
@@ -197,8 +198,26 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
     assert number == fingerprint_checkpoint(Path(folder, "a.ckpt"))
     assert number == fingerprint_checkpoint(Path(folder, "universal"))
-    assert wanted is not None
-    found, optimizer = _loaded_by_deepspeed(setup, Path(folder, "universal"))
+    return wanted
+
+
+def _with_deepspeed(folder: str, zero: str) -> None:
+    import deepspeed
+
+    setup = Setup(1, zero, "bf16", grouping="one")
+    wanted = _save_engine(folder, setup)
+    model = setup.model(7)
+    optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
+    config = {**setup.config(), "checkpoint": {"load_universal": True}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    _, client = engine.load_checkpoint(str(Path(folder, "universal")))
+    assert client["epoch"] == 3
+    assert engine.global_steps == 3
+    found = dump(engine, setup)
+    engine.destroy()
+    assert found is not None
     kinds = ("master/", "exp_avg/", "exp_avg_sq/")
     tensors = {name: t for name, t in wanted.items() if name.startswith(kinds)}
     assert len(tensors) == 27
@@ -206,25 +225,6 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     steps = {n: v for n, v in wanted.items() if n.startswith("scalar/step")}
     assert {n: found[n] for n in steps} == steps
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3]
-
-
-def _loaded_by_deepspeed(setup: Setup, path: Path) -> tuple[Dump, Any]:
-    """Return what an engine of DeepSpeed's holds that has loaded it, and its optimizer."""
-    import deepspeed
-
-    model = setup.model(7)
-    optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
-    config = {**setup.config(), "checkpoint": {"load_universal": True}}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False
-    )
-    _, client = engine.load_checkpoint(str(path))
-    assert client["epoch"] == 3
-    assert engine.global_steps == 3
-    found = dump(engine, setup)
-    engine.destroy()
-    assert found is not None
-    return found, optimizer
 
 
 def with_deepspeed_2(folder: str) -> None:
