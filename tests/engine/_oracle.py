@@ -101,7 +101,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
     """
     optimizer, found = engine.optimizer, []
     for index, flat in enumerate(flat_buffers(engine, setup)):
-        inner, swapped = optimizer.optimizer, False
+        inner, swapped = inner_of(engine), False
         if setup.zero == "3":
             swapped = optimizer._swappable_optimizer_subgroup(index)
             if setup.ratio < 1 and optimizer.subgroup_to_device[index] != "cpu":
@@ -112,7 +112,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for key, value in inner.state.get(flat, {}).items()
         }
-        if inner is not optimizer.optimizer and states:
+        if inner is not inner_of(engine) and states:
             states["step"] = int(states["step"])  # The other optimizer counts in a number.
         found.append((flat.detach().clone(), states))
         if swapped:

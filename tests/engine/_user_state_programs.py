@@ -70,6 +70,7 @@ def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[st
         went_on = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
     with engine_of(setup, 1) as engine:
         _schedule(engine, cosine)
+        engine.optimizer.loss_scaler.cur_scale = 8.0  # A fixed one too.
         read = load_checkpoint(engine, path).client_state
         assert repr(read) == repr(client), read
         resumed = _found(engine, train(engine, setup, STEPS, 2 * STEPS))

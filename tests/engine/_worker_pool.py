@@ -191,9 +191,9 @@ class Pools:
         if world not in self._worlds:
             self._worlds[world] = self.start(world)
         ranks = self._worlds[world]
-        for connection in ranks.ranks:
-            connection.send(call)
         try:
+            for connection in ranks.ranks:
+                connection.send(call)
             results = ranks.results(timeout_s)
             errors = [f"rank {r}: {a}" for r, (kind, a) in results.items() if kind == "error"]
             assert not errors, "\n".join(errors)
