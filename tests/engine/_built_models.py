@@ -20,16 +20,17 @@ def gpt2(**options: Any) -> nn.Module:
     """Make a tiny GPT-2, whose head is its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
+    model: nn.Module = GPT2LMHeadModel(
         GPT2Config(vocab_size=TOKENS, n_positions=8, n_embd=16, n_layer=2, n_head=2, **options)
     )
+    return model
 
 
 def llama(**options: Any) -> nn.Module:
     """Make a tiny Llama with tied embeddings and grouped queries."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
+    model: nn.Module = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=TOKENS,
             intermediate_size=24,
@@ -39,13 +40,14 @@ def llama(**options: Any) -> nn.Module:
             **options,
         )
     )
+    return model
 
 
 def mixtral() -> nn.Module:
     """Make a tiny mixture of experts, all of which are on every rank."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(
+    model: nn.Module = MixtralForCausalLM(
         MixtralConfig(
             vocab_size=TOKENS,
             intermediate_size=16,
@@ -55,6 +57,7 @@ def mixtral() -> nn.Module:
             **SIZES,
         )
     )
+    return model
 
 
 def lora() -> nn.Module:
@@ -62,7 +65,8 @@ def lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(llama(), config)  # type: ignore[arg-type]
+    model: nn.Module = get_peft_model(llama(), config)
+    return model
 
 
 def checkpointed() -> nn.Module:
