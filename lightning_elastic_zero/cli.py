@@ -278,7 +278,7 @@ def _convert(args: Namespace) -> int:
 def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=str, help="a checkpoint of any kind")
     parser.add_argument("--devices", type=int, required=True, help="data-parallel ranks")
-    parser.add_argument("--stage", type=int, required=True, help="of ZeRO: 1, 2 or 3")
+    parser.add_argument("--stage", type=int, required=True, help="of ZeRO: 0 to 3")
     parser.add_argument("--json", action="store_true", help="all of it as JSON")
 
 

@@ -62,7 +62,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     Args:
         path: a checkpoint of any kind.
         devices: the data-parallel ranks that are to resume.
-        stage: 1, 2 or 3.
+        stage: 0 to 3.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
@@ -71,7 +71,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
         UnsupportedError: no run has that stage, or so few devices.
     """
     if stage not in STAGES or devices < 1:
-        msg = f"a run has at least one device, and ZeRO 1, 2 or 3: not {devices} and {stage}"
+        msg = f"a run has at least one device, and ZeRO 0 to 3: not {devices} and {stage}"
         raise UnsupportedError(msg)
     with opened(path) as checkpoint:
         report = report_of(checkpoint)
@@ -79,13 +79,14 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     whole = sum(p.size_bytes for p in report.parameters)
     frozen_once = sum(p.weight_bytes for p in report.parameters if p.group is None)
     copies = devices - 1 if stage != STAGE_WEIGHTS else 0
+    again = whole if stage == 0 else frozen_once
     batch = report.global_batch_size
     return ResumePlan(
         path=report.path,
         devices=devices,
         stage=stage,
         read_bytes_per_rank=states + frozen,
-        read_bytes=whole + copies * frozen_once,
+        read_bytes=whole + copies * again,
         state_bytes_per_rank=states,
         weight_bytes_per_rank=weights,
         gradient_bytes_per_rank=trained,
@@ -113,8 +114,10 @@ def _bytes_of_a_rank(
         members = [p for p in report.parameters if p.group == index]
         each = next((p.size_bytes // p.elements for p in members if p.elements), 0)
         pieces = [piece_numel(p.elements, devices) for p in members]
-        numel = sum(pieces) if stage == STAGE_WEIGHTS else piece_numel(group.elements, devices)
-        states += each * numel
+        if stage == STAGE_WEIGHTS:
+            states += each * sum(pieces)
+        else:  # In stage 0 every rank has all of it.
+            states += each * piece_numel(group.elements, devices if stage else 1)
     return states, weights, frozen, trained
 
 

@@ -53,4 +53,14 @@ def test_batches_and_obstacles(tmp_path: Path, run: Run) -> None:
     assert "1 x 3, 3 x 1" in out
     with pytest.raises(UnsupportedError):
         plan_resume(path, 0, 3)
-    assert run("plan", path, "--devices", "4", "--stage", "0")[0] == 2
+    assert run("plan", path, "--devices", "4", "--stage", "4")[0] == 2
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_in_stage_0_each_rank_reads_all(devices: int, tmp_path: Path) -> None:
+    """Nothing is cut there: a rank takes what one device alone takes in ZeRO-1."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 2)
+    plan, alone = plan_resume(path, devices, 0), plan_resume(path, 1, 1)
+    assert plan.read_bytes_per_rank == alone.read_bytes_per_rank
+    assert plan.state_bytes_per_rank == alone.state_bytes_per_rank
+    assert plan.read_bytes == devices * alone.read_bytes
