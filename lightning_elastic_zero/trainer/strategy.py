@@ -25,6 +25,7 @@ from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver
 from lightning_elastic_zero.trainer.dataloader_resume import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.last_fit import LastFit
+from lightning_elastic_zero.trainer.launched_world import NodesOfJob, devices_of_node
 from lightning_elastic_zero.trainer.lightning_internals import (
     RESUME_END,
     check_lightning_release,
@@ -83,6 +84,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     _accumulation: GradientAccumulation  # of one fit, as the next ones
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
+    num_nodes = NodesOfJob()  # type: ignore[assignment] # as torchrun has started them
 
     def __init__(
         self,
@@ -156,11 +158,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @property
     @override
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this node. CPUs are numbered too: DeepSpeed wants each device's index."""
-        devices = self._parallel_devices
-        if devices and devices[0].type == "cpu":
-            return [torch.device("cpu", index) for index in range(len(devices))]
-        return devices
+        """The devices of this node: as many as torchrun has started ranks, or as configured."""
+        return devices_of_node(self, self._parallel_devices)
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
@@ -169,6 +168,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         self._warning_filters.begin()
+        check_config(self.config)  # before a model is made by it
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
             # The parent refuses all but CUDA here, and else does what its own parent does.
@@ -180,8 +180,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._init_config_if_needed()
-        config: Any = self.config  # which Lightning has loaded by now
-        check_config(config)
+        config: Any = self.config
         if fitting := is_fitting(trainer):
             self._last_fit.forget()
         check_lightning_release(trainer)

@@ -1,0 +1,75 @@
+"""Under torchrun the run takes the nodes and ranks that were started, whatever the script says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
+
+Start = Callable[..., None]
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Return what makes this process look like a rank that torchrun has started."""
+
+    def start(nodes: int, of_node: int, rank: int = 0, ranks: int | None = None) -> None:
+        for name, value in {
+            "TORCHELASTIC_RUN_ID": "a job",
+            "WORLD_SIZE": nodes * of_node if ranks is None else ranks,
+            "LOCAL_WORLD_SIZE": of_node,
+            "GROUP_WORLD_SIZE": nodes,
+            "GROUP_RANK": rank // of_node,
+            "RANK": rank,
+            "LOCAL_RANK": rank % of_node,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+
+    return start
+
+
+def trainer(**options: object) -> pl.Trainer:
+    """Return a Trainer of a script that was written for one device of one node."""
+    settings = {"devices": 1, "num_nodes": 1, "strategy": ElasticDeepSpeedStrategy(stage=3)}
+    return pl.Trainer(
+        **{**settings, **options},  # type: ignore[arg-type]
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+    )
+
+
+@pytest.mark.parametrize(("nodes", "of_node", "rank"), [(3, 2, 5), (1, 1, 0), (1, 4, 2), (2, 1, 1)])
+@pytest.mark.parametrize("strategy", ["by name", "an object"])
+def test_nodes_and_ranks_are_those_that_were_started(
+    strategy: str, nodes: int, of_node: int, rank: int, torchrun: Start
+) -> None:
+    """So that Lightning's own check of devices times nodes holds, in each world of a job."""
+    torchrun(nodes, of_node, rank)
+    made = trainer(strategy="elastic_deepspeed_stage_2") if strategy == "by name" else trainer()
+    assert (made.num_nodes, made.num_devices, made.world_size) == (nodes, of_node, nodes * of_node)
+    assert (made.global_rank, made.local_rank, made.node_rank) == (
+        rank,
+        rank % of_node,
+        rank // of_node,
+    )
+    assert made.strategy.launcher is not None
+    made.strategy.launcher.launch(lambda: None, trainer=made)
+
+
+def test_nodes_of_different_sizes_are_refused(torchrun: Start) -> None:
+    """Lightning numbers ranks by equal nodes: two would share a sampler's place."""
+    torchrun(2, 3, ranks=5)
+    with pytest.raises(UnsupportedError, match="every node the same --nproc-per-node"):
+        trainer()
+
+
+def test_another_environment_is_left_alone(torchrun: Start) -> None:
+    """Who passes Lightning's own launcher inside a torchrun job means this machine alone."""
+    torchrun(2, 3)
+    made = trainer(plugins=[LightningEnvironment()])
+    assert (made.num_nodes, made.num_devices) == (1, 1)
