@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning_elastic_zero.engine.flat_buffers import PLAIN, live_flat_buffers
+from lightning_elastic_zero.engine.flat_buffers import live_flat_buffers
 from lightning_elastic_zero.engine.releases import zero_grad
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 
@@ -13,9 +13,8 @@ from lightning_elastic_zero.engine.support import optimizer_wrapper
 def drop_gradients(engine: Any) -> None:  # noqa: ANN401 (untyped library)
     """Make the next micro-batch the first of its window, as in an engine just made."""
     optimizer, wrapper = engine.optimizer, optimizer_wrapper(engine)
-    if wrapper != PLAIN:
-        # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
-        zero_grad(optimizer)
+    # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
+    zero_grad(optimizer)
     for parameter in engine.module.parameters():
         parameter.grad = None
     if wrapper == "DeepSpeedZeroOptimizer":

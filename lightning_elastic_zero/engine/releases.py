@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
 
 ENGINE_NAMES = (
@@ -182,7 +184,9 @@ def zero_grad(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
 
     ``BF16_Optimizer`` got ``zero_grad`` after 0.16; before, the engine cleared its fp32 gradients.
     """
-    if hasattr(optimizer, "zero_grad"):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.zero_grad()  # In stage 0: those of DeepSpeed's own take no argument.
+    elif hasattr(optimizer, "zero_grad"):
         optimizer.zero_grad(set_to_none=True)
     else:
         optimizer.clear_hp_grads()
