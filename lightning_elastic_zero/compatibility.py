@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.group_matching import group_conflicts
+from lightning_elastic_zero.group_matching import group_conflicts, other_algorithm
 from lightning_elastic_zero.key_mapping import guess_key_mapping
 from lightning_elastic_zero.manifest import Manifest, Parameter
 from lightning_elastic_zero.text import format_names
@@ -276,6 +276,8 @@ def _groups(saved: Manifest, live: Manifest) -> Iterator[str]:
                 f"in parameter group {index} here, in {was} when saved: {list_names(moved)}; "
                 f"{_OTHER_GROUPS}"
             )
+        if another := other_algorithm([saved.groups[index]], group):
+            yield f"parameter group {index} here has members {another}"
 
 
 def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: Collection[str]) -> Iterator[str]:

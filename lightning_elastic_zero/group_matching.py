@@ -91,6 +91,8 @@ def group_conflicts(
         origins = [saved.groups[origin] for origin in group.origins]
         numbers = ", ".join(map(str, group.origins))
         where = f"parameter group {index} here has members of the saved groups {numbers}"
+        if another := other_algorithm(origins, live.groups[index]):
+            yield f"{where}, some of them {another}"
         tables = {origin.state for origin in origins}
         if state and len(tables) > 1:
             kept = " and ".join(str(sorted(key.name for key in table)) for table in tables)
@@ -102,6 +104,19 @@ def group_conflicts(
                 f"{where}, whose hyperparameters differ ({values}): keep them apart, or pass "
                 "load_hyperparameters=False to take those that are configured here"
             )
+
+
+def other_algorithm(origins: Sequence[Group], here: Group) -> str:
+    """Return that members were trained by another algorithm; empty where they were not.
+
+    An optimizer of Muon has groups that Adam trains; which ones, DeepSpeed fixes when it starts.
+    """
+    muon = bool(here.hyperparameters.get("use_muon"))
+    told = [origin.hyperparameters for origin in origins if origin.hyperparameters]
+    if all(bool(held.get("use_muon")) == muon for held in told):
+        return ""
+    was, now = ("Adam", "Muon") if muon else ("Muon", "Adam")
+    return f"that {was} trained when it was saved, and {now} does here: keep them apart"
 
 
 def _differing(of_groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:

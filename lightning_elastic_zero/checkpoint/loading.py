@@ -309,7 +309,7 @@ class _Load:
             lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
             optimizer=saved.writer.optimizer,
             group_origins=tuple(range(len(here.groups)))
-            if scope.strict_optimizer
+            if scope.strict_optimizer and len(here.groups) == len(source.manifest.groups)
             else origins_of(match_groups(source.manifest, here)),
             saved_groups=len(source.manifest.groups),
         )

@@ -82,10 +82,14 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
         wrapper: its class name.
         buffer: a flat buffer, of any group.
     """
-    if wrapper not in PARTITIONING or not uses_muon(optimizer, buffer.group):
+    if not uses_muon(optimizer, buffer.group):
         return
     state = inner_optimizer(optimizer).state.get(buffer.key, {})
     restored = state.get(MOMENTUM_KEY)
+    if wrapper not in PARTITIONING:  # Stage 0: gradients, and so the momentum, are as the masters.
+        if restored is not None:
+            state[MOMENTUM_KEY] = restored.to(buffer.key.dtype)
+        return
     own = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
     if buffer.sub_group in own:
         # Kept outside the optimizer, whose state is a link to it; a fresh one has no momentum.

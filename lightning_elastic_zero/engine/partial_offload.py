@@ -54,6 +54,8 @@ def restore_backup_hyperparameters(
     """
     for group, held in enumerate(saved or ()):
         main, other = _groups(optimizer, group)
+        if other is main:  # No second optimizer steps here, or with the same dict.
+            continue
         shared = main.keys() & other.keys() - EXECUTION_KEYS - MEMBER_KEYS
         other.update({key: main[key] for key in shared})
         other.update({k: v for k, v in held.get(BACKUP_KEY, {}).items() if k in shared})

@@ -30,8 +30,14 @@ def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], Non
     if not isinstance(inner, torch.optim.Optimizer):
         msg = f"{type(inner).__name__} is no torch.optim.Optimizer: save without async_save"
         raise UnsupportedError(msg)
-    handle = inner.register_step_pre_hook(lambda *_: call())
-    remove: Callable[[], None] = handle.remove
+    # With partial offload a second one steps the first sub-groups, before the wrapped one begins.
+    stepping = [inner, *filter(None, [getattr(engine.optimizer, "backup_optimizer", None)])]
+    handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
     return remove
 
 

@@ -14,6 +14,7 @@ from lightning_elastic_zero.engine.fresh_state import fresh_values
 from lightning_elastic_zero.engine.optimizer_state import split_state, state_keys
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import (
+    group_conflicts,
     largest_uncorrected_update,
     regrouped,
     with_live_groups,
@@ -181,3 +182,26 @@ def test_what_cannot_be_fresh_beside_others_is_refused(
         fresh_values(inner, 0, held_by(inner))
     assert says in str(refused.value)
     assert "put what is new into a parameter group of its own" in str(refused.value)
+
+
+@pytest.mark.parametrize("hyperparameters", [True, False])
+def test_members_stay_with_their_algorithm(hyperparameters: bool) -> None:
+    """What Adam trained has no momentum of Muon's, which would begin anew in silence."""
+    saved, live = described(["a", "b"], ["c"], rate=0.1), described(["a"], ["b", "c"], rate=0.1)
+    kinds = [{"use_muon": True}, {"use_muon": False}]
+    of = {
+        name: replace(
+            manifest,
+            groups=tuple(
+                replace(group, hyperparameters=kind)
+                for group, kind in zip(manifest.groups, kinds, strict=True)
+            ),
+        )
+        for name, manifest in (("saved", saved), ("live", live))
+    }
+    wanted = {"state": True, "hyperparameters": hyperparameters}
+    found = [t for t in group_conflicts(of["saved"], of["live"], **wanted) if "trained" in t]
+    assert len(found) == 1
+    assert "parameter group 1 here" in found[0]
+    assert "Muon trained when it was saved, and Adam does here" in found[0]
+    assert not [t for t in group_conflicts(of["saved"], of["saved"], **wanted) if "trained" in t]

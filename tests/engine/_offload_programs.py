@@ -69,10 +69,30 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
             save_checkpoint(engine, path)
         else:
             load_checkpoint(engine, path)
-        groups = zip(
-            optimizer.optimizer.param_groups, optimizer.backup_optimizer.param_groups, strict=True
-        )
-        return [(main["lr"], backup["lr"]) for main, backup in groups]
+        main = optimizer.optimizer.param_groups
+        backup = getattr(optimizer, "backup_optimizer", optimizer.optimizer).param_groups
+        return [(one["lr"], other["lr"]) for one, other in zip(main, backup, strict=True)]
+
+
+def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
+    """Tell whether each call before a step found the masters as they were, and they changed."""
+    from lightning_elastic_zero.engine import add_step_pre_hook
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 1)
+        # As bits: padding is NaN.
+        flats = engine.optimizer.fp32_partitioned_groups_flat
+        masters = [flat.detach().view(torch.int32) for flat in flats]
+        before = [flat.clone() for flat in masters]
+
+        def as_before() -> bool:
+            return all(torch.equal(flat, was) for flat, was in zip(masters, before, strict=True))
+
+        found: list[bool] = []
+        remove = add_step_pre_hook(engine, lambda: found.append(as_before()) if not found else None)
+        train(engine, setup, 1, 2)
+        remove()
+        return found, not as_before()
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:

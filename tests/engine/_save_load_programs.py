@@ -316,6 +316,14 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
     return {**found, **{f"buffer/{name}": buffers[name].tolist() for name in BUFFERS}}
 
 
+def group_origins_of(setup: Setup, path: str, options: dict[str, Any]) -> tuple[int | None, ...]:
+    """Load, and return which saved group each of the live ones goes on with."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7) as engine:
+        return load_checkpoint(engine, path, **options).group_origins
+
+
 def save_unlike(setup: Setup, path: str) -> None:
     """Save a run whose last rank has a buffer of another shape."""
     from lightning_elastic_zero import save_checkpoint

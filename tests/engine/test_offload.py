@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine._offload_programs import (
+    called_before_any_change,
     elements_in_memory,
     rates_of_both,
     save_offloaded,
@@ -65,6 +66,12 @@ def test_what_the_second_optimizer_holds_survives(
     of_adam(verdict).assert_same()
 
 
+def test_a_save_behind_training_is_told_before_either_steps(pools: Pools) -> None:
+    """The second optimizer steps first: what is copied behind training is not torn by it."""
+    skip_without("CPUAdamBuilder", pools)
+    assert pools.run(2, partial(called_before_any_change, PARTLY)) == [([True], True)] * 2
+
+
 @pytest.mark.long
 def test_the_rates_of_both_optimizers_survive(pools: Pools, tmp_path: Path) -> None:
     """Where a schedule has changed those of one, each goes on with its own."""
@@ -76,6 +83,10 @@ def test_the_rates_of_both_optimizers_survive(pools: Pools, tmp_path: Path) -> N
     (main, backup), *others = saved[0]
     assert backup == 2 * main
     assert all(one == other for one, other in others)
+    # A run that has no second one goes on with the first one's.
+    for target in (WHOLLY, Setup(2, "1")):
+        alone = pools.run(2, partial(rates_of_both, replace(target, world=2), path, saves=False))
+        assert alone[0] == [(rate, rate) for rate, _ in saved[0]]
 
 
 @pytest.mark.long

@@ -65,8 +65,16 @@ def state_kinds(saved: Saved) -> set[str]:
     return kinds - {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
 
 
-@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        pytest.param(name, runs, id=f"{name}-{which}")
+        for name in STATES
+        for which, runs in RUNS.items()
+        # In stage 0 its states are factors of matrices, which are refused at the save.
+        if not (name == "Adafactor" and which.startswith("0"))
+    ],
+)
 def test_every_state_survives(
     name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:

@@ -17,6 +17,7 @@ from tests.engine._save_load_programs import (
     comparable,
     evaluated_weights,
     found_after_load,
+    group_origins_of,
     load,
     refusal,
 )
@@ -132,6 +133,18 @@ def test_weights_only(
     assert not differences(of_kinds(wanted, *kinds), of_kinds(after, *kinds))
     assert not of_kinds(after, *STATES)
     assert of_kinds(after, "group", "counter") == of_kinds(before, "group", "counter")
+
+
+@pytest.mark.parametrize(("saved_as", "resumed_as"), [("one", "two"), ("two", "one")])
+def test_another_number_of_groups_as_configured(
+    saved_as: str, resumed_as: str, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Weights alone go into a run with other groups, of which each names a saved one, or none."""
+    saved = saved_by(Setup(2, "2", grouping=saved_as))
+    options = {"load_optimizer_state": False, "load_hyperparameters": False}
+    call = partial(group_origins_of, Setup(2, "3", grouping=resumed_as), saved.path, options)
+    wanted = (0, 0) if resumed_as == "two" else (0,)
+    assert pools.run(2, call) == [wanted] * 2
 
 
 def _tensors(state: object) -> list[torch.Tensor]:
