@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--accelerator", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--devices", type=int, default=1, help="may change from run to run")
-    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="so may the stage")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="so may the stage")
     parser.add_argument("--max_epochs", type=int, default=MAX_EPOCHS)
     parser.add_argument("--ckpt_path", help='"last" or the path of a checkpoint')
     return parser.parse_args()

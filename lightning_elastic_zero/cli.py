@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeInt
 
 from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.tools.verification import Verification
 
 YES, NO, FAILED = 0, 1, 2
+_THREADS = "0: as many as processors"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -109,7 +111,7 @@ def _add_verify(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--newest-sound", type=str, default="", help="print the newest sound one in this folder"
     )
-    parser.add_argument("--threads", type=int, default=0, help="0: as many as processors")
+    parser.add_argument("--threads", type=NonNegativeInt, default=0, help=_THREADS)
 
 
 def _verify(args: Namespace) -> int:
@@ -127,16 +129,22 @@ def _verify(args: Namespace) -> int:
                 on_verified=lambda v: print(_verdict(v), file=sys.stderr),
             )
         if found is None:
+            print(f"no sound checkpoint in {args.newest_sound}", file=sys.stderr)
             return NO
         print(found)
         return YES
-    sound = True
+    code = YES
     for path in args.paths:
-        with _progress("verifying") as line:
-            verified = verify_checkpoint(path, threads=args.threads, on_bytes=line)
+        try:
+            with _progress("verifying") as line:
+                verified = verify_checkpoint(path, threads=args.threads, on_bytes=line)
+        except ElasticZeroError as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            code = FAILED
+            continue
         print(_verdict(verified), file=sys.stdout if verified.is_sound else sys.stderr)
-        sound = sound and verified.is_sound
-    return YES if sound else NO
+        code = max(code, YES if verified.is_sound else NO)
+    return code
 
 
 def _verdict(verified: Verification) -> str:
@@ -144,6 +152,11 @@ def _verdict(verified: Verification) -> str:
 
     if verified.problem:
         return f"{verified.path}: NOT SOUND: {verified.problem}"
+    if not verified.bytes:
+        return (
+            f"{verified.path}: complete: {verified.kind} of step {verified.steps}; it has no "
+            "checksums, so its bytes were NOT verified"
+        )
     rate = format_bytes(verified.bytes / max(verified.seconds, 1e-9))
     masters = ", masters round to the weights beside them" if verified.compared_masters else ""
     return (
@@ -164,7 +177,7 @@ def _progress(doing: str) -> ProgressLine:
 def _add_fingerprint(parser: ArgumentParser) -> None:
     parser.add_argument("paths", type=str, nargs="+", help="checkpoints")
     parser.add_argument("--tensors", action="store_true", help="the number of each tensor too")
-    parser.add_argument("--threads", type=int, default=0, help="0: as many as processors")
+    parser.add_argument("--threads", type=NonNegativeInt, default=0, help=_THREADS)
 
 
 def _fingerprint(args: Namespace) -> int:

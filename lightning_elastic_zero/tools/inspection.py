@@ -227,8 +227,8 @@ def _resumable_on(manifest: Manifest, *, unmatched: bool) -> str:
     """Say on what a run can go on from it."""
     batch = manifest.progress.global_batch_size
     if manifest.weights_only:
-        return "any number of devices, ZeRO 1, 2 or 3: a new run, from the weights alone"
-    text = "any number of devices, ZeRO 1, 2 or 3"
+        return "any number of devices, ZeRO 0 to 3: a new run, from the weights alone"
+    text = "any number of devices, ZeRO 0 to 3"
     if unmatched:
         text += " (whose the optimizer's state is, the model's code has to tell)"
     if batch:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.tools.inspection import CheckpointReport, device_counts, report_of
-from lightning_elastic_zero.tools.opened import opened
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
 
 STAGE_GRADIENTS = 2
 """The ZeRO stage from which on gradients are partitioned too."""
@@ -75,6 +79,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
         raise UnsupportedError(msg)
     with opened(path) as checkpoint:
         report = report_of(checkpoint)
+        damage = _damage(checkpoint)
     states, weights, frozen, trained = _bytes_of_a_rank(report, devices, stage)
     whole = sum(p.size_bytes for p in report.parameters)
     frozen_once = sum(p.weight_bytes for p in report.parameters if p.group is None)
@@ -92,7 +97,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
         gradient_bytes_per_rank=trained,
         global_batch_size=batch,
         batches=tuple(_choices(batch, devices)),
-        obstacles=tuple(_obstacles(report, devices)),
+        obstacles=(*damage, *_obstacles(report, devices)),
     )
 
 
@@ -137,6 +142,18 @@ def _obstacles(report: CheckpointReport, devices: int) -> list[str]:
             f"{devices} devices cannot share a global batch of {batch} samples evenly: "
             f"{', '.join(map(str, counts))} can, or allow_uneven_batches"
         )
-    if missing := [file.name for file in report.files if file.size_bytes is None]:
-        found.append(f"files are missing: {', '.join(missing)}")
+    if report.weights_only:
+        found.append(
+            "it holds weights only: a run starts anew on them with load_optimizer_state=False, and "
+            "takes memory for a new optimizer state besides"
+        )
     return found
+
+
+def _damage(checkpoint: OpenCheckpoint) -> list[str]:
+    """Return what is missing, or has another size than when it was written."""
+    try:
+        checkpoint.reader.check_all()
+    except (CheckpointCorruptedError, CheckpointFormatError) as error:
+        return [str(error)]
+    return []

@@ -142,7 +142,7 @@ def newest_sound_checkpoint(
         except ElasticZeroError as error:  # Another run has deleted it, or it cannot be read.
             found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(found)
-        if found.is_sound:
+        if found.is_sound and found.bytes:  # Without a checksum nothing tells that it is.
             return path
     return None
 

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_elastic_zero.errors import UnsupportedError

@@ -84,7 +84,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     _accumulation: GradientAccumulation  # of one fit, as the next ones
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
-    num_nodes = NodesOfJob()  # type: ignore[assignment] # as torchrun has started them
+    num_nodes = NodesOfJob()  # as torchrun has started them
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         self._warning_filters.begin()
-        check_config(self.config)  # before a model is made by it
+        check_config(self.config or {})  # before a model is made by it
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
             # The parent refuses all but CUDA here, and else does what its own parent does.

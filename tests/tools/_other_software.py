@@ -178,6 +178,8 @@ def with_lightning(folder: str) -> None:
     tree = torch.load(Path(folder, "whole.ckpt"), weights_only=True)
     optimizer = torch.optim.AdamW(found.parameters(), lr=1.0)
     optimizer.load_state_dict(tree["optimizer_states"][0])
+    steps = [held["step"] for held in optimizer.state.values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)  # Each counts by itself.
     assert optimizer.param_groups[0]["lr"] == 1e-3
     for name, parameter in found.named_parameters():
         assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])

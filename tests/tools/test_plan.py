@@ -64,3 +64,16 @@ def test_in_stage_0_each_rank_reads_all(devices: int, tmp_path: Path) -> None:
     assert plan.read_bytes_per_rank == alone.read_bytes_per_rank
     assert plan.state_bytes_per_rank == alone.state_bytes_per_rank
     assert plan.read_bytes == devices * alone.read_bytes
+
+
+def test_a_cut_file_stands_in_the_way(tmp_path: Path) -> None:
+    """Sizes are as cheap to look at as names."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 2)
+    assert plan_resume(path, 1, 3).is_possible
+    shard = next(path.rglob("*_optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    (said,) = plan_resume(path, 1, 3).obstacles
+    assert shard.name in said
+    shard.unlink()
+    (said,) = plan_resume(path, 1, 3).obstacles
+    assert shard.name in said

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero import CheckpointNotFoundError
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.verification import (
     checkpoints_in,
     newest_sound_checkpoint,
@@ -162,3 +163,27 @@ def test_the_newest_sound_one(tmp_path: Path, run: Run) -> None:
     code, out, _ = run("verify", "--newest-sound", tmp_path / "empty")
     assert (code, out) == (1, "")
     assert run("verify", "--newest-sound", tmp_path / "none")[0] == 2
+
+
+def test_what_has_no_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> None:
+    """Its bytes cannot be verified: that is said, and no script resumes from it."""
+    source = write_elastic(tmp_path / "runs" / "a.ckpt", make_state())
+    convert_checkpoint(source, tmp_path / "runs" / "b.ckpt", "fp32")
+    code, out, _ = run("verify", tmp_path / "runs" / "b.ckpt")
+    assert code == 0
+    assert "NOT verified" in out
+    assert "sound" not in out
+    assert newest_sound_checkpoint(tmp_path / "runs") == source
+
+
+def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
+    """One that is not there does not keep the others from being looked at."""
+    sound = write_elastic(tmp_path / "a.ckpt", make_state())
+    code, out, err = run("verify", tmp_path / "nothing", sound)
+    assert code == 2
+    assert "nothing" in err
+    assert "a.ckpt: sound" in out
+    (tmp_path / "empty").mkdir()
+    code, out, err = run("verify", "--newest-sound", tmp_path / "empty")
+    assert (code, out) == (1, "")
+    assert "no sound checkpoint" in err

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.engine._worker_pool import ROOT, environment
 from tests.ports import free_port

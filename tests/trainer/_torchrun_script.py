@@ -52,7 +52,7 @@ class Net(pl.LightningModule):
         samples, indices = batch
         self.indices += indices.tolist()
         time.sleep(0.02)
-        loss = (self.layers(samples) - samples.sum(1, keepdim=True)).square().mean()
+        loss: torch.Tensor = (self.layers(samples) - samples.sum(1, keepdim=True)).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
 

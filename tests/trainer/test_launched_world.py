@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
 

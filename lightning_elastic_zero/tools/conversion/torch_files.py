@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,8 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
             shape = checkpoint.parameters[name].shape
             entry = partial(TensorEntry, "trained", name, shape=shape)
             state[len(state)] = {
-                **checkpoint.scalars(name),
+                # Of its own: optimizers count in place, and torch keeps what a file shares shared.
+                **{key: copy.deepcopy(held) for key, held in checkpoint.scalars(name).items()},
                 **{
                     key: builder.add(source_of(checkpoint, entry(key))).view(shape)
                     for key in checkpoint.state_keys(name, "elementwise")
