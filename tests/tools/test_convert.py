@@ -168,7 +168,7 @@ def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> Non
     target = tmp_path / "out" / "target"
     target.parent.mkdir()
     target.write_text("mine")
-    with pytest.raises(SaveError, match=r"there already|takes the whole place"):
+    with pytest.raises(SaveError, match="there already"):
         convert_checkpoint(source, target, to)
     assert target.read_text() == "mine"
     target.unlink()
@@ -195,6 +195,28 @@ def test_a_file_that_came_meanwhile(tmp_path: Path) -> None:
             convert_checkpoint(source, target, to, on_bytes=come)
         assert target.read_text() == "mine"
     assert not list(tmp_path.glob(".zero-export-*"))
+
+
+def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
+    """Not by its own conversion, nor where it came, or an empty folder, while another ran."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 3)
+    lean = ConvertOptions(optimizer=False)
+    for target in (source, other):
+        before = (target / "manifest.json").read_bytes()
+        with pytest.raises(SaveError, match="there already"):
+            convert_checkpoint(source, target, "elastic", lean)
+        assert (target / "manifest.json").read_bytes() == before
+    target = tmp_path / "c.ckpt"
+
+    def come(_: int) -> None:
+        if other.exists():
+            other.rename(target)
+
+    with pytest.raises(SaveError, match="there already"):
+        convert_checkpoint(source, target, "elastic", lean, on_bytes=come)
+    assert (target / "manifest.json").read_bytes() == before
+    assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
