@@ -24,6 +24,8 @@ from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
 from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.conversion.adapter_folder import adapter_key
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+from lightning_elastic_zero.tools.opened import opened
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.core._checkpoints import names_in
 from tests.engine._worker_pool import Pools
@@ -97,6 +99,34 @@ def test_one_file_of_weights(to: str, tmp_path: Path) -> None:
     tied = found["head.weight"], found["embedding.weight"]
     assert tied[0].data_ptr() == tied[1].data_ptr()
     assert names_in(tmp_path) == ["unpacked", "w.pt"]
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "universal", "elastic"])
+def test_tied_names_of_a_single_file(to: str, tmp_path: Path) -> None:
+    """A file that has a tied weight under both names gives both to what has room for them."""
+    model = torch.nn.ModuleDict(
+        {"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)}
+    )
+    model["head"].weight = model["embedding"].weight
+    optimizer = _other_software.trained(model)
+    weights = model.state_dict()
+    tree = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+    torch.save(tree, tmp_path / "a.ckpt")
+    first, other = weights
+    there = tmp_path / "there"
+    convert_checkpoint(tmp_path / "a.ckpt", there, to)
+    if to in ("fp32", "bf16", "lightning"):
+        found = torch.load(there, weights_only=True)
+        found = found["state_dict"] if to == "lightning" else found
+        assert list(found) == [first, other]
+        assert found[first].data_ptr() == found[other].data_ptr()
+        assert torch.equal(found[first], weights[first].to(found[first].dtype))
+    else:
+        with opened(there) as checkpoint:
+            names = checkpoint.manifest.names()
+        assert sorted(names) == sorted([first, other])
+    (row,) = inspect_checkpoint(tmp_path / "a.ckpt").parameters
+    assert row.aliases == (other,)
 
 
 def test_safetensors(tmp_path: Path) -> None:
