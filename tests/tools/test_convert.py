@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +129,31 @@ def test_tied_names_of_a_single_file(to: str, tmp_path: Path) -> None:
         assert sorted(names) == sorted([first, other])
     (row,) = inspect_checkpoint(tmp_path / "a.ckpt").parameters
     assert row.aliases == (other,)
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "safetensors"])
+def test_buffers_that_are_named_keep_their_type(to: str, tmp_path: Path) -> None:
+    """Of a source that does not tell buffers, those that the options name are not rounded."""
+    odd = torch.rand(6, dtype=torch.float64)
+    tree = {"w": torch.randn(3, 2), "mean": odd, "unnamed": odd.clone(), "count": torch.tensor(3)}
+    torch.save(tree, tmp_path / "a.pt")
+    dtype = None if to in ("fp32", "bf16") else "bf16"
+    options = ConvertOptions(dtype=dtype, buffers=["mean"])
+    there = tmp_path / "there"
+    convert_checkpoint(tmp_path / "a.pt", there, to, options)
+    rounded = torch.float32 if to == "fp32" else torch.bfloat16
+    wanted = {n: t.to(rounded) if n in ("w", "unnamed") else t for n, t in tree.items()}
+    path = there / "model.safetensors" if to == "safetensors" else there
+    found: dict[str, Any]
+    with opened(path) if to == "dcp" else nullcontext() as checkpoint:
+        if checkpoint:
+            entries = [(e, list(checkpoint.chunks(e))) for e in checkpoint.weights()]
+            found = {e.name: torch.cat(parts).view(e.shape) for e, parts in entries}
+        else:
+            found = load_file(path) if to == "safetensors" else torch.load(path)
+    if to == "lightning":
+        found = found["state_dict"]
+    assert_same(found, wanted)
 
 
 def test_safetensors(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ numbers, buffers that differ) is theirs, and is not in it.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -134,8 +133,7 @@ def _untold_buffers(checkpoint: OpenCheckpoint, options: ConvertOptions) -> dict
         )
         for entry in entries
         for dtype in [checkpoint.dtype(entry)]
-        if not dtype.is_floating_point
-        or any(fnmatch.fnmatchcase(entry.name, p) for p in options.buffers)
+        if not dtype.is_floating_point or options.name_buffer(checkpoint, entry)
     }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
+from lightning_elastic_zero.tools.inspection import WHOLE_TENSORS
 from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +29,7 @@ class ConvertOptions:
     """Beginnings of names, and what they are to be: ``{"model.": ""}``. Patterns see new names."""
     dtype: str | None = None
     """One of ``DTYPES``, for weights; None: as they are stored, which for what was trained is fp32.
-    Buffers keep their type."""
+    Buffers keep their type; where the source does not tell them, those that ``buffers`` names."""
     optimizer: bool | None = None
     """Whether the optimizer's state is converted too; None: where the target is there to resume."""
     max_shard_bytes: int = 5_000_000_000
@@ -37,7 +38,8 @@ class ConvertOptions:
     """Read objects of any class from the trainer's state; that can run code."""
     buffers: Sequence[str] = ()
     """Patterns of the tensors that are buffers, where a source of whole tensors does not tell them
-    from frozen weights, and a target does; whole numbers always are."""
+    from frozen weights; whole numbers always are. Others of floating-point types are taken for
+    weights: they are cast, and a target that tells the two has them as frozen."""
     adapter_config: str | None = None
     """PEFT's ``adapter_config.json``, which no checkpoint holds."""
     adapter_name: str = "default"
@@ -53,6 +55,11 @@ class ConvertOptions:
         """Whether a tensor is taken."""
         included = not self.include or any(fnmatch.fnmatchcase(name, p) for p in self.include)
         return included and not any(fnmatch.fnmatchcase(name, p) for p in self.exclude)
+
+    def name_buffer(self, checkpoint: OpenCheckpoint, entry: TensorEntry) -> bool:
+        """Whether they call a tensor a buffer that the source does not tell from frozen weights."""
+        untold = checkpoint.manifest.stage == WHOLE_TENSORS and entry.role == "frozen"
+        return untold and any(fnmatch.fnmatchcase(entry.name, p) for p in self.buffers)
 
     def check_whole(self, target: str) -> None:
         """Refuse to leave something out of what is there to resume from.
@@ -76,7 +83,7 @@ def chosen_weights(
     Args:
         checkpoint: from where.
         options: which.
-        dtype: to which floating-point weights are cast; None: to none.
+        dtype: to which floating-point weights are cast, but for named buffers; None: to none.
 
     Raises:
         CheckpointMismatchError: none is taken.
@@ -86,7 +93,8 @@ def chosen_weights(
     for entry in checkpoint.weights():
         if options.takes(entry.name):
             taken = True
-            yield entry, source_of(checkpoint, entry, dtype)
+            kept = options.name_buffer(checkpoint, entry)
+            yield entry, source_of(checkpoint, entry, None if kept else dtype)
     if not taken:
         msg = f"{checkpoint.path}: the patterns take none of its weights"
         raise CheckpointMismatchError(msg)
