@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_buffers_that_are_named_keep_their_type(to: str, tmp_path: Path) -> None
     rounded = torch.float32 if to == "fp32" else torch.bfloat16
     wanted = {n: t.to(rounded) if n in ("w", "unnamed") else t for n, t in tree.items()}
     path = there / "model.safetensors" if to == "safetensors" else there
-    found: dict[str, Any]
+    found: Any
     with opened(path) if to == "dcp" else nullcontext() as checkpoint:
         if checkpoint:
             entries = [(e, list(checkpoint.chunks(e))) for e in checkpoint.weights()]
@@ -308,6 +309,32 @@ def test_names_of_an_adapter() -> None:
     assert adapter_key(f"{base}.base_layer.weight", "default") == ""
     assert adapter_key(f"{base}.lora_A.default.weight", "other") == ""
     assert adapter_key("lora_A.default.weight", "default") == ""
+
+
+def test_an_adapter_is_written_whole(tmp_path: Path) -> None:
+    """Trained weights that are not the adapter's are named, unless they are left out on purpose."""
+    layer = "base_model.model.layers.0"
+    shapes = {
+        f"{layer}.lora_A.default.weight": (2, 3),
+        f"{layer}.lora_A.other.weight": (2, 3),
+        "base_model.model.head.modules_to_save.other.weight": (2,),
+        f"{layer}.base_layer.bias": (3,),
+        "base_model.model.token_adapter.trainable_tokens_delta.default": (2, 3),
+        "value_head.weight": (3,),
+    }
+    source = write_elastic(tmp_path / "a.ckpt", make_state(dict(shapes)))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    options = ConvertOptions(adapter_config=str(tmp_path))
+    with pytest.raises(CheckpointMismatchError) as raised:
+        convert_checkpoint(source, tmp_path / "out", "adapter", options)
+    named = [name for name in shapes if name in str(raised.value)]
+    assert named == list(shapes)[3:]
+    assert "exclude" in str(raised.value)
+    assert not (tmp_path / "out").exists()
+    options = replace(options, exclude=named)
+    convert_checkpoint(source, tmp_path / "out", "adapter", options)
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert list(found) == [f"{layer}.lora_A.weight"]
 
 
 STREAM = """
