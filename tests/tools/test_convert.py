@@ -337,6 +337,37 @@ def test_an_adapter_is_written_whole(tmp_path: Path) -> None:
     assert list(found) == [f"{layer}.lora_A.weight"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_of_stage_0_tells_its_buffers(world_size: int, tmp_path: Path) -> None:
+    """Its frozen weights stay what they are: whole numbers, and what a pattern fits, too."""
+    state = make_state()
+    state.frozen["codes"] = torch.arange(6)
+    source = write_elastic(tmp_path / "a.ckpt", state, 0, world_size)
+    patterns = ConvertOptions(buffers=["frozen.*"])
+    convert_checkpoint(source, tmp_path / "b.ckpt", "elastic", patterns)
+    for path in (source, tmp_path / "b.ckpt"):
+        with opened(path) as checkpoint:
+            assert [p.name for p in checkpoint.manifest.frozen] == ["frozen.weight", "codes"]
+            assert checkpoint.manifest.module_buffers == ("mean", "count")
+    assert fingerprint_checkpoint(tmp_path / "b.ckpt") == fingerprint_checkpoint(source)
+
+
+@pytest.mark.parametrize("to", ["dcp", "lightning", "safetensors"])
+@pytest.mark.parametrize(
+    "patterns",
+    [ConvertOptions(include=["layers.*"]), ConvertOptions(exclude=["layers.*"])],
+    ids=["include", "exclude"],
+)
+def test_an_optimizer_is_written_whole(to: str, patterns: ConvertOptions, tmp_path: Path) -> None:
+    """Patterns and the optimizer's state are refused together; without it, they choose."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    chosen = replace(patterns, optimizer=None if to == "dcp" else True)
+    with pytest.raises(UnsupportedError, match=r"--optimizer no"):
+        convert_checkpoint(source, tmp_path / "out", to, chosen)
+    assert not (tmp_path / "out").exists()
+    convert_checkpoint(source, tmp_path / "out", to, replace(chosen, optimizer=False))
+
+
 STREAM = """
 import resource, sys
 from pathlib import Path

@@ -36,8 +36,7 @@ from lightning_elastic_zero.tools.conversion.selection import (
     check_optimizer,
     source_of,
 )
-from lightning_elastic_zero.tools.inspection import WHOLE_TENSORS
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, holds_whole_tensors
 from lightning_elastic_zero.tools.progress import OnBytes
 
 
@@ -54,7 +53,7 @@ def write(
     _check_trained(checkpoint)
     lean = options.optimizer is False or checkpoint.manifest.weights_only
     if not lean:
-        check_optimizer(checkpoint)
+        check_optimizer(checkpoint, options)
         _check_hyperparameters(checkpoint)
     shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
     split = split_objects(shared.client_state)
@@ -124,7 +123,7 @@ def _check_trained(checkpoint: OpenCheckpoint) -> None:
 
 def _untold_buffers(checkpoint: OpenCheckpoint, options: ConvertOptions) -> dict[str, torch.Tensor]:
     """Return the buffers of a source that calls them weights."""
-    if checkpoint.manifest.stage != WHOLE_TENSORS:
+    if not holds_whole_tensors(checkpoint.manifest):
         return {}
     entries = [_frozen(checkpoint, p.name) for p in checkpoint.manifest.frozen]
     return {

@@ -10,8 +10,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
-from lightning_elastic_zero.tools.inspection import WHOLE_TENSORS
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, holds_whole_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What weights can be cast to."""
@@ -31,7 +30,8 @@ class ConvertOptions:
     """One of ``DTYPES``, for weights; None: as they are stored, which for what was trained is fp32.
     Buffers keep their type; where the source does not tell them, those that ``buffers`` names."""
     optimizer: bool | None = None
-    """Whether the optimizer's state is converted too; None: where the target is there to resume."""
+    """Whether the optimizer's state is converted too; None: where the target is there to resume. It
+    is whole: ``include`` and ``exclude`` do not go with it."""
     max_shard_bytes: int = 5_000_000_000
     """The largest file of weights that is written, where they can be cut in several."""
     allow_pickle: bool = False
@@ -58,7 +58,7 @@ class ConvertOptions:
 
     def name_buffer(self, checkpoint: OpenCheckpoint, entry: TensorEntry) -> bool:
         """Whether they call a tensor a buffer that the source does not tell from frozen weights."""
-        untold = checkpoint.manifest.stage == WHOLE_TENSORS and entry.role == "frozen"
+        untold = holds_whole_tensors(checkpoint.manifest) and entry.role == "frozen"
         return untold and any(fnmatch.fnmatchcase(entry.name, p) for p in self.buffers)
 
     def check_whole(self, target: str) -> None:
@@ -109,12 +109,19 @@ def source_of(
     return ChunkedSource(entry.numel, cast, lambda: checkpoint.chunks(entry))
 
 
-def check_optimizer(checkpoint: OpenCheckpoint) -> None:
+def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
     """Refuse to convert an optimizer's state that is not there, or not known whose it is.
 
     Raises:
         CheckpointMismatchError: it is so.
+        UnsupportedError: patterns choose among the weights, whose groups could not stay whole.
     """
+    if options.include or options.exclude:
+        msg = (
+            "include and exclude choose among weights, and the optimizer's state is of all of "
+            "them: leave out the patterns, or the optimizer (optimizer=False, --optimizer no)"
+        )
+        raise UnsupportedError(msg)
     info, manifest = checkpoint.reader.info, checkpoint.manifest
     why = info.unmatched or info.mixed
     if not why and (manifest.weights_only or not manifest.groups):
