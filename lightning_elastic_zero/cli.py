@@ -248,7 +248,8 @@ def _add_convert(parser: ArgumentParser) -> None:
     add("--include", type=str, nargs="+", default=[], help="patterns of weights that are taken")
     add("--exclude", type=str, nargs="+", default=[], help="patterns of those that are not")
     add("--rename", type=str, nargs="+", default=[], help="beginnings of names: model.= old.=new.")
-    add("--buffers", type=str, nargs="+", default=[], help="patterns of tensors that are buffers")
+    untold = "patterns of buffers, of a source of whole tensors: others are cast like weights"
+    add("--buffers", type=str, nargs="+", default=[], help=untold)
     add("--dtype", type=str, default="", help="fp32, bf16, fp16; else as they are stored")
     add("--optimizer", choices=("auto", "yes", "no"), default="auto", help="its state too")
     add("--max-shard-gb", type=float, default=5.0, help="largest file of safetensors")

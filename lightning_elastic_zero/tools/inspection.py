@@ -11,10 +11,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, Writer
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
-
-WHOLE_TENSORS = 0
-"""The stage of checkpoints that hold whole tensors: weights are stored in their own types."""
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, holds_whole_tensors, opened
 
 MOST_DEVICES = 4096
 """The largest number of devices that is listed."""
@@ -73,7 +70,7 @@ class CheckpointReport:
     """Such as ``"stock DeepSpeed checkpoint"``."""
     writer: Writer
     stage: int
-    """The ZeRO stage; 0 where whole tensors lie in it."""
+    """The ZeRO stage; 0 also where whole tensors lie in it, of no ``writer.engine``."""
     world_size: int
     precision: str
     master_dtype: str
@@ -177,8 +174,8 @@ def _group(manifest: Manifest, index: int) -> GroupReport:
 
 
 def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
-    stored = manifest.stage != WHOLE_TENSORS and parameter.group is not None
-    dtype = manifest.master_dtype if stored else parameter.dtype
+    has_master = parameter.group is not None and not holds_whole_tensors(manifest)
+    dtype = manifest.master_dtype if has_master else parameter.dtype
     group = None if parameter.group is None else manifest.groups[parameter.group]
     held = parameter.numel if parameter.name not in manifest.excluded else 0
     return ParameterReport(

@@ -272,6 +272,14 @@ class OpenCheckpoint:
                     self._stored_dtype(entry.key, transfer)
 
 
+def holds_whole_tensors(manifest: Manifest) -> bool:
+    """Whether weights lie there whole, in their own types, and buffers are not told from them.
+
+    A run of stage 0 has neither, and says which of DeepSpeed's wrappers it was of.
+    """
+    return manifest.stage == 0 and not manifest.writer.engine
+
+
 def _entry(parameter: Parameter, key: str) -> TensorEntry:
     role: Role = "frozen" if parameter.group is None else "trained"
     return TensorEntry(role, parameter.name, key, parameter.shape)

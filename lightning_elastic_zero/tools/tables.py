@@ -38,7 +38,8 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
         "torch": writer.torch,
     }
     by = ", ".join(f"{name} {version}" for name, version in names.items() if version)
-    zero = f"ZeRO-{report.stage} on {report.world_size} devices" if report.stage else "no ZeRO"
+    of_run = report.stage or writer.engine
+    zero = f"ZeRO-{report.stage} on {report.world_size} devices" if of_run else "no ZeRO"
     yield from _rows(
         {
             "path": report.path,

@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,8 @@ from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
 from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.conversion.adapter_folder import adapter_key
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+from lightning_elastic_zero.tools.opened import opened
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.core._checkpoints import names_in
 from tests.engine._worker_pool import Pools
@@ -99,6 +104,59 @@ def test_one_file_of_weights(to: str, tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["unpacked", "w.pt"]
 
 
+@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "universal", "elastic"])
+def test_tied_names_of_a_single_file(to: str, tmp_path: Path) -> None:
+    """A file that has a tied weight under both names gives both to what has room for them."""
+    model = torch.nn.ModuleDict(
+        {"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)}
+    )
+    model["head"].weight = model["embedding"].weight
+    optimizer = _other_software.trained(model)
+    weights = model.state_dict()
+    tree = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+    torch.save(tree, tmp_path / "a.ckpt")
+    first, other = weights
+    there = tmp_path / "there"
+    convert_checkpoint(tmp_path / "a.ckpt", there, to)
+    if to in ("fp32", "bf16", "lightning"):
+        found = torch.load(there, weights_only=True)
+        found = found["state_dict"] if to == "lightning" else found
+        assert list(found) == [first, other]
+        assert found[first].data_ptr() == found[other].data_ptr()
+        assert torch.equal(found[first], weights[first].to(found[first].dtype))
+    else:
+        with opened(there) as checkpoint:
+            names = checkpoint.manifest.names()
+        assert sorted(names) == sorted([first, other])
+    (row,) = inspect_checkpoint(tmp_path / "a.ckpt").parameters
+    assert row.aliases == (other,)
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "safetensors"])
+def test_buffers_that_are_named_keep_their_type(to: str, tmp_path: Path) -> None:
+    """Of a source that does not tell buffers, those that the options name are not rounded."""
+    odd = torch.rand(6, dtype=torch.float64)
+    tree = {"w": torch.randn(3, 2), "mean": odd, "unnamed": odd.clone(), "count": torch.tensor(3)}
+    torch.save(tree, tmp_path / "a.pt")
+    dtype = None if to in ("fp32", "bf16") else "bf16"
+    options = ConvertOptions(dtype=dtype, buffers=["mean"])
+    there = tmp_path / "there"
+    convert_checkpoint(tmp_path / "a.pt", there, to, options)
+    rounded = torch.float32 if to == "fp32" else torch.bfloat16
+    wanted = {n: t.to(rounded) if n in ("w", "unnamed") else t for n, t in tree.items()}
+    path = there / "model.safetensors" if to == "safetensors" else there
+    found: Any
+    with opened(path) if to == "dcp" else nullcontext() as checkpoint:
+        if checkpoint:
+            entries = [(e, list(checkpoint.chunks(e))) for e in checkpoint.weights()]
+            found = {e.name: torch.cat(parts).view(e.shape) for e, parts in entries}
+        else:
+            found = load_file(path) if to == "safetensors" else torch.load(path)
+    if to == "lightning":
+        found = found["state_dict"]
+    assert_same(found, wanted)
+
+
 def test_safetensors(tmp_path: Path) -> None:
     """One file, or shards and an index, with every bit; the optimizer's state beside it."""
     state = make_state()
@@ -168,7 +226,7 @@ def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> Non
     target = tmp_path / "out" / "target"
     target.parent.mkdir()
     target.write_text("mine")
-    with pytest.raises(SaveError, match=r"there already|takes the whole place"):
+    with pytest.raises(SaveError, match="there already"):
         convert_checkpoint(source, target, to)
     assert target.read_text() == "mine"
     target.unlink()
@@ -195,6 +253,28 @@ def test_a_file_that_came_meanwhile(tmp_path: Path) -> None:
             convert_checkpoint(source, target, to, on_bytes=come)
         assert target.read_text() == "mine"
     assert not list(tmp_path.glob(".zero-export-*"))
+
+
+def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
+    """Not by its own conversion, nor where it came, or an empty folder, while another ran."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 3)
+    lean = ConvertOptions(optimizer=False)
+    for target in (source, other):
+        before = (target / "manifest.json").read_bytes()
+        with pytest.raises(SaveError, match="there already"):
+            convert_checkpoint(source, target, "elastic", lean)
+        assert (target / "manifest.json").read_bytes() == before
+    target = tmp_path / "c.ckpt"
+
+    def come(_: int) -> None:
+        if other.exists():
+            other.rename(target)
+
+    with pytest.raises(SaveError, match="there already"):
+        convert_checkpoint(source, target, "elastic", lean, on_bytes=come)
+    assert (target / "manifest.json").read_bytes() == before
+    assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
@@ -229,6 +309,63 @@ def test_names_of_an_adapter() -> None:
     assert adapter_key(f"{base}.base_layer.weight", "default") == ""
     assert adapter_key(f"{base}.lora_A.default.weight", "other") == ""
     assert adapter_key("lora_A.default.weight", "default") == ""
+
+
+def test_an_adapter_is_written_whole(tmp_path: Path) -> None:
+    """Trained weights that are not the adapter's are named, unless they are left out on purpose."""
+    layer = "base_model.model.layers.0"
+    shapes = {
+        f"{layer}.lora_A.default.weight": (2, 3),
+        f"{layer}.lora_A.other.weight": (2, 3),
+        "base_model.model.head.modules_to_save.other.weight": (2,),
+        f"{layer}.base_layer.bias": (3,),
+        "base_model.model.token_adapter.trainable_tokens_delta.default": (2, 3),
+        "value_head.weight": (3,),
+    }
+    source = write_elastic(tmp_path / "a.ckpt", make_state(dict(shapes)))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    options = ConvertOptions(adapter_config=str(tmp_path))
+    with pytest.raises(CheckpointMismatchError) as raised:
+        convert_checkpoint(source, tmp_path / "out", "adapter", options)
+    named = [name for name in shapes if name in str(raised.value)]
+    assert named == list(shapes)[3:]
+    assert "exclude" in str(raised.value)
+    assert not (tmp_path / "out").exists()
+    options = replace(options, exclude=named)
+    convert_checkpoint(source, tmp_path / "out", "adapter", options)
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert list(found) == [f"{layer}.lora_A.weight"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_of_stage_0_tells_its_buffers(world_size: int, tmp_path: Path) -> None:
+    """Its frozen weights stay what they are: whole numbers, and what a pattern fits, too."""
+    state = make_state()
+    state.frozen["codes"] = torch.arange(6)
+    source = write_elastic(tmp_path / "a.ckpt", state, 0, world_size)
+    patterns = ConvertOptions(buffers=["frozen.*"])
+    convert_checkpoint(source, tmp_path / "b.ckpt", "elastic", patterns)
+    for path in (source, tmp_path / "b.ckpt"):
+        with opened(path) as checkpoint:
+            assert [p.name for p in checkpoint.manifest.frozen] == ["frozen.weight", "codes"]
+            assert checkpoint.manifest.module_buffers == ("mean", "count")
+    assert fingerprint_checkpoint(tmp_path / "b.ckpt") == fingerprint_checkpoint(source)
+
+
+@pytest.mark.parametrize("to", ["dcp", "lightning", "safetensors"])
+@pytest.mark.parametrize(
+    "patterns",
+    [ConvertOptions(include=["layers.*"]), ConvertOptions(exclude=["layers.*"])],
+    ids=["include", "exclude"],
+)
+def test_an_optimizer_is_written_whole(to: str, patterns: ConvertOptions, tmp_path: Path) -> None:
+    """Patterns and the optimizer's state are refused together; without it, they choose."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    chosen = replace(patterns, optimizer=None if to == "dcp" else True)
+    with pytest.raises(UnsupportedError, match=r"--optimizer no"):
+        convert_checkpoint(source, tmp_path / "out", to, chosen)
+    assert not (tmp_path / "out").exists()
+    convert_checkpoint(source, tmp_path / "out", to, replace(chosen, optimizer=False))
 
 
 STREAM = """

@@ -47,6 +47,18 @@ def test_an_own_checkpoint(tmp_path: Path) -> None:
     assert "1, 2, 3, 4, 6, 12 devices" in report.resumable_on
 
 
+def test_a_run_of_stage_0(tmp_path: Path, run: Run) -> None:
+    """It has masters, unlike a file of whole tensors, and ranks."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), 0, 2)
+    head = next(p for p in inspect_checkpoint(path).parameters if p.name == "head.weight")
+    assert (head.dtype, head.weight_bytes, head.state_bytes) == ("bfloat16", 65 * 4, 65 * 8)
+    assert "ZeRO-0 on 2 devices, bf16, masters in float32" in run("inspect", path)[1]
+    torch.save({"w": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.pt")
+    (weight,) = inspect_checkpoint(tmp_path / "w.pt").parameters
+    assert weight.weight_bytes == 6
+    assert "no ZeRO, bf16" in run("inspect", tmp_path / "w.pt")[1]
+
+
 @pytest.mark.parametrize(
     "name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal3", "lightning3"]
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,7 +97,9 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     if not full_state.ordered:
         order = [p.name for p in live.parameters if p.name in order]
     named = _named_states(full_state, live, canonical, order)
-    manifest = _manifest(full_state, weight_of, buffers, named.groups)
+    held = full_state.weights.keys() - set(buffers)
+    aliases = {p.name: tuple(n for n in p.aliases if n in held) for p in live.parameters}
+    manifest = _manifest(full_state, weight_of, buffers, named.groups, aliases)
     unmatched = full_state.unmatched or named.unmatched
     return BoundState(manifest, weight_of, named.states, tuple(ties), unmatched)
 
@@ -161,7 +164,17 @@ def _manifest(
     weight_of: Mapping[str, str],
     buffers: tuple[str, ...],
     groups: tuple[Group, ...],
+    aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Manifest:
+    """Describe what is held.
+
+    Args:
+        full_state: what was found.
+        weight_of: the checkpoint's name of each parameter.
+        buffers: the names of module buffers.
+        groups: of the optimizer.
+        aliases: the other names of tied weights that the checkpoint has too.
+    """
     group_of = {name: index for index, group in enumerate(groups) for name in group.names}
     parameters = tuple(
         Parameter(
@@ -169,6 +182,7 @@ def _manifest(
             tuple(full_state.weights[saved].shape),
             dtype_name(full_state.weights[saved].dtype),
             group_of.get(name),
+            aliases.get(name, ()),
         )
         for name, saved in weight_of.items()
     )

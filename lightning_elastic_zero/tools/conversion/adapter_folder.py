@@ -6,6 +6,7 @@ them in a file: from ``base_model.model.`` on, and without the adapter's name.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.safetensors_file import NamedSource, write_safetensors
 from lightning_elastic_zero.storage import write_durably
 from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.conversion.selection import ConvertOptions, chosen_weights
 from lightning_elastic_zero.tools.opened import OpenCheckpoint
 from lightning_elastic_zero.tools.progress import OnBytes
@@ -31,7 +33,8 @@ def write(
     """Write the folder.
 
     Raises:
-        CheckpointMismatchError: there is no such adapter, or no configuration of it.
+        CheckpointMismatchError: there is no such adapter, or no configuration of it; or something
+            was trained that belongs to no adapter.
     """
     config = _config(checkpoint, options)
     weights = list(_weights(checkpoint, options))
@@ -41,6 +44,7 @@ def write(
             f"those of PEFT have {_BASE!r} in their names, and the adapter's name"
         )
         raise CheckpointMismatchError(msg)
+    _check_nothing_left_out(checkpoint, options)
     with staged_export(target) as export:
         write_safetensors(export.path, WEIGHTS, weights, {"format": "pt"}, on_bytes)
         write_durably(export.path / CONFIG, config)
@@ -52,6 +56,32 @@ def _weights(checkpoint: OpenCheckpoint, options: ConvertOptions) -> Iterator[Na
     for entry, source in chosen_weights(checkpoint, options):
         if name := adapter_key(entry.name, options.adapter_name):
             yield NamedSource(name, entry.shape, source)
+
+
+def _check_nothing_left_out(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
+    """Refuse to leave out what was trained, but for other adapters and what patterns leave out.
+
+    Raises:
+        CheckpointMismatchError: something would be.
+    """
+    trained = [p.name for p in checkpoint.manifest.optimized if options.takes(p.name)]
+    adapters = [options.adapter_name, *filter(None, map(_adapter_of, trained))]
+    lost = [name for name in trained if not any(adapter_key(name, a) for a in adapters)]
+    if lost:
+        msg = (
+            f"{checkpoint.path}: {format_names(lost, limit=len(lost))} were trained, and the "
+            f"folder of the adapter {options.adapter_name!r} would lack them: of an adapter it "
+            f"holds what is named lora_* and {_SAVED}. Write all weights (safetensors), or leave "
+            "these out by patterns (exclude)"
+        )
+        raise CheckpointMismatchError(msg)
+
+
+def _adapter_of(name: str) -> str:
+    """Return the name of the adapter that a weight belongs to; empty where it says none."""
+    parts = name.partition(_BASE)[2].split(".")
+    pairs = itertools.pairwise(parts)
+    return next((b for a, b in pairs if a == _SAVED or a.startswith("lora_")), "")
 
 
 def adapter_key(name: str, adapter: str) -> str:

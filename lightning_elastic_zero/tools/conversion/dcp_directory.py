@@ -54,7 +54,7 @@ def write(
     ]
     objects: dict[tuple[str | int, ...], Any] = {}
     if options.optimizer or (options.optimizer is None and not checkpoint.manifest.weights_only):
-        check_optimizer(checkpoint)
+        check_optimizer(checkpoint, options)
         tensors += [
             rows(("optimizer", "state", entry.name, entry.key), entry)
             for entry in checkpoint.states()

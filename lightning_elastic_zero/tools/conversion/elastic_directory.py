@@ -6,7 +6,7 @@ numbers, buffers that differ) is theirs, and is not in it.
 
 from __future__ import annotations
 
-import fnmatch
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError
 from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.formats.elastic.client_state import dotted, split_objects
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
@@ -28,7 +28,7 @@ from lightning_elastic_zero.manifest import (
     Manifest,
 )
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.storage import StagedDirectory, check_replaceable, write_durably
+from lightning_elastic_zero.storage import StagedDirectory, write_durably
 from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
 from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name
 from lightning_elastic_zero.tools.conversion.selection import (
@@ -36,22 +36,25 @@ from lightning_elastic_zero.tools.conversion.selection import (
     check_optimizer,
     source_of,
 )
-from lightning_elastic_zero.tools.inspection import WHOLE_TENSORS
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, holds_whole_tensors
 from lightning_elastic_zero.tools.progress import OnBytes
 
 
 def write(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
-    """Write and publish the checkpoint, as a save does: an older one of ours is replaced."""
+    """Write and publish the checkpoint, where nothing was: unlike a save, it replaces nothing.
+
+    Raises:
+        SaveError: something is at the target, or has come there meanwhile.
+    """
+    _check_free(target)
     options.check_whole("a checkpoint of this library")
     _check_trained(checkpoint)
     lean = options.optimizer is False or checkpoint.manifest.weights_only
     if not lean:
-        check_optimizer(checkpoint)
+        check_optimizer(checkpoint, options)
         _check_hyperparameters(checkpoint)
-    check_replaceable(target, "converted")
     shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
     split = split_objects(shared.client_state)
     buffers = {**checkpoint.buffers, **_untold_buffers(checkpoint, options)}
@@ -72,6 +75,20 @@ def write(
         files = writer.write(state, ClientPart(split.plain, split.objects))
         objects = tuple(dotted(path) for path, _ in split.objects)
         _finish(staged, replace(manifest, client_objects=objects), files)
+
+
+def _check_free(target: Path) -> None:
+    """Refuse a target that exists; an older checkpoint of ours may be the very source.
+
+    Raises:
+        SaveError: something is there.
+    """
+    if os.path.lexists(target):
+        msg = (
+            f"{target} is there already, and nothing is overwritten: write to another path, or "
+            "move away what lies there"
+        )
+        raise SaveError(msg)
 
 
 def _check_hyperparameters(checkpoint: OpenCheckpoint) -> None:
@@ -106,7 +123,7 @@ def _check_trained(checkpoint: OpenCheckpoint) -> None:
 
 def _untold_buffers(checkpoint: OpenCheckpoint, options: ConvertOptions) -> dict[str, torch.Tensor]:
     """Return the buffers of a source that calls them weights."""
-    if checkpoint.manifest.stage != WHOLE_TENSORS:
+    if not holds_whole_tensors(checkpoint.manifest):
         return {}
     entries = [_frozen(checkpoint, p.name) for p in checkpoint.manifest.frozen]
     return {
@@ -115,8 +132,7 @@ def _untold_buffers(checkpoint: OpenCheckpoint, options: ConvertOptions) -> dict
         )
         for entry in entries
         for dtype in [checkpoint.dtype(entry)]
-        if not dtype.is_floating_point
-        or any(fnmatch.fnmatchcase(entry.name, p) for p in options.buffers)
+        if not dtype.is_floating_point or options.name_buffer(checkpoint, entry)
     }
 
 
@@ -213,4 +229,5 @@ def _finish(staged: StagedDirectory, manifest: Manifest, files: Sequence[FileEnt
     text = replace(manifest, files=tuple(files)).to_json()
     write_durably(staged.path / MANIFEST_NAME, text.encode())
     staged.sync()
+    _check_free(staged.target)
     staged.publish()

@@ -37,8 +37,8 @@ def write(
     ]
     states: list[NamedSource] = []
     if options.optimizer:
-        check_optimizer(checkpoint)
-        states = list(_states(checkpoint, options))
+        check_optimizer(checkpoint, options)
+        states = list(_states(checkpoint))
     with staged_export(target) as export:
         write_sharded(export.path, "model", weights, options.max_shard_bytes, on_bytes)
         if options.optimizer:
@@ -53,16 +53,14 @@ def write(
         export.publish()
 
 
-def _states(checkpoint: OpenCheckpoint, options: ConvertOptions) -> Iterator[NamedSource]:
+def _states(checkpoint: OpenCheckpoint) -> Iterator[NamedSource]:
     for entry in checkpoint.states():
-        if options.takes(entry.name):
-            name = f"state.{entry.name}.{entry.key}"
-            yield NamedSource(name, entry.shape, source_of(checkpoint, entry))
+        name = f"state.{entry.name}.{entry.key}"
+        yield NamedSource(name, entry.shape, source_of(checkpoint, entry))
     for parameter in checkpoint.manifest.optimized:
-        if options.takes(parameter.name):
-            for key, value in checkpoint.scalars(parameter.name).items():
-                if value is not None:
-                    yield _number(f"state.{parameter.name}.{key}", torch.as_tensor(value))
+        for key, value in checkpoint.scalars(parameter.name).items():
+            if value is not None:
+                yield _number(f"state.{parameter.name}.{key}", torch.as_tensor(value))
 
 
 def _number(name: str, value: torch.Tensor) -> NamedSource:

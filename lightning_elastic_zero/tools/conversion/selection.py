@@ -10,7 +10,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
+from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, holds_whole_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What weights can be cast to."""
@@ -28,16 +28,18 @@ class ConvertOptions:
     """Beginnings of names, and what they are to be: ``{"model.": ""}``. Patterns see new names."""
     dtype: str | None = None
     """One of ``DTYPES``, for weights; None: as they are stored, which for what was trained is fp32.
-    Buffers keep their type."""
+    Buffers keep their type; where the source does not tell them, those that ``buffers`` names."""
     optimizer: bool | None = None
-    """Whether the optimizer's state is converted too; None: where the target is there to resume."""
+    """Whether the optimizer's state is converted too; None: where the target is there to resume. It
+    is whole: ``include`` and ``exclude`` do not go with it."""
     max_shard_bytes: int = 5_000_000_000
     """The largest file of weights that is written, where they can be cut in several."""
     allow_pickle: bool = False
     """Read objects of any class from the trainer's state; that can run code."""
     buffers: Sequence[str] = ()
     """Patterns of the tensors that are buffers, where a source of whole tensors does not tell them
-    from frozen weights, and a target does; whole numbers always are."""
+    from frozen weights; whole numbers always are. Others of floating-point types are taken for
+    weights: they are cast, and a target that tells the two has them as frozen."""
     adapter_config: str | None = None
     """PEFT's ``adapter_config.json``, which no checkpoint holds."""
     adapter_name: str = "default"
@@ -53,6 +55,11 @@ class ConvertOptions:
         """Whether a tensor is taken."""
         included = not self.include or any(fnmatch.fnmatchcase(name, p) for p in self.include)
         return included and not any(fnmatch.fnmatchcase(name, p) for p in self.exclude)
+
+    def name_buffer(self, checkpoint: OpenCheckpoint, entry: TensorEntry) -> bool:
+        """Whether they call a tensor a buffer that the source does not tell from frozen weights."""
+        untold = holds_whole_tensors(checkpoint.manifest) and entry.role == "frozen"
+        return untold and any(fnmatch.fnmatchcase(entry.name, p) for p in self.buffers)
 
     def check_whole(self, target: str) -> None:
         """Refuse to leave something out of what is there to resume from.
@@ -76,7 +83,7 @@ def chosen_weights(
     Args:
         checkpoint: from where.
         options: which.
-        dtype: to which floating-point weights are cast; None: to none.
+        dtype: to which floating-point weights are cast, but for named buffers; None: to none.
 
     Raises:
         CheckpointMismatchError: none is taken.
@@ -86,7 +93,8 @@ def chosen_weights(
     for entry in checkpoint.weights():
         if options.takes(entry.name):
             taken = True
-            yield entry, source_of(checkpoint, entry, dtype)
+            kept = options.name_buffer(checkpoint, entry)
+            yield entry, source_of(checkpoint, entry, None if kept else dtype)
     if not taken:
         msg = f"{checkpoint.path}: the patterns take none of its weights"
         raise CheckpointMismatchError(msg)
@@ -101,12 +109,19 @@ def source_of(
     return ChunkedSource(entry.numel, cast, lambda: checkpoint.chunks(entry))
 
 
-def check_optimizer(checkpoint: OpenCheckpoint) -> None:
+def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
     """Refuse to convert an optimizer's state that is not there, or not known whose it is.
 
     Raises:
         CheckpointMismatchError: it is so.
+        UnsupportedError: patterns choose among the weights, whose groups could not stay whole.
     """
+    if options.include or options.exclude:
+        msg = (
+            "include and exclude choose among weights, and the optimizer's state is of all of "
+            "them: leave out the patterns, or the optimizer (optimizer=False, --optimizer no)"
+        )
+        raise UnsupportedError(msg)
     info, manifest = checkpoint.reader.info, checkpoint.manifest
     why = info.unmatched or info.mixed
     if not why and (manifest.weights_only or not manifest.groups):

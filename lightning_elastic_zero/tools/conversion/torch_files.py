@@ -97,7 +97,7 @@ def write_lightning(
         "state_dict": _state_dict(builder, checkpoint, options),
     }
     if options.optimizer:
-        check_optimizer(checkpoint)
+        check_optimizer(checkpoint, options)
         tree["optimizer_states"] = [_optimizer_state(builder, checkpoint)]
         tree.setdefault("lr_schedulers", [])
     _write(builder, tree, target, on_bytes)

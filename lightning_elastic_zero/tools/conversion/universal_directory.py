@@ -48,7 +48,7 @@ def write(
 ) -> None:
     """Write the folder that ``engine.load_checkpoint`` is given, with ``load_universal``."""
     options.check_whole("a Universal Checkpoint")
-    check_optimizer(checkpoint)
+    check_optimizer(checkpoint, options)
     with staged_export(target) as export:
         folder = export.path / TAG
         (folder / "zero").mkdir(parents=True)
