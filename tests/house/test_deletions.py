@@ -135,7 +135,7 @@ NOT_ON_DISK = {
     ("formats/safe_pickle/array_builders.py", "scalar", "values.copy"),
     ("strategy_registry.py", "find_spec", "sys.meta_path.remove"),
     ("tensor_state.py", "numpy_to_python", "copy.copy"),
-    ("engine/step_hook.py", "add_step_pre_hook", "handle.remove"),
+    ("engine/step_hook.py", "remove", "handle.remove"),
     ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "with_copies", "copy.copy"),
     ("json_records.py", "dump_with_digest", "text.replace"),
