@@ -25,7 +25,7 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Group, Manifest
 from lightning_elastic_zero.storage import TABLE_PREFIX, await_shared, write_durably
 from lightning_elastic_zero.tensor_state import RankState, canonical_repr
-from lightning_elastic_zero.text import format_ranks
+from lightning_elastic_zero.text import format_names, format_ranks
 
 SCHEDULERS = "lr_schedulers"
 """The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
@@ -166,15 +166,13 @@ def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> N
     if not ranks:
         return
     names = [n for i in sorted(set().union(*of_ranks)) for n in manifest.buffers[i].names]
-    more = ", ..." if len(names) > _MOST_TOLD else ""
     log.warning(
         "The weights have drifted apart between ranks, each of which trains all of them in stage "
-        "0: those of %s are not rank 0's (%s%s). Each rank writes a part, and a resume gives the "
+        "0: those of %s are not rank 0's (%s). Each rank writes a part, and a resume gives the "
         "same weights to all ranks again. Whatever a step depends on has to be the same on all "
         "ranks, rates and changes of weights by hand too.",
         format_ranks(ranks),
-        ", ".join(names[:_MOST_TOLD]),
-        more,
+        format_names(names, _MOST_TOLD),
     )
 
 

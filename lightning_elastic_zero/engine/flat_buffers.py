@@ -1,6 +1,6 @@
 """Where each of DeepSpeed's optimizer wrappers keeps its flat buffers (``releases``: since when).
 
-In stage 0 there are none, or they are not partitioned: ``replicated`` makes views like them.
+In stage 0 there are none, or they are not partitioned: views of the weights stand for them.
 
 DeepSpeed's ``_hp_mapping`` is never read: it is wrong with ``round_robin_gradients``, and empty in
 several states. ``places`` computes what lies where.

@@ -40,13 +40,9 @@ def split_state(
     """Part the states of one flat buffer into element-wise tensors, 1-D, and scalars.
 
     Args:
-        optimizer: that has them.
-        flat: their key: 1-D, or in stage 0 a weight in its shape.
-
-    Args:
         optimizer: whose they are.
-        flat: the flat buffer's masters.
-        held: its states, by name.
+        flat: the masters: 1-D, or in stage 0 a weight in its shape.
+        held: the states, by name.
 
     Raises:
         UnsupportedError: a state is neither: it has no rule by which it could be cut.
@@ -82,6 +78,8 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
         UnsupportedError: there are no others.
     """
     if not isinstance(value, torch.Tensor) or value.shape != flat.shape:
+        return False
+    if type(value) not in _PLAIN_TENSORS:
         return False
     if value.ndim:
         return True

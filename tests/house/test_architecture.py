@@ -77,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": {
         "formats",
         "key_mapping",
+        "requirements",
         "storage",
         "state_fingerprint",
         "tensor_state",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.formats.torch_file import TorchFileWriter
 from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.storage import write_durably
 from lightning_elastic_zero.storage.exports import StagedExport, staged_export
 from lightning_elastic_zero.tools.conversion.selection import (
@@ -100,12 +100,7 @@ def _step(checkpoint: OpenCheckpoint, name: str) -> Any:  # noqa: ANN401 (a numb
 
 def _version(manifest: Manifest) -> str:
     """Return a release of DeepSpeed, without which its loader refuses."""
-    if manifest.writer.deepspeed:
-        return manifest.writer.deepspeed
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return "0.16.0"
+    return manifest.writer.deepspeed or version_of("deepspeed") or "0.16.0"
 
 
 def _optimizer_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
