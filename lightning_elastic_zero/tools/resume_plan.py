@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_elastic_zero.errors import (
-    CheckpointCorruptedError,
-    CheckpointFormatError,
-    UnsupportedError,
-)
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.tools.inspection import CheckpointReport, device_counts, report_of
 from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
+from lightning_elastic_zero.tools.verification import DAMAGE
 
 STAGE_GRADIENTS = 2
 """The ZeRO stage from which on gradients are partitioned too."""
@@ -154,6 +151,6 @@ def _damage(checkpoint: OpenCheckpoint) -> list[str]:
     """Return what is missing, or has another size than when it was written."""
     try:
         checkpoint.reader.check_all()
-    except (CheckpointCorruptedError, CheckpointFormatError) as error:
+    except DAMAGE as error:
         return [str(error)]
     return []

@@ -54,7 +54,7 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
 
 
 def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, float]]:
-    """Save a run that a schedule has slowed down, or load it; give the rates of both optimizers.
+    """Save a run that a schedule has slowed down, or load it; return the rates of both.
 
     DeepSpeed's second one has its own for the first group, which no schedule changes.
     """
@@ -115,7 +115,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def elements_in_memory(setup: Setup, path: str) -> list[int]:
-    """Load over a run that has stepped; give what of its swapped state is in memory.
+    """Load over a run that has stepped; return what of its swapped state is in memory.
 
     Before the load, after it, and after one more step.
     """

@@ -12,7 +12,7 @@ from lightning_elastic_zero.cli import main
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Return what runs a command line; it gives the exit code, and what was printed to both."""
+    """Return what runs a command line; it returns the exit code, and what was printed to both."""
 
     def call(*args: str | Path) -> tuple[int, str, str]:
         try:

@@ -59,6 +59,14 @@ def test_a_sound_checkpoint(
     assert out.count("sound: lightning_elastic_zero checkpoint of step 3") == 2
 
 
+def test_where_the_system_tells_no_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS, which says how many processors there are only: all of them are taken."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert verify_checkpoint(write_elastic(tmp_path / "a.ckpt", make_state())).is_sound
+
+
 def _cut_short(path: Path) -> None:
     file = next(path.rglob("*_rank_1_*_optim_states.pt"))
     os.truncate(file, file.stat().st_size - 1)
