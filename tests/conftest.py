@@ -25,8 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--engine-cases", type=int, default=1, help="in a turn, of a test marked engine (1)"
     )
-    group.addoption("--fuzz-cases", type=int, default=5_000, help="of each reader, in test-long")
-    group.addoption("--kills", type=int, default=4, help="at each step of a save, in test-long")
+    group.addoption("--fuzz-cases", type=int, default=2_000, help="of each reader, in test-long")
+    group.addoption("--kills", type=int, default=2, help="at each step of a save, in test-long")
+    group.addoption("--exits", type=int, default=30, help="worlds that end, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")
 
 
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(
         drawn = rotation.chosen(names, count)
         for case, name in zip(cases, names, strict=True):
             case.add_marker(pytest.mark.drawn if name in drawn else pytest.mark.long)
+    for count, tests in _groups_of_tests(items):
+        now = rotation.chosen([*tests], count)
+        for name, cases in tests.items():
+            for case in cases:
+                case.add_marker(pytest.mark.drawn if name in now else pytest.mark.long)
     # Where processes run tests side by side, each takes one file after another: those that take
     # long come first, so that no process begins with one of them at the end.
     items.sort(key=_place_of_folder)
@@ -112,6 +118,22 @@ def _rotating(
     yield from (
         (counts[group], cases) for group, cases in groups.items() if len(cases) > counts[group]
     )
+
+
+def _groups_of_tests(
+    items: list[pytest.Item],
+) -> Iterator[tuple[int, dict[str, list[pytest.Item]]]]:
+    """Yield the groups of tests of which only so many run in a turn: their cases by test."""
+    groups: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    counts: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("rotating_tests")
+        if marker is None or any(map(item.get_closest_marker, NOT_ROTATING)):
+            continue
+        group = marker.kwargs.get("group") or str(item.path)
+        groups[group][_test_of(item)].append(item)
+        counts[group] = marker.args[0]
+    yield from ((counts[group], tests) for group, tests in groups.items())
 
 
 LONG_FIRST = ("faults", "trainer", "examples", "dist", "budget", "engine", "foreign", "releases")

@@ -2,9 +2,10 @@
 
 A test marked ``rotating(3)`` runs three of its cases in ``make test`` and all of them in ``make
 test-long``; with ``per="scenario"``, three for each value of that parameter. One marked ``engine``
-that says nothing runs one. Cases marked ``essential`` run always. The turn is the number of
-commits that lead to HEAD, so that consecutive commits sweep over all cases, and ``--rotation``
-repeats a turn.
+that says nothing runs one. Of a file marked ``rotating_tests(3)``, or of the tests with the same
+``group="..."``, three tests run in a turn, with the cases that are drawn of them. Cases marked
+``essential`` run always. The turn is the number of commits that lead to HEAD, so that consecutive
+commits sweep over all cases, and ``--rotation`` repeats a turn.
 """
 
 from __future__ import annotations

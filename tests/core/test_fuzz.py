@@ -1,6 +1,6 @@
 """Readers of files that anybody may have written: no crash, no write, no more memory than a file's.
 
-5,000 cases of each reader behind ``long``, or as many as ``--fuzz-cases`` says; ``FUZZ_SEED``
+2,000 cases of each reader behind ``long``, or as many as ``--fuzz-cases`` says; ``FUZZ_SEED``
 chooses other ones.
 """
 

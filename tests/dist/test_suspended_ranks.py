@@ -17,6 +17,8 @@ from tests.dist.test_coordination import notes
 from tests.engine._worker_pool import ForkServer
 from tests.timeouts import PROMPT_TIMEOUT_S
 
+pytestmark = pytest.mark.rotating_tests(2)
+
 
 @pytest.fixture(scope="module")
 def first_lost(fork_server: ForkServer) -> list[RankResult]:

@@ -18,7 +18,7 @@ from tests.engine._save_load_programs import compare_states
 from tests.engine._setup import engine_of
 from tests.engine._worker_pool import Pools
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
 
 NEEDS = {
     **dict.fromkeys(("gpt2", "llama", "mixtral", "transformers' checkpointing"), "transformers"),

@@ -24,7 +24,7 @@ from tests.engine._setup import Setup, engine_of
 from tests.engine._worker_pool import Pools
 from tests.timeouts import PROMPT_TIMEOUT_S
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),

@@ -18,7 +18,7 @@ from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),

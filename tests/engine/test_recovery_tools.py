@@ -20,7 +20,7 @@ from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools, environment
 from tests.timeouts import HANG_TIMEOUT_S
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
 
 RUNS = (
     Setup(2, "1", empty=True),

@@ -15,7 +15,7 @@ from tests.engine._setup import Setup
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
 
 HPZ = Setup(4, "3", hpz=2, persistence=100)
 

@@ -28,7 +28,7 @@ from tests.faults._state_digests import read_digests
 from tests.tables import FAULTS
 from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
 
 RAISING = [
     *(Fault("I/O error", rank, nth) for rank in (0, 1) for nth in (1, 4)),

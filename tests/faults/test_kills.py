@@ -11,7 +11,7 @@ from tests.faults._save_modes import MODES
 from tests.faults._save_steps import BY_EACH_RANK, STEPS, KillPoint
 from tests.rotation import Rotation
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
 
 SOME = 3
 """Steps that a save is killed at in one turn."""

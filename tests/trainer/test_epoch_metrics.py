@@ -13,7 +13,7 @@ from tests.engine._worker_pool import Pools
 from tests.trainer._epoch_metrics import LoggedValues, all_values, values_of
 from tests.trainer._recorded_runs import RunSpec, from_step
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
 
 MOMENTS = (
     *("inside 0.0", "step 0.2", "inside 0.2", "validating 2", "validated 2", "step 0.5", "epoch 0"),

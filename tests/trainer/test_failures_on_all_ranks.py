@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer import _failure_cases
 from tests.trainer._fits import FitSpec, fit, listing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
 
 
 def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:  # noqa: ANN401
@@ -114,20 +112,3 @@ def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:
     for message in said_by(worlds, 2, _failure_cases.fail_in_training, str(alone), (1,)):
         assert message.startswith("RanksError")
     assert not alone.exists()
-
-
-@pytest.mark.rotating(1)
-@pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_elastic_zero"])
-def test_registered_names(first: str) -> None:
-    """Trainer takes the strategy by name, whichever of the two was imported first."""
-    code = f"""
-import {first}
-import lightning.pytorch as pl, lightning_elastic_zero as z
-if {first!r} == "lightning_elastic_zero":
-    z.ElasticDeepSpeedStrategy
-for name in ("", "_stage_1", "_stage_2", "_stage_3", "_stage_2_offload", "_stage_3_offload"):
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="elastic_deepspeed" + name)
-    assert type(trainer.strategy) is z.ElasticDeepSpeedStrategy, name
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
