@@ -181,7 +181,7 @@ class Cancellation:
         self.committed = False
 
     def cancel(self) -> bool:
-        """Give the save up; False: it is being published."""
+        """Cancel the save. Return False where it is being published."""
         with self._deciding:
             self._cancelled = not self.committed
         return self._cancelled

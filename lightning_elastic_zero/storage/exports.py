@@ -56,7 +56,7 @@ class StagedExport:
             path.unlink()
 
     def publish(self, file: str = "") -> None:
-        """Give the directory, or one file in it, the target's name.
+        """Rename the directory, or one file in it, to the target.
 
         Raises:
             SaveError: something has come to the target meanwhile, or the system refused.
@@ -83,7 +83,7 @@ class StagedExport:
 
 
 def _name_file(file: Path, target: Path) -> None:
-    """Give a file another name, if that is free: a link fails where it is not, unlike a rename."""
+    """Rename a file where the name is free: a link fails where it is not, unlike a rename."""
     try:
         target.hardlink_to(file)
     except OSError as error:

@@ -112,7 +112,7 @@ class CheckpointReport:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Say what a checkpoint of any kind is and holds.
+    """Describe what a checkpoint of any kind is and holds.
 
     Only what tells of the tensors is read, never a tensor: it takes milliseconds whatever the size.
 
@@ -221,7 +221,7 @@ def device_counts(global_batch_size: int) -> list[int]:
 
 
 def _resumable_on(manifest: Manifest, *, unmatched: bool) -> str:
-    """Say on what a run can go on from it."""
+    """Return on what a run can go on from it."""
     batch = manifest.progress.global_batch_size
     if manifest.weights_only:
         return "any number of devices, ZeRO 0 to 3: a new run, from the weights alone"

@@ -58,7 +58,7 @@ class ResumePlan:
 
 
 def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> ResumePlan:
-    """Say what a resume on so many devices, at a ZeRO stage, would read and take.
+    """Compute what a resume on so many devices, at a ZeRO stage, would read and take.
 
     Args:
         path: a checkpoint of any kind.

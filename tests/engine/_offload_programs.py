@@ -75,7 +75,7 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
 
 
 def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
-    """Tell whether each call before a step found the masters as they were, and they changed."""
+    """Return whether each call before a step found the masters as they were, and they changed."""
     from lightning_elastic_zero.engine import add_step_pre_hook
 
     with engine_of(setup, 0) as engine:

@@ -118,7 +118,7 @@ class Training:
     """Options of the strategy's, such as how it saves."""
     saves: bool = True
     recorded: bool = False
-    """Give what is held after each step, and not at the start only."""
+    """Return what is held after each step, and not at the start only."""
 
     @property
     def over(self) -> Path:

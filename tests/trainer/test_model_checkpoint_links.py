@@ -139,7 +139,7 @@ def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
 
 
 def answered(trainer: pl.Trainer) -> list[bool]:
-    """Tell of each callback whether it is answered in its place."""
+    """Return of each callback whether it is answered in its place."""
     return ["_link_checkpoint" in vars(callback) for callback in trainer.checkpoint_callbacks]
 
 
