@@ -26,7 +26,7 @@ from lightning_elastic_zero.partition import (
     replicated_layout,
     zero_layout,
 )
-from lightning_elastic_zero.tensor_state import FlatState
+from lightning_elastic_zero.tensor_state import FlatState, same_bits
 
 COMPARE_ELEMENTS = 1 << 20
 """Elements compared at a time: bounds the memory of comparing masters with weights."""
@@ -186,6 +186,6 @@ def weights_match(buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[F
         first, piece = (0, buffer.low) if whole else weight_piece(parameters[fragment.name])
         skipped = fragment.start - first - fragment.offset
         weights = piece[at + skipped : end + skipped]
-        if not torch.equal(weights, masters[at:end].to(weights)):
+        if not same_bits(weights, masters[at:end].to(weights)):
             return False
     return True

@@ -24,7 +24,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import MEMBER_KEYS, regrouped
 from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.manifest import Manifest, StateKey
-from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like
+from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like, same_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def flat_target(
     """
     live, low = buffer.values, buffer.low.data
     if not (buffer.swapped or buffer.low is buffer.master) and all(
-        torch.equal(live[at:end], low[at:end].to(live)) for _, at, end in bounded_runs(fragments)
+        same_bits(live[at:end], low[at:end].to(live)) for _, at, end in bounded_runs(fragments)
     ):
         return FlatTarget(buffer, fragments, live, in_place=True, states=states)
     swapped = buffer.swapped
