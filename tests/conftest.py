@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine._worker_pool import ForkServer, Pools
+from tests.ports import remove_shared_memory
 from tests.rotation import Rotation, parts_of, turn_of_commit
 from tests.tables import TABLES
 
@@ -77,7 +78,8 @@ def pytest_collection_modifyitems(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the counts of this process to the one that shows them, where there are several."""
+    """Send the counts of this process to the one that shows them; remove what killed ranks left."""
+    remove_shared_memory()
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["tables"] = [table.rows for table in TABLES]
