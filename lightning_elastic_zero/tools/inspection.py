@@ -59,6 +59,17 @@ class FileReport:
     name: str
     size_bytes: int | None
     """As it lies there; None: it is missing."""
+    recorded_bytes: int | None = None
+    """As it was written; None: nothing says, as of most kinds."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it by its name and size; empty where nothing is."""
+        if self.size_bytes is None:
+            return f"{self.name} is missing"
+        if self.recorded_bytes not in {None, self.size_bytes}:
+            return f"{self.name} has {self.size_bytes} bytes, recorded are {self.recorded_bytes}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +117,14 @@ class CheckpointReport:
         """Of all files."""
         return sum(file.size_bytes or 0 for file in self.files)
 
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """Files that belong to it and are missing, or of another size: no byte of them is read."""
+        return tuple(file.problem for file in self.files if file.problem)
+
     def to_plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
+        """Return it as JSON has it, with the damage that the sizes of its files show."""
+        return {**asdict(self), "damage": self.damage}
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
@@ -203,8 +219,9 @@ def _itemsize(dtype: str) -> int:
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
     folder = checkpoint.reader.files.folder
+    recorded = {entry.name: entry.size_bytes for entry in checkpoint.manifest.files}
     for name in checkpoint.reader.names():
-        yield FileReport(name, _size(folder / name))
+        yield FileReport(name, _size(folder / name), recorded.get(name))
 
 
 def _size(path: Path) -> int | None:

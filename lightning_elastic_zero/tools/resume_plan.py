@@ -40,9 +40,10 @@ class ResumePlan:
     read_bytes: int
     """Of all ranks together, without what checksums need around runs (a twentieth at most)."""
     state_bytes_per_rank: int
-    """Masters and optimizer states, on the device or offloaded."""
+    """Masters and optimizer states, on the device or offloaded. In stage 0 without those masters
+    that are the weights themselves, as in fp32; ZeRO copies them there too."""
     weight_bytes_per_rank: int
-    """Low-precision weights, between steps."""
+    """The model's weights, between steps."""
     gradient_bytes_per_rank: int
     """Of the trained weights in their low-precision type, partitioned from ZeRO-2 on."""
     global_batch_size: int | None
@@ -77,7 +78,8 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     with opened(path) as checkpoint:
         report = report_of(checkpoint)
         damage = _damage(checkpoint)
-    states, weights, frozen, trained = _bytes_of_a_rank(report, devices, stage)
+    weights, frozen, trained = _weight_bytes(report, devices, stage)
+    states, in_place = _state_bytes(report, devices, stage)
     whole = sum(p.size_bytes for p in report.parameters)
     frozen_once = sum(p.weight_bytes for p in report.parameters if p.group is None)
     copies = devices - 1 if stage != STAGE_WEIGHTS else 0
@@ -89,7 +91,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
         stage=stage,
         read_bytes_per_rank=states + frozen,
         read_bytes=whole + copies * again,
-        state_bytes_per_rank=states,
+        state_bytes_per_rank=states - in_place,
         weight_bytes_per_rank=weights,
         gradient_bytes_per_rank=trained,
         global_batch_size=batch,
@@ -98,13 +100,11 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     )
 
 
-def _bytes_of_a_rank(
-    report: CheckpointReport, devices: int, stage: int
-) -> tuple[int, int, int, int]:
-    """Return a rank's bytes of masters and states, of weights, of frozen weights, of gradients."""
-    states = weights = frozen = trained = 0
+def _weight_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[int, int, int]:
+    """Return a rank's bytes of weights, of those that are frozen, as stored, and of gradients."""
+    weights = frozen = trained = 0
     for p in report.parameters:
-        itemsize = getattr(torch, p.dtype).itemsize
+        itemsize = _itemsize(p.dtype)
         piece = piece_numel(p.elements, devices)
         weights += itemsize * (piece if stage == STAGE_WEIGHTS else p.elements)
         if p.group is None:
@@ -112,15 +112,28 @@ def _bytes_of_a_rank(
             frozen += share * (p.weight_bytes // max(p.elements, 1))
         else:
             trained += itemsize * (piece if stage >= STAGE_GRADIENTS else p.elements)
+    return weights, frozen, trained
+
+
+def _state_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[int, int]:
+    """Return a rank's bytes of masters and states, and of those masters that are the weights."""
+    states = in_place = 0
     for index, group in enumerate(report.groups):
         members = [p for p in report.parameters if p.group == index]
         each = next((p.size_bytes // p.elements for p in members if p.elements), 0)
-        pieces = [piece_numel(p.elements, devices) for p in members]
         if stage == STAGE_WEIGHTS:
-            states += each * sum(pieces)
+            states += each * sum(piece_numel(p.elements, devices) for p in members)
         else:  # In stage 0 every rank has all of it.
             states += each * piece_numel(group.elements, devices if stage else 1)
-    return states, weights, frozen, trained
+        if stage == 0:
+            same = [p for p in members if p.dtype == report.master_dtype]
+            in_place += sum(p.elements * _itemsize(p.dtype) for p in same)
+    return states, in_place
+
+
+def _itemsize(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
 
 
 def _choices(batch: int | None, devices: int) -> list[BatchChoice]:

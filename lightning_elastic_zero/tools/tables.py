@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport
 from lightning_elastic_zero.tools.progress import format_bytes
 from lightning_elastic_zero.tools.resume_plan import ResumePlan
@@ -51,14 +52,23 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
             "holds": "weights alone" if report.weights_only else "",
             "lacks": ", ".join(report.lacks),
             "left out": ", ".join(report.excluded),
+            "DAMAGED": _damage(report),
             "doubts": "; ".join(report.doubts),
-            "resumable on": report.resumable_on,
+            "resumable on": "" if report.damage else report.resumable_on,
             "parameters": f"{len(report.parameters)}, {report.elements:,} elements, "
             f"{format_bytes(sum(p.size_bytes for p in report.parameters))}",
             "buffers": ", ".join(report.module_buffers),
             "objects": ", ".join(report.client_objects),
         }
     )
+
+
+def _damage(report: CheckpointReport) -> str:
+    """Say which files are not what was written, by their names and sizes alone."""
+    if not report.damage:
+        return ""
+    wrong = f"{len(report.damage)} of {len(report.files)} files: {format_names(report.damage)}"
+    return f"{wrong}. Copy them again from where they are whole, or take another checkpoint"
 
 
 def _progress(report: CheckpointReport) -> str:
@@ -93,7 +103,8 @@ def file_lines(report: CheckpointReport) -> Iterator[str]:
     """Yield the files with their sizes."""
     for file in report.files:
         size = "missing" if file.size_bytes is None else format_bytes(file.size_bytes)
-        yield f"{size.rjust(10)}  {file.name}"
+        wrong = "" if file.size_bytes is None or not file.problem else f"  ({file.problem})"
+        yield f"{size.rjust(10)}  {file.name}{wrong}"
     yield f"{format_bytes(report.file_bytes).rjust(10)}  in {len(report.files)} files"
 
 

@@ -352,6 +352,22 @@ def test_a_run_of_stage_0_tells_its_buffers(world_size: int, tmp_path: Path) -> 
     assert fingerprint_checkpoint(tmp_path / "b.ckpt") == fingerprint_checkpoint(source)
 
 
+@pytest.mark.parametrize(
+    ("to", "optimizer"), [("fp32", "yes"), ("bf16", "yes"), ("adapter", "yes"), ("universal", "no")]
+)
+def test_an_optimizer_option_is_not_passed_over(
+    to: str, optimizer: str, tmp_path: Path, run: Run
+) -> None:
+    """Where a target cannot do as it is told, it says so and what would, and writes nothing."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    out = tmp_path / "out"
+    code, said, error = run("convert", source, out, "--to", to, "--optimizer", optimizer)
+    assert (code, said) == (2, "")
+    assert f"--optimizer {optimizer}" in error
+    assert "safetensors" in error
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("to", ["dcp", "lightning", "safetensors"])
 @pytest.mark.parametrize(
     "patterns",

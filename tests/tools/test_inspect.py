@@ -144,6 +144,43 @@ def test_what_is_printed(tmp_path: Path, run: Run) -> None:
     assert "checkpoint/mp_rank_00_model_states.pt" in out
 
 
+def test_missing_and_cut_files_are_named(tmp_path: Path, run: Run) -> None:
+    """By their names and sizes, wherever a manifest or a tag lists them; a whole one has none."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
+    assert inspect_checkpoint(path).damage == ()
+    assert "DAMAGED" not in run("inspect", path)[1]
+    first, second, third = sorted(path.rglob("*_optim_states.pt"))
+    size_bytes = first.stat().st_size
+    first.write_bytes(first.read_bytes()[:-100])
+    second.unlink()
+    names = [file.relative_to(path).as_posix() for file in (first, second, third)]
+    cut, gone = inspect_checkpoint(path).damage
+    assert cut == f"{names[0]} has {size_bytes - 100} bytes, recorded are {size_bytes}"
+    assert gone == f"{names[1]} is missing"
+    code, out, _ = run("inspect", path, "--files")
+    (said,) = [line for line in out.splitlines() if line.startswith("DAMAGED")]
+    assert code == 0
+    assert "2 of 4 files" in said
+    assert all(name in said for name in names[:2])
+    assert names[2] not in said
+    assert json.loads(run("inspect", path, "--json")[1])["damage"] == [cut, gone]
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
+def test_missing_files_of_other_software_are_named(name: str, tmp_path: Path, run: Run) -> None:
+    """A tag says how many ranks it was saved by: the last one's shard is missed."""
+    fixture = unpack(name, tmp_path)
+    assert inspect_checkpoint(fixture.checkpoint).damage == ()
+    lost = max(Path(fixture.checkpoint).rglob("*_optim_states.pt"))
+    lost.unlink()
+    (said,) = inspect_checkpoint(fixture.checkpoint).damage
+    assert said == f"{lost.name} is missing"
+    assert (
+        f"1 of {fixture.setup.world + (fixture.setup.world if '3' in name else 1)} files"
+        in (run("inspect", fixture.checkpoint)[1])
+    )
+
+
 def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
     """It is an error on stderr, and the exit code 2."""
     with pytest.raises(CheckpointNotFoundError):

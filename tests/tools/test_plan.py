@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
 from lightning_elastic_zero import UnsupportedError
 from lightning_elastic_zero.tools.resume_plan import BatchChoice, plan_resume
+from tests.engine._setup import Setup, engine_of, inner_of, train
+from tests.engine._worker_pool import Pools
 from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]
@@ -54,6 +59,57 @@ def test_batches_and_obstacles(tmp_path: Path, run: Run) -> None:
     with pytest.raises(UnsupportedError):
         plan_resume(path, 0, 3)
     assert run("plan", path, "--devices", "4", "--stage", "4")[0] == 2
+
+
+PADDING_BYTES = 512
+"""The most that DeepSpeed's buffers have besides here: a few elements for each of them."""
+
+FLAT_BUFFERS = (
+    "bit16_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp16_partitioned_groups_flat",
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat",
+    "fp16_groups_flat",
+    "fp32_groups",
+    "fp16_groups",
+)
+"""Where DeepSpeed's wrappers keep weights and masters."""
+
+
+def saved_and_held(setup: Setup, path: str) -> int:
+    """Train a step and save; return the bytes of weights, masters and states in the engine."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 1)
+        save_checkpoint(engine, path, {})
+        kept = [getattr(engine.optimizer, name, []) for name in FLAT_BUFFERS]
+        states = inner_of(engine).state.values()
+        moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        weights = [getattr(p, "ds_tensor", p.data) for p in engine.module.parameters()]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tree_leaves([kept, moments, weights])
+            if torch.is_tensor(tensor) and tensor.dim() and hasattr(tensor, "untyped_storage")
+            if not hasattr(tensor, "ds_tensor")
+        }
+        return sum(storages.values())
+
+
+@pytest.mark.engine
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_memory_is_what_an_engine_takes(
+    zero: str, precision: str, pools: Pools, tmp_path: Path
+) -> None:
+    """Masters that are the weights themselves count once, copies of them twice, as in memory."""
+    setup = Setup(1, zero, precision)
+    (held,) = pools.run(1, partial(saved_and_held, setup, str(tmp_path / "a.ckpt")))
+    plan = plan_resume(tmp_path / "a.ckpt", 1, setup.stage)
+    beyond = held - plan.state_bytes_per_rank - plan.weight_bytes_per_rank
+    assert 0 <= beyond < PADDING_BYTES
 
 
 @pytest.mark.parametrize("devices", [1, 3])

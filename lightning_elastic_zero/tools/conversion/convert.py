@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
 from lightning_elastic_zero.tools.conversion import (
     adapter_folder,
@@ -34,6 +35,12 @@ TARGETS: dict[str, Write] = {
     "adapter": adapter_folder.write,
 }
 """What a checkpoint can be converted to, and what writes it."""
+
+WEIGHTS_ALONE = {"fp32", "bf16", "adapter"}
+"""Targets that have no room for the optimizer's state."""
+
+ALWAYS_WITH_OPTIMIZER = {"universal"}
+"""Targets that are nothing without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ def convert_checkpoint(
         SaveError: something is at the target, or it could not be written.
     """
     options, written = options or ConvertOptions(), 0
+    _check_optimizer_option(to, options)
 
     def count(size_bytes: int) -> None:
         nonlocal written
@@ -94,3 +102,23 @@ def convert_checkpoint(
         TARGETS[to](checkpoint, check_local_path(target), options, count)
         info = checkpoint.reader.info
         return Conversion(str(target), info.kind, written, info.lacks)
+
+
+def _check_optimizer_option(to: str, options: ConvertOptions) -> None:
+    """Refuse an ``optimizer`` that the target would pass over without a word.
+
+    Raises:
+        UnsupportedError: it is wanted where there is no room for it, or not where it always is.
+    """
+    if options.optimizer and to in WEIGHTS_ALONE:
+        msg = (
+            f"{to} holds weights alone, and the optimizer's state was asked for (optimizer=True, "
+            "--optimizer yes): leave that out, or write lightning, safetensors, dcp or elastic"
+        )
+        raise UnsupportedError(msg)
+    if options.optimizer is False and to in ALWAYS_WITH_OPTIMIZER:
+        msg = (
+            f"{to} always holds the optimizer's state, which was not wanted (optimizer=False, "
+            "--optimizer no): leave that out, or write weights (safetensors, fp32)"
+        )
+        raise UnsupportedError(msg)
