@@ -1,0 +1,152 @@
+"""The three stories of docs/: every block of a page is run as it stands, in its order.
+
+A Python block that begins with ``# name.py`` is that file; any other one is a program of its own,
+and a shell block is a script. Each has to succeed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+
+from tests.engine._worker_pool import environment
+from tests.examples._process import output_of
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NAME = re.compile(r"# (\w+\.py)\n")
+
+Weights = dict[str, torch.Tensor]
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each block of a page in docs/."""
+    return BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+
+
+def run_page(page: str, folder: Path) -> str:
+    """Run a page in a folder; return all that was printed."""
+    said = []
+    for language, text in blocks_of(page):
+        if named := NAME.match(text) if language == "python" else None:
+            (folder / named[1]).write_text(text, encoding="utf-8")
+            continue
+        python = [sys.executable, "-c", text]
+        shell = ["bash", "-euo", "pipefail", "-c", text]
+        command = python if language == "python" else shell
+        # A block's own errors are told; what a run of several ranks prints goes with them.
+        env = {**environment(), "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        said.append(output_of(command, folder, env))
+    return "\n".join(said)
+
+
+def deepspeeds_weights(checkpoint: Path) -> Weights:
+    """Return the masters by DeepSpeed's own converter, which shares no code with this library."""
+    found: Weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def assert_same(found: Weights, wanted: Weights) -> None:
+    """Fail unless names, types and bits are the same."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def check_node(folder: Path, said: str) -> None:
+    """The ranks changed from 3 to 2 to 3, at the steps of the page; the loss went down."""
+    assert "rank 2 is gone" in said
+    assert "last.ckpt: sound: " in said
+    assert re.search(r"saved on 3 devices with ZeRO-3\) on 2 devices at step 15, epoch 1\b", said)
+    assert re.search(r"saved on 2 devices with ZeRO-3\) on 3 devices at step 30, epoch 3\b", said)
+    rows = []
+    for path in sorted((folder / "run").rglob("metrics.csv")):
+        with path.open(encoding="utf-8") as file:
+            rows.append([int(row["step"]) for row in csv.DictReader(file)])
+    assert [steps[0] for steps in rows] == [0, 15, 30]
+    assert rows[0][-1] < 17
+    assert rows[1] == list(range(15, 30))
+    assert rows[2] == list(range(30, 40))
+
+
+def check_old(folder: Path, said: str) -> None:
+    """Weights by DeepSpeed's converter are those of the old files, until training goes on."""
+    wanted = deepspeeds_weights(folder / "old")
+    assert_same(deepspeeds_weights(folder / "resumed-from-old"), wanted)
+    later = deepspeeds_weights(folder / "continued-from-old")
+    assert not any(torch.equal(later[name], tensor) for name, tensor in wanted.items())
+    single = torch.load(folder / "ddp.ckpt", weights_only=True)["state_dict"]
+    assert_same(deepspeeds_weights(folder / "resumed-from-ddp.ckpt"), single)
+    assert said.count("tensors compared: the same") == 2
+    assert "ZeRO-3 on 2 devices" in said
+
+
+def check_weights(folder: Path, said: str) -> None:
+    """Every result holds the masters, by DeepSpeed's converter, bit for bit or rounded once."""
+    wanted = deepspeeds_weights(folder / "run.ckpt")
+    assert_same(torch.load(folder / "weights.pt", weights_only=True), wanted)
+    rounded = {name: tensor.bfloat16() for name, tensor in wanted.items()}
+    assert_same(torch.load(folder / "weights-bf16.pt", weights_only=True), rounded)
+    file = load_file(folder / "hf" / "model.safetensors")
+    assert_same({f"model.{name}": tensor for name, tensor in file.items()}, wanted)
+    lightning = torch.load(folder / "model.ckpt", weights_only=True)
+    assert_same(lightning["state_dict"], wanted)
+    assert lightning["hyper_parameters"] == {"width": 32}
+    half = load_file(folder / "attention" / "model.safetensors")
+    attention = {n: t.half() for n, t in wanted.items() if ".self_attn." in n}
+    assert_same(half, attention)
+    assert said.count("/s\n") >= 4
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOADED, *sorted(wanted)],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        check=True,
+    )
+    assert loaded.stdout.split(b"\n")[-2] == b"the same"
+
+
+LOADED = """
+import sys, torch
+from lm import LM
+from transformers import LlamaForCausalLM
+wanted = torch.load("weights.pt", weights_only=True)
+found = [LM.load_from_checkpoint("model.ckpt").state_dict()]
+hf = LlamaForCausalLM.from_pretrained("hf").state_dict()
+found.append({f"model.{name}": tensor for name, tensor in hf.items()})
+for each in found:
+    assert sorted(each) == sorted(wanted) == sys.argv[1:], sorted(each)
+    assert all(torch.equal(each[name], wanted[name]) for name in wanted)
+print("the same")
+"""
+
+STORIES: dict[str, Callable[[Path, str], None]] = {
+    "my-node-is-gone.md": check_node,
+    "i-have-an-old-checkpoint.md": check_old,
+    "i-want-the-weights-out.md": check_weights,
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", STORIES)
+def test_a_story_runs_as_it_stands(page: str, tmp_path: Path) -> None:
+    """Every block of the page succeeds, and what the page claims is so."""
+    said = run_page(page, tmp_path)
+    STORIES[page](tmp_path, said)
+
+
+@pytest.mark.parametrize("page", STORIES)
+def test_nothing_of_a_story_is_left_out(page: str) -> None:
+    """There is no block in another language, indented or otherwise, that would not be run."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert text.count("```") == 2 * len(blocks_of(page)) > 0
