@@ -90,11 +90,16 @@ class Program:
             TimeoutError: it runs yet when ``time.monotonic()`` has come to ``end``.
         """
         while time.monotonic() < end:
-            self.server.send(_fork_server.StatusRequest(self.pid))
-            if (status := self.server.recv()) is not None:
-                return int(status)
+            if (status := self.poll()) is not None:
+                return status
             time.sleep(0.01)
         raise TimeoutError
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        self.server.send(_fork_server.StatusRequest(self.pid))
+        status = self.server.recv()
+        return None if status is None else int(status)
 
     def kill(self) -> None:
         """Kill it, if it runs yet."""

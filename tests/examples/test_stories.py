@@ -7,6 +7,7 @@ and a shell block is a script. Each has to succeed.
 from __future__ import annotations
 
 import csv
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
-from tests.engine._worker_pool import environment
+from tests.engine._worker_pool import ForkServer, environment
+from tests.examples._forked_python import forked_programs
 from tests.examples._process import output_of
 
 ROOT = Path(__file__).parents[2]
@@ -33,19 +35,26 @@ def blocks_of(page: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
 
 
-def run_page(page: str, folder: Path) -> str:
-    """Run a page in a folder; return all that was printed."""
+def run_page(page: str, folder: Path, programs: Path | None = None) -> str:
+    """Run a page in a folder; return all that was printed.
+
+    Args:
+        page: its name.
+        folder: where it runs.
+        programs: a folder whose programs come first.
+    """
     said = []
+    # A block's own errors are told; what a run of several ranks prints goes with them.
+    env = {**environment(), "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    if programs:
+        env["PATH"] = os.pathsep.join([str(programs), env["PATH"]])
     for language, text in blocks_of(page):
         if named := NAME.match(text) if language == "python" else None:
             (folder / named[1]).write_text(text, encoding="utf-8")
             continue
-        python = [sys.executable, "-c", text]
+        python = [str(programs / "python") if programs else sys.executable, "-c", text]
         shell = ["bash", "-euo", "pipefail", "-c", text]
-        command = python if language == "python" else shell
-        # A block's own errors are told; what a run of several ranks prints goes with them.
-        env = {**environment(), "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        said.append(output_of(command, folder, env))
+        said.append(output_of(python if language == "python" else shell, folder, env))
     return "\n".join(said)
 
 
@@ -138,11 +147,23 @@ STORIES: dict[str, Callable[[Path, str], None]] = {
 
 
 @pytest.mark.engine
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("page", STORIES)
-def test_a_story_runs_as_it_stands(page: str, tmp_path: Path) -> None:
+def test_a_story_runs_as_it_stands(page: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """Every block of the page succeeds, and what the page claims is so."""
-    said = run_page(page, tmp_path)
-    STORIES[page](tmp_path, said)
+    folder = tmp_path / "story"
+    folder.mkdir()
+    with forked_programs(fork_server, tmp_path / "programs") as programs:
+        said = run_page(page, folder, programs)
+        STORIES[page](folder, said)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("page", STORIES)
+def test_a_story_runs_without_help(page: str, tmp_path: Path) -> None:
+    """Likewise where every program is started as a user's shell starts it."""
+    STORIES[page](tmp_path, run_page(page, tmp_path))
 
 
 @pytest.mark.parametrize("page", STORIES)
