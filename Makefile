@@ -29,14 +29,14 @@ export OMP_NUM_THREADS := 1
 
 # DeepSpeed decides on its device when it is imported, and would take CUDA wherever there is some, in
 # a test of CPU ranks too. So it is told, and what it compiles for one is not compiled over the other's.
-demo test test-long test-releases mutants bench ops: export DS_ACCELERATOR := cpu
+demo docs test test-long test-releases mutants bench ops: export DS_ACCELERATOR := cpu
 demo test test-long test-releases mutants bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
 test-gpu: export DS_ACCELERATOR := cuda
 test-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-releases test-gpu mutants lint format wheel bench ops clean distclean
+.PHONY: help demo docs test test-long test-releases test-gpu mutants lint format wheel bench ops clean distclean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ lint: $(INSTALLED) ## Check style, formatting and types
 format: $(INSTALLED) ## Format the code, and mend what ruff can mend
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
+
+# Anew each time (-E): what is only read again when it has changed would not warn a second time.
+docs: $(INSTALLED) ## Build the pages and the API as a site, .cache/site/docs/index.html; a warning fails
+	$(PY) -m sphinx -q -E -W --keep-going -d .cache/doctrees -c docs . .cache/site
 
 wheel: $(INSTALLED) ## Build dist/*.whl, and check what an index would show of it
 	rm -rf dist

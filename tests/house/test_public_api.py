@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +84,13 @@ def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFresh]:
 def test_the_public_names_are_these() -> None:
     """No name appears or disappears by accident."""
     assert set(lightning_elastic_zero.__all__) == PUBLIC
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    """The page that the site generates its API from names each of them once, and no other."""
+    page = (Path(__file__).parents[2] / "docs" / "api.rst").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. [\w:]+:: lightning_elastic_zero\.(\w+)$", page, re.MULTILINE)
+    assert sorted(named) == sorted(PUBLIC)
 
 
 def test_every_error_is_public() -> None:
