@@ -6,6 +6,7 @@ or was asked wrongly. What a verb needs is imported when it runs: torch alone ta
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 
 from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.tools.shell_completion import SHELLS, completion_script
+from lightning_elastic_zero.tools.terminal import show
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.tools.progress import ProgressLine
@@ -33,12 +36,29 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _RUN[verb](given[verb])
     except ElasticZeroError as error:
-        print(f"lightning-elastic-zero {verb}: {error}", file=sys.stderr)
+        _show_error(f"lightning-elastic-zero {verb}:", str(error))
     except KeyboardInterrupt:
-        print(f"lightning-elastic-zero {verb}: interrupted", file=sys.stderr)
+        _show_error(f"lightning-elastic-zero {verb}:", "interrupted")
     except BrokenPipeError:  # `| head` has seen enough.
         sys.stderr.close()
     return FAILED
+
+
+def _show_error(where: str, why: str) -> None:
+    show(f"{where} {why}", sys.stderr, error=where)
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints what a shell sources, and ends."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, values: object, *__: object
+    ) -> None:
+        try:
+            print(completion_script(parser, str(values)))
+        except ModuleNotFoundError as error:
+            parser.exit(FAILED, f"{error}: it makes the script, pip install shtab\n")
+        parser.exit(YES)
 
 
 def _version() -> str:
@@ -56,6 +76,14 @@ def _parser() -> ArgumentParser:
         "compare them, and take them elsewhere. No GPU and no process group is needed.",
         version=_version(),
         default_env=False,
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=SHELLS,
+        default=argparse.SUPPRESS,
+        dest=argparse.SUPPRESS,
+        help="print what a shell sources to complete this command line",
     )
     verbs = parser.add_subcommands(dest="verb", required=True)
     for name, (add, about) in _VERBS.items():
@@ -99,7 +127,8 @@ def _inspect(args: Namespace) -> int:
         lines += tables.parameter_lines(chosen)
     if args.files:
         lines += tables.file_lines(report)
-    print("\n".join(lines))
+    for line in lines:
+        show(line, sys.stdout)
     return YES
 
 
@@ -118,7 +147,7 @@ def _verify(args: Namespace) -> int:
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
     if bool(args.paths) == bool(args.newest_sound):
-        print("verify: give checkpoints, or --newest-sound FOLDER", file=sys.stderr)
+        _show_error("verify:", "give checkpoints, or --newest-sound FOLDER")
         return FAILED
     if args.newest_sound:
         with _progress("verifying") as line:
@@ -126,7 +155,7 @@ def _verify(args: Namespace) -> int:
                 args.newest_sound,
                 threads=args.threads,
                 on_bytes=line,
-                on_verified=lambda v: print(_verdict(v), file=sys.stderr),
+                on_verified=lambda v: show(_verdict(v), sys.stderr),
             )
         if found is None:
             print(f"no sound checkpoint in {args.newest_sound}", file=sys.stderr)
@@ -139,10 +168,10 @@ def _verify(args: Namespace) -> int:
             with _progress("verifying") as line:
                 verified = verify_checkpoint(path, threads=args.threads, on_bytes=line)
         except ElasticZeroError as error:
-            print(f"{path}: {error}", file=sys.stderr)
+            _show_error(f"{path}:", str(error))
             code = FAILED
             continue
-        print(_verdict(verified), file=sys.stdout if verified.is_sound else sys.stderr)
+        show(_verdict(verified), sys.stdout if verified.is_sound else sys.stderr)
         code = max(code, YES if verified.is_sound else NO)
     return code
 
@@ -263,7 +292,7 @@ def _convert(args: Namespace) -> int:
     from lightning_elastic_zero.tools.progress import format_bytes
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
-        print(f"convert: --rename takes OLD=NEW, not {wrong[0]}", file=sys.stderr)
+        _show_error("convert:", f"--rename takes OLD=NEW, not {wrong[0]}")
         return FAILED
     options = ConvertOptions(
         include=args.include,

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
 
 import lightning_elastic_zero
 from lightning_elastic_zero.cli import _VERBS as VERBS
+from lightning_elastic_zero.cli import main
+from lightning_elastic_zero.tools.shell_completion import SHELLS
 from tests.timeouts import HANG_TIMEOUT_S
+from tests.tools._checkpoints import make_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]
+
+END = "the end"
 
 HELP = """
 import sys
@@ -58,3 +70,144 @@ def test_a_wrong_command_line(run: Run) -> None:
         code, out, err = run(*args)
         assert (code, out) == (2, "")
         assert "usage" in err
+
+
+def test_exit_codes_and_streams(tmp_path: Path, run: Run) -> None:
+    """They are those of docs/tools.md: results on stdout, whatever is wrong on stderr alone."""
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    path = write_elastic(tmp_path / "a.ckpt", make_state())
+    other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 1)
+    damaged = write_elastic(tmp_path / "c.ckpt", make_state())
+    next(damaged.rglob("*_optim_states.pt")).unlink()
+    (tmp_path / "empty").mkdir()
+    calls = {
+        0: [
+            ("inspect", path),
+            ("verify", path, other),
+            ("fingerprint", path, other),
+            ("diff", path, other, "--weights-only"),
+            ("plan", path, "--devices", "3", "--stage", "2"),
+            ("convert", path, tmp_path / "w.pt", "--to", "fp32"),
+        ],
+        1: [
+            ("verify", damaged),
+            ("verify", "--newest-sound", tmp_path / "empty"),
+            ("diff", path, tmp_path / "w.pt"),
+            ("plan", path, "--devices", "5", "--stage", "2"),
+        ],
+        2: [
+            *((verb, tmp_path / "none") for verb in ("inspect", "verify", "fingerprint")),
+            ("diff", path, tmp_path / "none"),
+            ("convert", path, tmp_path / "w.pt", "--to", "fp32"),
+            ("verify",),
+            ("inspect", path, "--sort", "colour"),
+        ],
+    }
+    assert re.findall(r"^\| (\d) \|", table, re.MULTILINE) == [str(code) for code in calls]
+    for wanted, lines in calls.items():
+        for words in lines:
+            code, out, err = run(*words)
+            assert code == wanted, (words, err)
+            if words[0] in {"diff", "plan"} and wanted == 1:
+                assert out, words  # What differs, or stands in the way, is what was asked for.
+                assert not err, words
+            else:
+                assert bool(out) == (wanted == 0), words
+                assert bool(err) == (wanted != 0), words
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """Yield a stream that is a terminal, and what reads from the terminal's other side."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with os.fdopen(theirs, "w") as stream:
+
+        def shown() -> str:
+            stream.write(END)
+            stream.flush()
+            read = ""
+            while not read.endswith(END):
+                read += os.read(ours, 4096).decode()
+            return read.removesuffix(END)
+
+        yield stream, shown
+    os.close(ours)
+
+
+@pytest.mark.parametrize("refused", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_colours_are_for_terminals(
+    refused: dict[str, str],
+    terminal: tuple[TextIO, Callable[[], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    run: Run,
+) -> None:
+    """Nothing else gets any, nor a terminal that refuses them; the words are the same."""
+    path = write_elastic(tmp_path / ("long" * 40) / "a.ckpt", make_state())
+    next(path.rglob("*_optim_states.pt")).unlink()
+    stream, shown = terminal
+    for verb, name in (("inspect", "stdout"), ("verify", "stderr")):
+        code, out, err = run(verb, path)
+        plain = out + err
+        assert "\x1b" not in plain
+        with monkeypatch.context() as patch:
+            for key, value in refused.items():
+                patch.setenv(key, value)
+            patch.setattr(sys, name, stream)
+            assert main([verb, str(path)]) == code
+            said = shown().replace("\r\n", "\n")
+        assert ("\x1b[" in said) == (not refused)
+        assert re.sub(r"\x1b\[[\d;]*m", "", said) == plain
+
+
+COMPLETE = """
+source "./$1"
+COMP_WORDS=("${@:2}")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_shtab_lightning_elastic_zero "${COMP_WORDS[0]}" "${COMP_WORDS[COMP_CWORD]}" ""
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ver"], {"verify"}),
+        (["inspect", "--fi"], {"--filter", "--files"}),
+        (["inspect", "x", "--sort", ""], {"model", "name", "size", "dtype"}),
+        (["convert", "x", "y", "--to", "ad"], {"adapter"}),
+        (["verify", "some-ch"], {"some-checkpoint"}),
+        (["diff", "x", "some-ch"], {"some-checkpoint"}),
+        (["verify", "--newest-sound", "some-ch"], {"some-checkpoint"}),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_bash_completes(words: list[str], offered: set[str], tmp_path: Path, run: Run) -> None:
+    """Verbs, options, their values and paths, by the script that the command prints."""
+    code, script, err = run("--print-completion", "bash")
+    assert (code, err) == (0, "")
+    (tmp_path / "script").write_text(script, encoding="utf-8")
+    (tmp_path / "some-checkpoint").mkdir()
+    done = subprocess.run(
+        ["bash", "--norc", "-c", COMPLETE, "bash", "script", "lightning-elastic-zero", *words],
+        capture_output=True,
+        check=True,
+        cwd=tmp_path,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_has_its_script(shell: str, run: Run) -> None:
+    """It names every verb; another shell is an error of use."""
+    code, script, _ = run("--print-completion", shell)
+    assert code == 0
+    assert all(verb in script for verb in VERBS)
+    code, out, err = run("--print-completion", "fish")
+    assert (code, out) == (2, "")
+    assert "fish" in err

@@ -1,0 +1,45 @@
+"""Lines for people: in colours on a terminal that wants them, and plain everywhere else."""
+
+from __future__ import annotations
+
+import os
+from typing import TextIO
+
+STYLES = {
+    "NOT SOUND": "bold red",
+    "DAMAGED": "bold red",
+    "NOT verified": "yellow",
+    ": sound:": "green",
+}
+"""The words that decide, and how they look."""
+
+ERROR = "bold red"
+
+
+def show(line: str, stream: TextIO, *, error: str = "") -> None:
+    """Print a line as it is; on a terminal, what decides in it is coloured.
+
+    Args:
+        line: without its end.
+        stream: standard output or standard error.
+        error: what the line begins with, where it says why something could not be done.
+    """
+    if not _wants_colours(stream):
+        print(line, file=stream)
+        return
+    # Imported here: it takes as long as the rest of the command line, for terminals only.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    text = Text(line)
+    for words, style in STYLES.items():
+        text.highlight_words([words], style)
+    text.stylize(ERROR, 0, len(error))
+    # Soft: a path that is longer than a line stays one word to copy.
+    Console(file=stream, highlight=False, soft_wrap=True).print(text)
+
+
+def _wants_colours(stream: TextIO) -> bool:
+    """Whether it is a terminal, and nobody has said no (https://no-color.org)."""
+    refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") in {None, "", "dumb"}
+    return stream.isatty() and not refused
