@@ -147,7 +147,6 @@ STORIES: dict[str, Callable[[Path, str], None]] = {
 
 
 @pytest.mark.engine
-@pytest.mark.rotating(3)
 @pytest.mark.parametrize("page", STORIES)
 def test_a_story_runs_as_it_stands(page: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """Every block of the page succeeds, and what the page claims is so."""
