@@ -50,6 +50,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
     weights_only: bool = False,
     exclude_frozen_parameters: bool = False,
     save_module_weights: bool = False,
+    fingerprint: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> CheckpointStats:
@@ -68,6 +69,8 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         weights_only: leave out the optimizer's state.
         exclude_frozen_parameters: leave out weights that the optimizer does not own.
         save_module_weights: write the low-precision weights too, which the masters hold already.
+        fingerprint: record the number of the state, with which a load can compare what it has made
+            live. It takes another pass over the state in memory: see docs/saving.md.
         stall_timeout_s: for how many seconds a rank may be at work without progress before the
             save fails on all ranks. Progress is each MiB that comes to the disk: raise it where a
             single call to the file system may take longer.
@@ -90,6 +93,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         weights_only=check_flag("weights_only", weights_only),
         exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
         module_weights=check_flag("save_module_weights", save_module_weights),
+        fingerprint=check_flag("fingerprint", fingerprint),
     )
     client = check_client_state(client_state)
     handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
@@ -108,6 +112,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
     rename: Mapping[str, str] | None = None,
     allow_pickle: bool = False,
     fallback: bool = False,
+    fingerprint: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> LoadResult:
@@ -119,31 +124,29 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
         path: the checkpoint's directory.
         load_optimizer_state: False: a fresh optimizer on the saved weights.
-        load_hyperparameters: False: learning rate, weight decay, ... stay as configured now, and
-            the engine's scheduler stays where it is.
+        load_hyperparameters: False: learning rate, ... and the engine's scheduler stay as they are.
         strict: False: frozen parameters and buffers may be missing, or too many; with
             ``load_optimizer_state=False`` trained parameters too. They are named in a warning.
-        strict_optimizer: False: trained parameters may have been unfrozen, frozen, added, removed
-            or regrouped: the known are restored, new ones begin as they are; all are named.
-        rename: layers that had other names: beginnings of names in the checkpoint, and what they
-            are in the model: ``{"encoder": "backbone.encoder"}``.
+        strict_optimizer: False: other parameters may be trained than when saved, in other groups:
+            the known are restored, new ones begin as they are; all are named.
+        rename: beginnings of names, and what they are here: ``{"encoder": "backbone.encoder"}``.
         allow_pickle: build Python objects of any class from the client state; it can run code.
-        fallback: where a checkpoint of this library is damaged, take the newest older one in its
-            folder that is sound and has the same parameters, with a warning.
-        stall_timeout_s: for how many seconds a rank may be at work without progress.
-        absent_timeout_s: for how many seconds ranks wait for one; both as in ``save_checkpoint``.
+        fallback: where one of this library is damaged, take the newest sound one before it in its
+            folder that has the same parameters, with a warning.
+        fingerprint: compare what is live then with the number that its save recorded, if it did.
+        stall_timeout_s: how many seconds a rank may be at work without progress.
+        absent_timeout_s: how many seconds ranks wait for one; both as in ``save_checkpoint``.
 
     Returns:
         ``LoadResult``: ``client_state``; ``manifest``, a ``Manifest``; ``stats``, what the load
-        cost (``CheckpointStats``); ``instead_of``, the damaged one where ``fallback`` took another.
+        cost; ``instead_of``, the damaged one of a ``fallback``; ``fingerprint_result``, in words.
 
     Raises:
         ValueError: an option has a value that it cannot have.
         CheckpointNotFoundError, CheckpointFormatError: nothing is there, or none that can be read.
         CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
-        CheckpointCorruptedError: it is damaged.
-        UnsupportedError: the engine is one that the library cannot restore.
-        RanksError: a rank failed, died, or did not call this.
+        CheckpointCorruptedError: it is damaged, or the live state is another one (fingerprint).
+        UnsupportedError, RanksError: see ``save_checkpoint``.
     """
     options = load_options(
         load_optimizer_state=load_optimizer_state,
@@ -153,6 +156,7 @@ def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its ow
         rename=rename,
         allow_pickle=allow_pickle,
         fallback=fallback,
+        fingerprint=fingerprint,
     )
     handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("load", handle, path, times)) as ranks:
@@ -191,6 +195,7 @@ def load_options(  # noqa: PLR0913 (what is restored, each a choice of its own)
     rename: Mapping[str, str] | None,
     allow_pickle: bool,
     fallback: bool,
+    fingerprint: bool,
 ) -> LoadOptions:
     """Return the options of a load, by the names that users know them by; see ``load_checkpoint``.
 
@@ -204,5 +209,6 @@ def load_options(  # noqa: PLR0913 (what is restored, each a choice of its own)
         strict_optimizer=check_flag("strict_optimizer", strict_optimizer),
         allow_pickle=check_flag("allow_pickle", allow_pickle),
         fallback=check_flag("fallback", fallback),
+        fingerprint=check_flag("fingerprint", fingerprint),
         renamed=check_rename(rename),
     )

@@ -212,17 +212,23 @@ def _add_fingerprint(parser: ArgumentParser) -> None:
 def _fingerprint(args: Namespace) -> int:
     from lightning_elastic_zero.tools.fingerprint import (
         fingerprint_checkpoint,
+        recorded_fingerprint,
         tensor_fingerprints,
     )
 
+    answer = YES
     for path in args.paths:
         with _progress("reading") as line:
             number = fingerprint_checkpoint(path, threads=args.threads, on_bytes=line)
         print(f"{number}  {path}")
+        if recorded := recorded_fingerprint(path):
+            is_same = recorded == str(number)
+            answer = answer if is_same else NO
+            print("  as its save recorded it" if is_same else f"  its save recorded {recorded}")
         if args.tensors:
             for (name, key), text in tensor_fingerprints(path).items():
                 print(f"  {text}  {name}{f': {key}' if key else ''}")
-    return YES
+    return answer
 
 
 # -- diff ------------------------------------------------------------------------------------------

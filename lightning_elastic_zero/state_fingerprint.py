@@ -27,6 +27,7 @@ cryptographic digest: who wants to can make two states with one fingerprint.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -37,6 +38,12 @@ import torch
 import xxhash
 
 from lightning_elastic_zero.tensor_state import Scalar, dtype_name
+
+NO_OPTIMIZER = "none"
+"""What is written in the place of the number of an optimizer that has no state."""
+
+_NUMBER = re.compile("[0-9a-f]{32}")
+_NUMBER_OR_NONE = re.compile(f"[0-9a-f]{{32}}|{NO_OPTIMIZER}")
 
 BLOCK = 1 << 16
 """Words for which there is a multiplier each."""
@@ -86,7 +93,20 @@ class Fingerprint:
     """Element-wise and scalar optimizer states; empty where there are none."""
 
     def __str__(self) -> str:
-        return f"{self.weights}-{self.optimizer or 'none'}"
+        return f"{self.weights}-{self.optimizer or NO_OPTIMIZER}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Fingerprint:
+        """Return the one that a text names, as ``str`` wrote it.
+
+        Raises:
+            ValueError: it names none.
+        """
+        weights, _, optimizer = text.partition("-")
+        if not _NUMBER.fullmatch(weights) or not _NUMBER_OR_NONE.fullmatch(optimizer):
+            msg = f"{text!r} is no fingerprint: two numbers of 32 hexadecimal digits"
+            raise ValueError(msg)
+        return cls(weights, optimizer if optimizer != NO_OPTIMIZER else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,11 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
+from lightning_elastic_zero.checkpoint.fingerprint_check import (
+    SavedState,
+    Verdict,
+    check_loaded,
+)
 from lightning_elastic_zero.checkpoint.transfers import plans, requests, scalars_by_buffer
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -42,7 +47,7 @@ from lightning_elastic_zero.formats import (
 )
 from lightning_elastic_zero.group_matching import match_groups, origins_of, with_live_groups
 from lightning_elastic_zero.key_mapping import KeyMapping, mapping_to
-from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.manifest import Manifest, Progress
 from lightning_elastic_zero.storage import check_local_path, repair_target
 from lightning_elastic_zero.tensor_state import (
     RestoreTargets,
@@ -60,6 +65,9 @@ def load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
 ) -> LoadResult:
     """Restore a checkpoint into a live engine, whole or not at all. Collective.
+
+    With ``LoadOptions.fingerprint`` the state that is live then is compared with the saved one:
+    what fails of that has changed the engine already.
 
     Where it is damaged, the error names an older one that is sound; it is taken if the options
     allow it, and never without a warning.
@@ -126,9 +134,17 @@ def _load(
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
         filled.targets.commit(filled.values)
+        verdict = load.compare(scope, shared) if options.fingerprint else Verdict("", "")
     bytes_read = ranks.gather(f"{step}: done", lambda: filled.bytes_read) or []
     seconds = time.monotonic() - began
-    stats = CheckpointStats(first["path"], seconds, sum(bytes_read), waited_s=seconds)
+    stats = CheckpointStats(
+        first["path"],
+        seconds,
+        sum(bytes_read),
+        waited_s=seconds,
+        step=_step_of(source.manifest.progress),
+        fingerprint=verdict.fingerprint,
+    )
     found = _source_summary(source).rstrip(",") if source.info.lacks else ""
     client = dict(shared.client_state)
     return LoadResult(
@@ -138,6 +154,7 @@ def _load(
         found,
         filled.rank_entries,
         group_origins=filled.values.group_origins,
+        fingerprint_result=verdict.text,
     )
 
 
@@ -292,6 +309,15 @@ class _Load:
         )
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
+    def compare(self, scope: RestoreScope, shared: SharedState) -> Verdict:
+        """Compare what is live now with the fingerprint that the save recorded, if it did."""
+        source = self.source
+        renamed = isinstance(source, RenamedReader) and source.changes_names
+        recorded = source.recorded_fingerprint
+        number = self.ranks.broadcast(f"load {self.where}: look for a fingerprint", recorded)
+        saved = SavedState(self.where, number, source.manifest, shared.buffers, renamed)
+        return check_loaded(saved, self.live, scope, self.ranks)
+
     def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
         """Return what is restored beside the buffers; weights alone begin a new run."""
         source, here = self.source, self.live.describe()
@@ -326,6 +352,12 @@ class _Load:
         taken_over = range(rank, saved, here) or [rank % saved]
         entries = {other: shared.read_client_entry(other, wanted) for other in taken_over}
         return {other: entry for other, entry in entries.items() if entry is not None}
+
+
+def _step_of(progress: Progress) -> int:
+    """Return the step at which a checkpoint was saved, as its trainer counted."""
+    step = progress.sampler.get("global_step")
+    return step if isinstance(step, int) else progress.global_steps
 
 
 def _pairs(

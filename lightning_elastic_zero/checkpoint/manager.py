@@ -39,7 +39,12 @@ class CheckpointManager:
     """Saves the checkpoints of a run, and deletes those that it needs no longer."""
 
     def __init__(
-        self, times: Timeouts, *, background: bool, max_snapshot_bytes: int | None = None
+        self,
+        times: Timeouts,
+        *,
+        background: bool,
+        max_snapshot_bytes: int | None = None,
+        on_published: Callable[[CheckpointStats], None] = lambda _: None,
     ) -> None:
         """Begin with no run.
 
@@ -47,8 +52,10 @@ class CheckpointManager:
             times: how long ranks wait for each other.
             background: whether saves go to the background during a run.
             max_snapshot_bytes: the most host memory that a rank's copy of the state may take.
+            on_published: told on rank 0, in any thread, of each save that can be loaded now.
         """
         self._times = times
+        self._on_published = on_published
         self.last_save: CheckpointStats | None = None
         """What the last published save cost."""
         self._background = background
@@ -156,6 +163,7 @@ class CheckpointManager:
             finally:
                 if stats is not None:
                     self._retention.on_published(target)
+                    self._on_published(stats)
 
     # -- deletions and links -------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.rank_consistency import (
     DIGESTS,
     SCHEDULERS,
@@ -116,6 +117,10 @@ class ShardContents:
     """DeepSpeed's, to be laid beside the files."""
     warned_objects: set[str] | None = None
     """See ``SaveOptions``."""
+    step: int = 0
+    """See ``CheckpointStats``."""
+    fingerprint: bool = False
+    """See ``SaveOptions``."""
 
     def tables(self) -> Tables:
         """Return what ranks compare with each other."""
@@ -169,6 +174,8 @@ def collect(
         split.objects,
         engine.recovery_script(),
         options.warned_objects,
+        manifest.progress.global_steps if options.step is None else options.step,
+        options.fingerprint,
     )
 
 
@@ -229,17 +236,18 @@ def write(
         staging = _await_staging(first, contents.target)
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         manifest = replace(contents.manifest, save_id=first["save_id"])
-        writer = RankWriter(staging, manifest, ranks.rank, on_bytes, on_read)
+        writer = RankWriter(staging, manifest, ranks.rank, on_bytes, on_read, number)
         return _write_files(contents, theirs, writer)
 
-    def publish() -> list[float]:
+    def publish() -> dict[str, Any]:
+        write_s = time.monotonic() - began
         warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
         warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
         files = _complete(staged[0].path, contents, first, written or [])
         staged[0].sync(ranks.progress)
         cancellation.commit()
         staged[0].publish(ranks.progress)
-        return [time.monotonic() - began, sum(entry.size_bytes for entry in files)]
+        return _cost(files, time.monotonic() - began, write_s)
 
     try:
         first = ranks.broadcast(
@@ -247,13 +255,14 @@ def write(
         )
         target = Path(first["path"])
         with staged[0].touch_regularly() if staged else nullcontext():
+            number = _fingerprint(contents, ranks, on_piece=lambda: on_bytes(0))
             written = ranks.gather(f"save {target}: write", write_files)
-            seconds, size_bytes = ranks.broadcast(f"save {target}: publish", publish)
+            published = ranks.broadcast(f"save {target}: publish", publish)
     except BaseException:
         for directory in staged:
             directory.abandon()
         raise
-    return CheckpointStats(str(target), seconds, int(size_bytes), waited_s=seconds)
+    return CheckpointStats(str(target), step=contents.step, fingerprint=number, **published)
 
 
 def _stage(
@@ -270,6 +279,20 @@ def _stage(
         write_tables(staged[0].path, tables)
         write_durably(staged[0].path / f"{TOKEN_PREFIX}{save_id}", b"")
     return {"path": str(target), "save_id": save_id, DIGESTS: table_digests(tables)}
+
+
+def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:
+    """Return what a save has cost, for ``CheckpointStats``."""
+    of_both = {"seconds": seconds, "waited_s": seconds, "publish_s": seconds - write_s}
+    return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
+
+
+def _fingerprint(contents: ShardContents, ranks: Ranks, on_piece: Callable[[], None]) -> str:
+    """Return the number of what all ranks are about to write, if it is wanted; collective."""
+    if not contents.fingerprint:
+        return ""
+    step = f"save {contents.target}: fingerprint"
+    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, on_piece))
 
 
 def _await_staging(first: Mapping[str, Any], target: Path) -> Path:

@@ -73,6 +73,10 @@ class SaveOptions:
     """How far the run is in its data, for the manifest's ``progress.sampler``."""
     module_buffers: Mapping[str, torch.Tensor] | None = None
     """Module buffers to save in the place of the live ones: those of the last optimizer step."""
+    step: int | None = None
+    """Optimizer steps as the trainer counts them; None: as the engine does."""
+    fingerprint: bool = False
+    """Compute the state's fingerprint, and record it beside the state."""
     warned_objects: set[str] | None = field(default_factory=set)
     """Places of objects that were told of already, since a load refuses them; None: nobody is."""
 
@@ -94,6 +98,8 @@ class LoadOptions:
     """Build Python objects of any class from the trainer's state; that can run code."""
     fallback: bool = False
     """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
+    fingerprint: bool = False
+    """Compare the state that is live after the load with the fingerprint that its save recorded."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names in the checkpoint, and what they are in the model."""
     rank_entry_path: tuple[str, ...] = ()
@@ -112,6 +118,16 @@ class CheckpointStats:
     """Written, or read, by all ranks together."""
     waited_s: float
     """How long this rank's training stood still for it; less than ``seconds`` in the background."""
+    step: int = 0
+    """Optimizer steps that were taken when it was saved, as the trainer counted them; where none
+    did, as DeepSpeed did."""
+    write_s: float = 0.0
+    """Of a save, until all ranks had written and synced their files."""
+    publish_s: float = 0.0
+    """Of a save, from then on until it was published."""
+    fingerprint: str = ""
+    """The number of the state that was saved, or that is live after a load; empty where none was
+    asked for, or none could be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +144,8 @@ class LoadResult:
     """The entry that was wanted of other ranks, by rank of the save; those that have it."""
     instead_of: str = ""
     """The damaged checkpoint that was asked for, where an older one was taken."""
+    fingerprint_result: str = ""
+    """What the comparison of fingerprints told, in words; empty where none was asked for."""
     group_origins: tuple[int | None, ...] = ()
     """For each live parameter group the saved one that it goes on with; None: it is new."""
 

@@ -288,6 +288,10 @@ class CheckpointReader(ABC):
         """Return the persistent module buffers, and read nothing else of what is held once."""
         return self.module_state(0, 1).buffers
 
+    def recorded_fingerprint(self) -> str:
+        """Return the state's fingerprint as the save recorded it; empty where it did not."""
+        return ""
+
     def trainer_entry(self, name: str) -> object:
         """Return an entry at the top of the trainer's state, if small files tell it; else None."""
         del name

@@ -34,6 +34,11 @@ class RenamedReader(CheckpointReader):
         self._saved = {here: saved for saved, here in self._here.items()}
         self._describe()
 
+    @property
+    def changes_names(self) -> bool:
+        """Whether any name of the checkpoint is another one in the model."""
+        return any(saved != here for saved, here in self._here.items())
+
     def _describe(self) -> None:
         self.info = self._source.info
         self.manifest = _with_names(self._source.manifest, self._name)
@@ -71,6 +76,10 @@ class RenamedReader(CheckpointReader):
     def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Verify this rank's share of all bytes."""
         self._source.verify_whole(rank, world_size, on_bytes)
+
+    def recorded_fingerprint(self) -> str:
+        """Return the fingerprint that was recorded, under the names of the save."""
+        return self._source.recorded_fingerprint()
 
     def trainer_entry(self, name: str) -> object:
         """Return an entry at the top of the trainer's state."""

@@ -55,6 +55,18 @@ def fingerprint_checkpoint(
     return total.total()
 
 
+def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return the number that a checkpoint's save recorded beside the state; empty: it did not.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointCorruptedError: bytes are not those that were written.
+    """
+    with opened(path) as checkpoint:
+        return checkpoint.reader.recorded_fingerprint()
+
+
 def tensor_fingerprints(
     path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes
 ) -> Mapping[tuple[str, str], str]:

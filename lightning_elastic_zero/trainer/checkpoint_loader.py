@@ -24,6 +24,7 @@ from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.trainer import weight_averaging
+from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import is_fitting
@@ -49,6 +50,7 @@ class CheckpointLoader:
         get_ranks: Callable[[], Ranks],
         resumer: RunResumer,
         last_fit: LastFit,
+        events: CheckpointEvents,
         options: LoadOptions,
     ) -> None:
         """Begin without a run; what a load restores is as the user chose it in the options."""
@@ -56,6 +58,7 @@ class CheckpointLoader:
         self._get_ranks = get_ranks
         self._resumer = resumer
         self._last_fit = last_fit
+        self._events = events
         self._options = options
         self._is_resumed = False
         self.last_load: CheckpointStats | None = None
@@ -89,6 +92,7 @@ class CheckpointLoader:
         if not fitting:
             self._last_fit.forget()
         self.last_load = loaded.stats
+        self._events.on_loaded(loaded.stats)
         self._manager.protect(loaded.stats.path)
         state = loaded.client_state
         if trainer is not None:
@@ -166,7 +170,8 @@ def format_loaded(loaded: LoadResult, world_size: int) -> str:
     )
     found = loaded.source_summary or f"saved on {saved} with ZeRO-{manifest.stage}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}"
+    told = f"; {loaded.fingerprint_result}" if loaded.fingerprint_result else ""
+    return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}{told}"
 
 
 def _place_in_run(loaded: LoadResult) -> str:

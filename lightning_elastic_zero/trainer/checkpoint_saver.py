@@ -13,12 +13,18 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_elastic_zero.api import engine_handle
-from lightning_elastic_zero.checkpoint import CheckpointManager, EngineHandle, SaveOptions
-from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.checkpoint import (
+    CheckpointManager,
+    EngineHandle,
+    LoadOptions,
+    SaveOptions,
+)
+from lightning_elastic_zero.coordination import Ranks, Timeouts
 from lightning_elastic_zero.data_progress import with_loader_states
 from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.option_checks import check_flag
+from lightning_elastic_zero.option_checks import check_count, check_flag
+from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import is_fitting, is_interrupted
 from lightning_elastic_zero.trainer.model_checkpoint_hooks import ModelCheckpointHooks
@@ -37,9 +43,9 @@ class CheckpointSaver:
         get_ranks: Callable[[], Ranks],
         resumer: RunResumer,
         last_fit: LastFit,
+        load_options: LoadOptions,
         *,
         save_module_weights: bool,
-        allow_pickle: bool,
     ) -> None:
         """Begin without a run; a save warns of objects where a load will not build any of them.
 
@@ -50,8 +56,9 @@ class CheckpointSaver:
         self._get_ranks = get_ranks
         self._resumer = resumer
         self._last_fit = last_fit
+        self._fingerprint = load_options.fingerprint
         self._save_module_weights = check_flag("save_module_weights", save_module_weights)
-        self._warned_objects: set[str] | None = None if allow_pickle else set()
+        self._warned_objects: set[str] | None = None if load_options.allow_pickle else set()
         self._state_dict_tracker = StateDictTracker()
         self._world_size = 1
         self._device = torch.device("cpu")
@@ -124,6 +131,8 @@ class CheckpointSaver:
             weights_only=weights_only,
             exclude_frozen=exclude_frozen,
             left_out=left_out,
+            fingerprint=self._fingerprint,
+            step=trainer.global_step if trainer is not None else None,
             warned_objects=self._warned_objects,
             module_weights=self._save_module_weights,
         )
@@ -178,6 +187,23 @@ class CheckpointSaver:
         end = self._manager.exit_ranks(link, interrupted=True) if interrupted else None
         with end or nullcontext(self._get_ranks()) as ranks:
             self._manager.link(path, link, ranks)
+
+
+def make_manager(
+    events: CheckpointEvents, times: Timeouts, max_snapshot_bytes: int | None, *, async_save: bool
+) -> CheckpointManager:
+    """Return the manager of a strategy's checkpoints, by the strategy's options.
+
+    Raises:
+        ValueError: one has a value that it cannot have.
+    """
+    size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
+    return CheckpointManager(
+        times,
+        background=check_flag("async_save", async_save),
+        max_snapshot_bytes=size,
+        on_published=events.on_published,
+    )
 
 
 def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:

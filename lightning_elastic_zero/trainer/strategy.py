@@ -13,15 +13,15 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from lightning_elastic_zero.api import load_options
-from lightning_elastic_zero.checkpoint import CheckpointManager, CheckpointStats
+from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
-from lightning_elastic_zero.option_checks import check_count, check_flag
 from lightning_elastic_zero.strategy_registry import register_names
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
+from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
 from lightning_elastic_zero.trainer.checkpoint_loader import CheckpointLoader
-from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver
+from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver, make_manager
 from lightning_elastic_zero.trainer.dataloader_resume import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.last_fit import LastFit
@@ -68,6 +68,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             no plain data. That can run code: only for checkpoints that you trust.
         fallback (bool): where ``fit(ckpt_path=...)`` is given a damaged checkpoint of this library,
             go on from the newest sound one before it, with a warning; else the error names it.
+        fingerprint (bool): each save records a number of the state, and each load compares what is
+            live with it: a resume says "the state is the one that was saved", or fails.
         rename (Mapping[str, str] | None): layers that had other names: see ``load_checkpoint``.
         async_save (bool): training waits for a copy of the state in host memory only, which is
             written and published in the background, some time after ``save_checkpoint`` has
@@ -99,6 +101,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         save_module_weights: bool = False,
         allow_pickle: bool = False,
         fallback: bool = False,
+        fingerprint: bool = False,
         rename: Mapping[str, str] | None = None,
         async_save: bool = False,
         max_snapshot_bytes: int | None = None,
@@ -119,18 +122,16 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             strict_optimizer=strict_optimizer,
             allow_pickle=allow_pickle,
             fallback=fallback,
+            fingerprint=fingerprint,
             rename=rename,
         )
-        size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
-        times = Timeouts.of(stall_timeout_s, absent_timeout_s)
-        background = check_flag("async_save", async_save)
-        self._manager = CheckpointManager(times, background=background, max_snapshot_bytes=size)
+        self.checkpoint_events = CheckpointEvents()  # for CheckpointMonitor
+        limits = (Timeouts.of(stall_timeout_s, absent_timeout_s), max_snapshot_bytes)
+        self._manager = make_manager(self.checkpoint_events, *limits, async_save=async_save)
         self._last_fit = LastFit()
         of_both = (self._manager, self._get_ranks, self._resumer, self._last_fit)
-        self._loader = CheckpointLoader(*of_both, options)
-        self._saver = CheckpointSaver(
-            *of_both, save_module_weights=save_module_weights, allow_pickle=allow_pickle
-        )
+        self._loader = CheckpointLoader(*of_both, self.checkpoint_events, options)
+        self._saver = CheckpointSaver(*of_both, options, save_module_weights=save_module_weights)
         self._warning_filters = WarningFilters()
         self._ranks: Ranks | None = None
 

@@ -157,14 +157,19 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
 
 
 def write_elastic(
-    folder: Path, state: WholeState, stage: int = 2, world_size: int = 2, **changes: Any
+    folder: Path,
+    state: WholeState,
+    stage: int = 2,
+    world_size: int = 2,
+    fingerprint: str = "",
+    **changes: Any,
 ) -> Path:
     """Write a checkpoint of this library's format."""
     (folder / "checkpoint").mkdir(parents=True)
     manifest = manifest_of(state, stage, world_size, **changes)
     files = []
     for rank in range(world_size):
-        writer = RankWriter(folder, manifest, rank, lambda _: None, lambda _: None)
+        writer = RankWriter(folder, manifest, rank, lambda _: None, fingerprint=fingerprint)
         client = ClientPart({} if rank else state.client)
         held = rank_state(state, manifest, rank)
         if rank:

@@ -15,6 +15,7 @@ from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint,
 from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.state_fingerprint import (
     BLOCK,
+    Fingerprint,
     FingerprintPart,
     TensorId,
     device_sums,
@@ -22,7 +23,11 @@ from lightning_elastic_zero.state_fingerprint import (
     scalars_part,
     word_sums,
 )
-from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, tensor_fingerprints
+from lightning_elastic_zero.tools.fingerprint import (
+    fingerprint_checkpoint,
+    recorded_fingerprint,
+    tensor_fingerprints,
+)
 from tests.foreign._fixtures import unpack
 from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_elastic
 
@@ -190,6 +195,30 @@ def test_tensors_and_the_command(tmp_path: Path, run: Run) -> None:
     assert numbers == [str(fingerprint_checkpoint(path)) for path in (one, other)]
     assert numbers[0].split("-")[0] == numbers[1].split("-")[0]
     assert numbers[0] != numbers[1]
+
+
+def test_the_command_compares_with_what_was_recorded(tmp_path: Path, run: Run) -> None:
+    """A recorded number is looked at: equal is said, another one is named, and is a no."""
+    state = make_state()
+    bare = write_elastic(tmp_path / "bare", state)
+    number = str(fingerprint_checkpoint(bare))
+    same = write_elastic(tmp_path / "same", state, 3, 2, fingerprint=number)
+    assert str(fingerprint_checkpoint(same)) == recorded_fingerprint(same) == number
+    assert run("fingerprint", bare)[:2] == (0, f"{number}  {bare}\n")
+    assert run("fingerprint", same)[:2] == (0, f"{number}  {same}\n  as its save recorded it\n")
+    wrong = f"{'0' * 32}-none"
+    other = write_elastic(tmp_path / "other", state, 2, 3, fingerprint=wrong)
+    expected = f"{number}  {other}\n  its save recorded {wrong}\n"
+    assert run("fingerprint", other)[:2] == (1, expected)
+
+
+def test_a_fingerprint_as_text() -> None:
+    """It comes back as it was written; no other text passes for one."""
+    for number in (Fingerprint("0f" * 16, "a1" * 16), Fingerprint("0f" * 16, "")):
+        assert Fingerprint.from_text(str(number)) == number
+    for text in ("", "none-none", "0f" * 16, f"{'0f' * 16}-", f"{'0F' * 16}-none"):
+        with pytest.raises(ValueError, match="is no fingerprint"):
+            Fingerprint.from_text(text)
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "universal3", "elastic2-ds0.19", "momentum"])

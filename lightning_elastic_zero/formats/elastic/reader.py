@@ -185,6 +185,11 @@ class ElasticReader(CheckpointReader):
         held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
         return file.load_tree(held)  # type: ignore[no-any-return]
 
+    def recorded_fingerprint(self) -> str:
+        """Return what the save recorded of its state, beside it; most saves record nothing."""
+        found = self.files.get(model_file(0, self.manifest.stage)).tree[OURS].get("fingerprint")
+        return found if isinstance(found, str) else ""
+
     def trainer_entry(self, name: str) -> object:
         """Return what the manifest records of the data: the epoch."""
         return self.manifest.progress.sampler.get(name)

@@ -80,6 +80,8 @@ class RankWriter:
     on_read: OnRead = lambda _: None
     """Told of each master and element-wise state, once all of it has been written: masters come
     first, then states, flat by flat."""
+    fingerprint: str = ""
+    """The number of the whole state, to be recorded beside it; empty: none is."""
     source_of: SourceOf = lambda piece: piece
     """Returns what is written in the place of a piece of a master, state or frozen weight: where
     those have no values (on the meta device), that which fetches them."""
@@ -170,6 +172,7 @@ class RankWriter:
                 **self._stamp(),
                 "client_state": dict(client.plain),
                 "loss_scaler": dict(state.loss_scaler),
+                **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
             },
         }
         return self._save(model_file(self.rank, manifest.stage), tree, builder)

@@ -1,0 +1,183 @@
+"""Whether the state that is live after a load is the one that was saved, by fingerprints.
+
+A fingerprint counts names, shapes and types beside the elements. What a load makes live on purpose
+under other names, in other types, or not at all, has another number and is no damage: it is not
+compared, and it is said why. What can be compared must be equal, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_elastic_zero.checkpoint.live_fingerprint import STEP, live_fingerprint
+from lightning_elastic_zero.checkpoint.save_selection import state_to_save
+from lightning_elastic_zero.checkpoint.types import LiveState, SaveOptions
+from lightning_elastic_zero.compatibility import RestoreScope
+from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.manifest import Group, Manifest
+from lightning_elastic_zero.state_fingerprint import Fingerprint
+from lightning_elastic_zero.tensor_state import dtype_name
+
+NOT_RECORDED = "its save recorded no fingerprint"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What a checkpoint says of the state in it."""
+
+    where: str
+    """Its path."""
+    recorded: str
+    """The fingerprint that its save recorded; empty: none."""
+    manifest: Manifest
+    """Under the model's names."""
+    buffers: Mapping[str, torch.Tensor]
+    """Module buffers, as they were saved."""
+    renamed: bool
+    """Whether the names are others than when it was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison told that did not fail."""
+
+    fingerprint: str
+    """The live state's, where it was computed; else empty."""
+    text: str
+    """In words, to be said behind what was loaded."""
+
+
+def check_loaded(saved: SavedState, live: LiveState, scope: RestoreScope, ranks: Ranks) -> Verdict:
+    """Compare the live state with the number that its save recorded. Collective.
+
+    Args:
+        saved: what was loaded.
+        live: what has become of it.
+        scope: what of it was to be restored.
+        ranks: who hold the live state together, and agree.
+
+    Raises:
+        CheckpointCorruptedError: it is another state; the message has both numbers.
+        CheckpointFormatError: what was recorded is no fingerprint.
+    """
+    if not saved.recorded:
+        return Verdict("", NOT_RECORDED)
+    recorded = _parsed(saved)
+    step = f"load {saved.where}: compare fingerprints"
+    why_not = ranks.broadcast(step, lambda: _why_not(saved, live, scope))
+    if why_not["weights"] and why_not["optimizer"]:
+        return Verdict("", f"not compared with the fingerprint of its save: {why_not['weights']}")
+    manifest = _as_saved(saved.manifest, live.describe(), with_optimizer=not why_not["optimizer"])
+    state = live.rank_state(exclude_frozen=False, keep_module_weights=False)
+    state = state_to_save(state, manifest, SaveOptions())
+    found = live_fingerprint(manifest, state, ranks, step)
+    compared = [part for part in ("weights", "optimizer") if not why_not[part]]
+    if any(getattr(found, part) != getattr(recorded, part) for part in compared):
+        raise CheckpointCorruptedError(_difference(saved.where, compared, recorded, found))
+    if len(compared) > 1:
+        return Verdict(str(found), f"the state is the one that was saved (fingerprint {found})")
+    (part,) = compared
+    (other,) = {"weights", "optimizer"} - {part}
+    number = getattr(found, part)
+    whose = (
+        "the weights are those that were saved"
+        if part == "weights"
+        else ("the optimizer's state is the one that was saved")
+    )
+    text = f"{whose} (fingerprint {number}); {other} not compared: {why_not[other]}"
+    return Verdict(number, text)
+
+
+def _parsed(saved: SavedState) -> Fingerprint:
+    try:
+        return Fingerprint.from_text(saved.recorded)
+    except ValueError as error:
+        msg = f"{saved.where} records as its fingerprint what is none: {error}"
+        raise CheckpointFormatError(msg) from error
+
+
+def _as_saved(saved: Manifest, here: Manifest, *, with_optimizer: bool) -> Manifest:
+    """Return what the engine says of itself, without what the save had left out."""
+    left_out, buffers = set(saved.excluded), set(saved.module_buffers)
+    return replace(
+        here,
+        weights_only=not with_optimizer,
+        excluded=tuple(p.name for p in here.parameters if p.group is None and p.name in left_out),
+        module_buffers=tuple(name for name in here.module_buffers if name in buffers),
+    )
+
+
+def _why_not(saved: SavedState, live: LiveState, scope: RestoreScope) -> dict[str, str]:
+    """Return why weights, and the optimizer's state, cannot have the recorded number, if so."""
+    if saved.renamed:
+        return dict.fromkeys(("weights", "optimizer"), "its names have changed")
+    held, here = saved.manifest, _as_saved(saved.manifest, live.describe(), with_optimizer=True)
+    kept = {name: b for name, b in live.module_buffers().items() if name in here.module_buffers}
+    weights = _first_difference(
+        {**_weights(held), **_buffers(saved.buffers)},
+        {**_weights(here), **_buffers(kept)},
+    )
+    if held.weights_only or not held.groups:
+        return {"weights": weights, "optimizer": "it has none"}
+    if not scope.optimizer_state:
+        return {"weights": weights, "optimizer": "it is not restored"}
+    optimizer = _first_difference(dict(_states(held)), dict(_states(here)))
+    if not optimizer and not scope.hyperparameters and any(map(_counts_apart, held.groups)):
+        optimizer = "step counts are not restored"
+    return {"weights": weights, "optimizer": optimizer}
+
+
+def _weights(manifest: Manifest) -> dict[str, str]:
+    """Return the type and shape of each weight by its name: of trained ones, the master's."""
+    trained = ((p, manifest.master_dtype) for p in manifest.optimized)
+    frozen = ((p, p.dtype) for p in manifest.frozen)
+    return {p.name: f"{dtype} {p.shape}" for p, dtype in (*trained, *frozen)}
+
+
+def _buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{dtype_name(b.dtype)} {tuple(b.shape)}" for name, b in buffers.items()}
+
+
+def _states(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield each optimizer state of each parameter, and what of it counts beside the values."""
+    shapes = {p.name: p.shape for p in manifest.optimized}
+    for group in manifest.groups:
+        for name in group.names:
+            for key in group.state:
+                kind = key.dtype if key.kind == "elementwise" else "scalar"
+                yield f"{name}: {key.name}", f"{kind} {shapes[name]}"
+            if _counts_apart(group):
+                yield f"{name}: {STEP}", f"scalar {shapes[name]}"
+
+
+def _counts_apart(group: Group) -> bool:
+    """Whether a parameter group keeps the step, and not each of its states."""
+    kept = any(key.name == STEP and key.kind == "scalar" for key in group.state)
+    step = group.hyperparameters.get(STEP)
+    return bool(group.state) and not kept and isinstance(step, int | float)
+
+
+def _first_difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Return in words the first name that is not alike on both sides; empty where all are."""
+    for name in sorted(saved.keys() | here.keys()):
+        if saved.get(name) != here.get(name):
+            was, now = saved.get(name, "not there"), here.get(name, "not there")
+            return f"{name} was {was} when it was saved and is {now} here"
+    return ""
+
+
+def _difference(where: str, compared: list[str], recorded: Fingerprint, found: Fingerprint) -> str:
+    parts = " and ".join(p for p in compared if getattr(found, p) != getattr(recorded, p))
+    return (
+        f"{where} was loaded, and the state that is live is not the one that was saved: {parts} "
+        f"differ. Its save recorded the fingerprint {recorded}, the live state has {found}. The "
+        "engine holds what was loaded: do not train on it. If `lightning-elastic-zero fingerprint "
+        f"{where}` prints the number that its save recorded, the file is sound, and the memory of "
+        "a machine or this library is at fault: resume on other machines, and report it. If it "
+        "prints another one, the state was damaged in memory while it was saved: resume from "
+        "another checkpoint"
+    )

@@ -1,0 +1,80 @@
+"""Fits that record fingerprints, and what they said of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.checkpoint import loading
+from lightning_elastic_zero.checkpoint.fingerprint_check import check_loaded
+from lightning_elastic_zero.engine import LiveEngine
+from tests.outcome import error_text
+from tests.trainer._fits import FitSpec
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a fit told of fingerprints."""
+
+    saved: str
+    """The last save's."""
+    live: str
+    """Of what was live after the load."""
+    messages: tuple[str, ...]
+
+
+@contextmanager
+def messages_of_lightning() -> Iterator[list[str]]:
+    """Collect what this rank logs in here by Lightning's logger."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def fit(plan: FitSpec, verb: str = "fit") -> Told:
+    """Fit, or evaluate, and tell."""
+    trainer, net, data, _ = plan.make()
+    with messages_of_lightning() as said:
+        getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
+    strategy = trainer.strategy
+    assert isinstance(strategy, ElasticDeepSpeedStrategy)
+    of = [stats.fingerprint if stats else "" for stats in (strategy.last_save, strategy.last_load)]
+    return Told(of[0], of[1], tuple(text for text in said if text.startswith(("Saved", "Loaded"))))
+
+
+def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int]:
+    """Resume where one bit of one rank's masters flips between the load and the comparison.
+
+    Returns:
+        The error, and the batches that were trained on.
+    """
+
+    def after_the_flip(saved: Any, live: LiveEngine, *of_load: Any) -> Any:  # noqa: ANN401
+        if comm.get_rank() == rank:
+            held = live.rank_state(exclude_frozen=False, keep_module_weights=False)
+            fragment = held.flats[0].fragments[0]
+            held.flats[0].master.view(torch.int32)[fragment.offset] ^= 1
+        return check_loaded(saved, live, *of_load)
+
+    trainer, net, data, _ = plan.make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "check_loaded", after_the_flip)
+        error = error_text(lambda: trainer.fit(net, data, ckpt_path=plan.ckpt_path))
+    return error, trainer.fit_loop.total_batch_idx + 1

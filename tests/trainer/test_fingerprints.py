@@ -1,0 +1,136 @@
+"""A save records the number of its state; a resume says that the live state has it, or fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_elastic_zero import fingerprint_checkpoint
+from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
+from tests.engine._worker_pool import Pools
+from tests.trainer._fingerprints import Told, fit, resume_with_a_flipped_bit
+from tests.trainer._fits import FitSpec
+
+pytestmark = pytest.mark.engine
+
+SAME = "the state is the one that was saved (fingerprint "
+
+
+def saved_by(pools: Pools, root: Path, world: int = 2, **options: Any) -> FitSpec:
+    """Fit an epoch, and return the plan of a run that resumes from it for another one."""
+    strategy = {"fingerprint": True, **options.pop("strategy", {})}
+    plan = FitSpec(str(root), strategy=strategy, **options)
+    pools.run(world, partial(fit, plan))
+    return replace(plan, epochs=2, ckpt_path=str(root / "last.ckpt"))
+
+
+def resumed(pools: Pools, plan: FitSpec, world: int, verb: str = "fit") -> Told:
+    """Resume, in a folder of its own; return what the first rank told."""
+    elsewhere = replace(plan, root=f"{plan.root}/resumed")
+    first, *others = pools.run(world, partial(fit, elsewhere, verb))
+    assert all(other.live == first.live for other in others)
+    return first
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "behind"])
+def test_any_world_and_stage_has_the_number_of_the_save(
+    background: bool,
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """Saved at stage 2 on two ranks, also behind training: live at 0, 1, 2, 3 on 1, 2 and 3."""
+    plan = saved_by(pools, tmp_path, strategy={"async_save": background})
+    path = tmp_path / "last.ckpt"
+    number = recorded_fingerprint(path)
+    assert number == str(fingerprint_checkpoint(path))
+    for stage, world in ((2, 2), (0, 3), (1, 1), (3, 2)):
+        told = resumed(pools, replace(plan, stage=stage), world)
+        assert told.live == number, (stage, world)
+        (line,) = (text for text in told.messages if text.startswith("Loaded"))
+        assert line.endswith(f"; {SAME}{number})"), line
+        later = str(Path(plan.root, "resumed", "last.ckpt"))
+        assert f"Saved {later}: fingerprint {told.saved}" in told.messages
+        assert told.saved == str(fingerprint_checkpoint(later)) != number
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (3, 2), (3, 1)])
+def test_what_every_stage_records_is_what_it_has_written(
+    stage: int, world: int, pools: Pools, tmp_path: Path
+) -> None:
+    """The number of the live state is that of the files, whatever stage has saved them."""
+    saved_by(pools, tmp_path, world, stage=stage)
+    path = tmp_path / "last.ckpt"
+    assert recorded_fingerprint(path) == str(fingerprint_checkpoint(path))
+
+
+def test_without_the_option_nothing_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    """Neither by a save, nor asked for by a load; a run that asks then is told why not."""
+    plan = saved_by(pools, tmp_path, strategy={"fingerprint": False})
+    assert not recorded_fingerprint(tmp_path / "last.ckpt")
+    told = resumed(pools, plan, 1)
+    assert (told.saved, told.live) == ("", "")
+    assert len(told.messages) == 1
+    assert "fingerprint" not in told.messages[0]
+    asks = replace(plan, strategy={"fingerprint": True})
+    assert "; its save recorded no fingerprint" in resumed(pools, asks, 1).messages[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flipped_bit_fails_on_all_ranks_before_training(
+    rank: int, pools: Pools, tmp_path: Path
+) -> None:
+    """One bit of one master on one rank: every rank raises, with both numbers, and none trains."""
+    plan = saved_by(pools, tmp_path)
+    number = recorded_fingerprint(tmp_path / "last.ckpt")
+    seen = pools.run(2, partial(resume_with_a_flipped_bit, plan, rank))
+    for error, batches in seen:
+        assert error.startswith("CheckpointCorruptedError")
+        assert f"recorded the fingerprint {number}, the live state has " in error
+        assert "weights differ" in error
+        assert batches == 0
+
+
+PARTIAL: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "fresh",
+        {"strategy": {"load_optimizer_state": False}},
+        "; optimizer not compared: it is not restored",
+    ),
+    ("configured", {"strategy": {"load_hyperparameters": False}}, SAME),
+    ("lenient", {"strategy": {"strict_optimizer": False}}, SAME),
+    (
+        "bf16",
+        {"trainer": {"precision": "bf16-true"}},
+        "; weights not compared: frozen.bias was float32",
+    ),
+    ("no name changes", {"strategy": {"rename": {"first": "first"}}}, SAME),
+]
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize(("options", "says"), [p[1:] for p in PARTIAL], ids=[p[0] for p in PARTIAL])
+def test_what_changes_on_purpose_is_no_alarm(
+    options: dict[str, Any], says: str, pools: Pools, tmp_path: Path
+) -> None:
+    """What is not restored, or in another type, is not compared, and it is said; the rest is."""
+    plan = saved_by(pools, tmp_path)
+    strategy = {**plan.strategy, **options.pop("strategy", {})}
+    told = resumed(pools, replace(plan, strategy=strategy, **options), 1)
+    assert says in told.messages[0], told.messages
+
+
+def test_weights_alone_and_evaluations(pools: Pools, tmp_path: Path) -> None:
+    """Weights without an optimizer are compared, as a new run's and as an evaluation's."""
+    plan = saved_by(pools, tmp_path, checkpoint={"save_last": True, "save_weights_only": True})
+    number = recorded_fingerprint(tmp_path / "last.ckpt")
+    assert number == str(fingerprint_checkpoint(tmp_path / "last.ckpt"))
+    plan = replace(plan, strategy={**plan.strategy, "load_optimizer_state": False})
+    for verb in ("fit", "test"):
+        told = resumed(pools, plan, 1, verb)
+        assert told.live == number.split("-")[0]
+        assert "the weights are those that were saved" in told.messages[0]
