@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         newest_sound_checkpoint,
         verify_checkpoint,
     )
+    from lightning_elastic_zero.trainer.checkpoint_monitor import CheckpointMonitor
     from lightning_elastic_zero.trainer.dataloaders import ResumesAtSample
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointCorruptedError",
     "CheckpointFormatError",
     "CheckpointMismatchError",
+    "CheckpointMonitor",
     "CheckpointNotFoundError",
     "CheckpointStats",
     "ConvertOptions",
@@ -70,6 +72,7 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
+    "CheckpointMonitor": "lightning_elastic_zero.trainer.checkpoint_monitor",
     "CheckpointStats": "lightning_elastic_zero.checkpoint",
     "ConvertOptions": "lightning_elastic_zero.tools.conversion",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",

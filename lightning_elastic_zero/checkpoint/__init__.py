@@ -18,6 +18,8 @@ from lightning_elastic_zero.checkpoint.types import (
     LoadOptions,
     LoadResult,
     SaveOptions,
+    ShowBytes,
+    show_nothing,
 )
 
 __all__ = [
@@ -30,7 +32,9 @@ __all__ = [
     "LoadOptions",
     "LoadResult",
     "SaveOptions",
+    "ShowBytes",
     "load",
     "load_engine",
     "save_engine",
+    "show_nothing",
 ]

@@ -250,7 +250,8 @@ class _Load:
             self.live.check_scheduler(shared.lr_scheduler)
         if self.ranks.rank == 0:
             self._log(here, scope, buffers)
-        source.verify(self.ranks.rank, self.ranks.world_size, report_bytes("verifying", self.ranks))
+        on_bytes = report_bytes("verifying", self.ranks, self.options.show)
+        source.verify(self.ranks.rank, self.ranks.world_size, on_bytes)
         return scope, shared
 
     def _check_optimizer(self, scope: RestoreScope) -> None:
@@ -302,7 +303,9 @@ class _Load:
         values = self._values(scope, shared, saved)
         # From one source rank after the other; never all transfers at once.
         in_order = heapq.merge(*(plan.by_rank() for plan in planned), key=itemgetter(0))
-        on_bytes = report_bytes("reading", self.ranks)
+        tensors = (*targets.weights, *(t for of_flat in targets.states for t in of_flat.values()))
+        size = sum(tensor.nbytes for tensor in tensors)
+        on_bytes = report_bytes("reading", self.ranks, self.options.show, size)
         with_state = {name for group in saved.groups for name in group.names}
         bytes_read = sum(
             source.read(requests(runs, targets, with_state), on_bytes) for _, runs in in_order

@@ -38,7 +38,13 @@ from lightning_elastic_zero.checkpoint.save_selection import (
     state_to_save,
     warn_of_objects,
 )
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions, report_bytes
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
+    SaveOptions,
+    ShowBytes,
+    report_bytes,
+    show_nothing,
+)
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.elastic.client_state import (
@@ -50,7 +56,7 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     split_objects,
 )
 from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
-from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
+from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter, writes_weights
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.storage import (
     TABLE_PREFIX,
@@ -121,6 +127,8 @@ class ShardContents:
     """See ``CheckpointStats``."""
     fingerprint: bool = False
     """See ``SaveOptions``."""
+    show: ShowBytes = show_nothing
+    """Likewise."""
 
     def tables(self) -> Tables:
         """Return what ranks compare with each other."""
@@ -176,6 +184,7 @@ def collect(
         options.warned_objects,
         manifest.progress.global_steps if options.step is None else options.step,
         options.fingerprint,
+        options.show,
     )
 
 
@@ -226,7 +235,7 @@ def write(
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
-    tables, report = cache(contents.tables), report_bytes("writing", ranks)
+    tables, report = cache(contents.tables), _report(contents, ranks)
 
     def on_bytes(count: int) -> None:
         cancellation.check()
@@ -279,6 +288,15 @@ def _stage(
         write_tables(staged[0].path, tables)
         write_durably(staged[0].path / f"{TOKEN_PREFIX}{save_id}", b"")
     return {"path": str(target), "save_id": save_id, DIGESTS: table_digests(tables)}
+
+
+def _report(contents: ShardContents, ranks: Ranks) -> Callable[[int], None]:
+    """Return what is told of the bytes that this rank writes."""
+    flats = contents.state.flats
+    tensors = [tensor for flat in flats for tensor in (flat.master, *flat.elementwise.values())]
+    if writes_weights(contents.manifest, ranks.rank):
+        tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
+    return report_bytes("writing", ranks, contents.show, sum(t.nbytes for t in tensors))
 
 
 def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -18,6 +18,14 @@ REPORT_EVERY_S = 10.0
 """How often long reading and writing says how far it is."""
 
 log = logging.getLogger(__name__)
+
+ShowBytes: TypeAlias = Callable[[str, int, int], None]
+"""Told what is being done (``"reading"``), how many bytes of it this rank has done since it was
+told last, and how many there will be; 0: nobody knows."""
+
+
+def show_nothing(_doing: str, _count: int, _total: int, /) -> None:
+    """Show nothing of what is done."""
 
 
 class LiveState(Protocol):
@@ -77,6 +85,8 @@ class SaveOptions:
     """Optimizer steps as the trainer counts them; None: as the engine does."""
     fingerprint: bool = False
     """Compute the state's fingerprint, and record it beside the state."""
+    show: ShowBytes = show_nothing
+    """Told how far this rank is; not of a save in the background."""
     warned_objects: set[str] | None = field(default_factory=set)
     """Places of objects that were told of already, since a load refuses them; None: nobody is."""
 
@@ -100,6 +110,8 @@ class LoadOptions:
     """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
     fingerprint: bool = False
     """Compare the state that is live after the load with the fingerprint that its save recorded."""
+    show: ShowBytes = show_nothing
+    """Told how far this rank is."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names in the checkpoint, and what they are in the model."""
     rank_entry_path: tuple[str, ...] = ()
@@ -150,7 +162,9 @@ class LoadResult:
     """For each live parameter group the saved one that it goes on with; None: it is new."""
 
 
-def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:
+def report_bytes(
+    doing: str, ranks: Ranks, show: ShowBytes = show_nothing, total_bytes: int = 0
+) -> Callable[[int], None]:
     """Return a callback for long I/O: shows the other ranks that this one lives, and reports."""
     done, reported = 0, time.monotonic()
 
@@ -158,6 +172,7 @@ def report_bytes(doing: str, ranks: Ranks) -> Callable[[int], None]:
         nonlocal done, reported
         done += count
         ranks.progress()
+        show(doing, count, total_bytes)
         if ranks.rank == 0 and time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()
             log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO, TypeAlias
 
+from lightning_elastic_zero.display_timer import DisplayTimer
+
 OnBytes: TypeAlias = Callable[[int], None]
 """Told the number of bytes since it was last told."""
-
-QUIET_S = 2.0
-"""Work that is over sooner shows nothing."""
-
-EVERY_S = 0.2
-"""How often the line is written anew."""
 
 
 class ProgressLine:
@@ -39,23 +34,20 @@ class ProgressLine:
         self._total_bytes = total_bytes
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
-        self._began = time.monotonic()
-        self._shown = self._began + QUIET_S - EVERY_S
+        self._timer = DisplayTimer()
         self._width = 0
         self._lock = threading.Lock()
 
     @property
     def seconds(self) -> float:
         """Since it began."""
-        return time.monotonic() - self._began
+        return self._timer.seconds
 
     def __call__(self, count: int) -> None:
         """Count bytes."""
         with self._lock:
             self.done_bytes += count
-            now = time.monotonic()
-            if self._is_terminal and now - self._shown >= EVERY_S:
-                self._shown = now
+            if self._is_terminal and self._timer.is_due():
                 self._write(self._text())
 
     def _text(self) -> str:

@@ -33,6 +33,7 @@ from lightning_elastic_zero.trainer.lr_schedulers import (
     resume_as_saved,
     with_new_groups,
 )
+from lightning_elastic_zero.trainer.progress_bars import checkpoint_bar
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
 from lightning_elastic_zero.trainer.start_warnings import configured_rates, replaced_rates_warnings
@@ -87,7 +88,8 @@ class CheckpointLoader:
         live = trainer.optimizers if is_fitting(trainer) else []
         configured = configured_rates(live) if options.hyperparameters else None
         handle = engine_handle(engine, places_checked=True)
-        loaded = load_engine(handle, path, self._get_ranks(), options)
+        with checkpoint_bar(trainer) as show:
+            loaded = load_engine(handle, path, self._get_ranks(), replace(options, show=show))
         self._is_resumed = True
         if not fitting:
             self._last_fit.forget()

@@ -28,6 +28,7 @@ from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import is_fitting, is_interrupted
 from lightning_elastic_zero.trainer.model_checkpoint_hooks import ModelCheckpointHooks
+from lightning_elastic_zero.trainer.progress_bars import checkpoint_bar
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
 from lightning_elastic_zero.trainer.state_dict_tracker import StateDictTracker
@@ -139,7 +140,7 @@ class CheckpointSaver:
         with self._hooks.saving():
             if trainer is not None and not weights_only:
                 options = self._with_progress(options, client_state, trainer)
-            self._write(engine, path, client_state, options, interrupted=is_interrupted(trainer))
+            self._write(engine, path, client_state, options, trainer)
 
     def _write(
         self,
@@ -147,11 +148,10 @@ class CheckpointSaver:
         path: str | os.PathLike[str],
         client_state: dict[str, Any],
         options: SaveOptions,
-        *,
-        interrupted: bool,
+        trainer: pl.Trainer | None,
     ) -> None:
         """Save at once or in the background, as this moment allows."""
-        manager = self._manager
+        manager, interrupted = self._manager, is_interrupted(trainer)
         if interrupted or is_slurm_requeue(path):
             # A rank that failed alone saves alone: the others will not come. SLURM's signal may
             # come in the midst of another save, and the job ends as soon as this returns.
@@ -159,10 +159,11 @@ class CheckpointSaver:
             with manager.exit_ranks(path, interrupted=interrupted) as ranks:
                 manager.save(engine, path, ranks, client_state, options)
             return
-        saved = (engine, path, self._get_ranks(), client_state, options)
-        if not manager.save_async(*saved):
+        saved = (engine, path, self._get_ranks(), client_state)
+        if not manager.save_async(*saved, options):
             manager.wait_until_finished(self._get_ranks())
-            manager.save(*saved)
+            with checkpoint_bar(trainer) as show:
+                manager.save(*saved, replace(options, show=show))
 
     def _with_progress(
         self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "option_checks": set(),
     "layout": {"errors"},
     "requirements": set(),
+    "display_timer": set(),
     "text": set(),
     "coordination": {"text", "errors"},
     "partition": {"layout", "errors"},
@@ -76,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tools": {
         "formats",
+        "display_timer",
         "key_mapping",
         "requirements",
         "storage",
@@ -95,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api",
         "engine",
         "checkpoint",
+        "display_timer",
         "option_checks",
         "strategy_registry",
         "data_progress",

@@ -29,6 +29,7 @@ PUBLIC = {
     "verify_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
+    "CheckpointMonitor",
     "CheckpointStats",
     "LoadResult",
     "Manifest",

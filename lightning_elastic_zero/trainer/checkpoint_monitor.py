@@ -1,0 +1,109 @@
+"""A callback that logs what each save and load has cost."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_elastic_zero.checkpoint import CheckpointStats
+from lightning_elastic_zero.trainer.lightning_internals import is_fitting
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
+
+FINGERPRINT = "checkpoint/fingerprint"
+
+
+class CheckpointMonitor(Callback):
+    """Logs each save and load to all loggers of the Trainer, on rank 0.
+
+    A save is logged under the global step at which it was called, as soon as it is published and
+    the training thread comes by: after the next batch, or at the end of the run. All names begin
+    with ``checkpoint/``:
+
+    - ``save_stall_s``: how long rank 0's training stood still; ``save_s``: from the call until it
+      was published; ``save_write_s`` and ``save_publish_s``: of that, for the files of all ranks
+      and for what followed; ``save_bytes`` of all ranks; ``save_gb_per_s``: these by the two.
+    - ``load_s``, ``load_bytes``, ``load_gb_per_s``: of a load, read by all ranks.
+    - ``host_memory_peak_bytes``: the most that rank 0's process has had resident so far.
+    - ``fingerprint``: of the state, where it was computed (``fingerprint=True``): as a text of
+      ``TensorBoardLogger``, and in the table of ``CSVLogger``; other loggers take numbers only.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Say where there is nothing to log."""
+        if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
+            found = type(trainer.strategy).__name__
+            rank_zero_warn(
+                f"CheckpointMonitor logs nothing: the strategy is {found}, and its figures come "
+                "from ElasticDeepSpeedStrategy (docs/options.md says how that is named)."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the load that the run goes on from."""
+        _log_events(trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Log what has been published since the batch before."""
+        _log_events(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Log what was published before a run failed."""
+        _log_events(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Log the last save, which is published by now, or the load of an evaluation."""
+        _log_events(trainer)
+
+
+def _log_events(trainer: pl.Trainer) -> None:
+    """Log what saves and loads have cost that ended since the last call."""
+    if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
+        return
+    for event in trainer.strategy.checkpoint_events.take():
+        of_fit = event.kind == "load" and is_fitting(trainer)
+        # A new run on weights alone begins at step 0, whatever the step of those.
+        step = trainer.global_step if of_fit else event.stats.step
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                _log(logger, event.kind, event.stats, step)
+
+
+def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, step: int) -> None:
+    """Log one save or load."""
+    metrics: dict[str, Any] = {
+        f"checkpoint/{name}": value for name, value in figures(kind, stats).items()
+    }
+    if stats.fingerprint and isinstance(logger, CSVLogger):
+        metrics[FINGERPRINT] = stats.fingerprint
+    logger.log_metrics(metrics, step)
+    if stats.fingerprint and isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(FINGERPRINT, stats.fingerprint, step)
+
+
+def figures(kind: Literal["save", "load"], stats: CheckpointStats) -> dict[str, float]:
+    """Return what is logged of a save or load, by names without their common beginning."""
+    # Linux counts in KiB.
+    memory = {"host_memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    size = float(stats.bytes)
+    if kind == "load":
+        rate = size / 1e9 / max(stats.seconds, 1e-9)
+        return {"load_s": stats.seconds, "load_bytes": size, "load_gb_per_s": rate, **memory}
+    return {
+        "save_stall_s": stats.waited_s,
+        "save_s": stats.seconds,
+        "save_write_s": stats.write_s,
+        "save_publish_s": stats.publish_s,
+        "save_bytes": size,
+        "save_gb_per_s": size / 1e9 / max(stats.write_s + stats.publish_s, 1e-9),
+        **memory,
+    }

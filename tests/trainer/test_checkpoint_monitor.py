@@ -1,0 +1,108 @@
+"""What CheckpointMonitor leaves with the loggers of a Trainer: each save and load, once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_elastic_zero import CheckpointMonitor
+from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
+from tests.engine._worker_pool import Pools
+from tests.trainer._monitored_fits import MonitoredFit
+
+OF_A_SAVE = {"stall_s", "s", "write_s", "publish_s", "bytes", "gb_per_s"}
+OF_A_LOAD = {"s", "bytes", "gb_per_s"}
+MEMORY = "checkpoint/host_memory_peak_bytes"
+
+
+def tags(kind: str, names: set[str]) -> set[str]:
+    """Return how they are called in loggers."""
+    return {f"checkpoint/{kind}_{name}" for name in names}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "behind"])
+def test_each_save_is_logged_at_its_step(background: bool, pools: Pools, tmp_path: Path) -> None:
+    """Once, by rank 0, with the bytes on disk; also the last one, and one that ends later."""
+    run = MonitoredFit(str(tmp_path), ("tensorboard", "csv"), async_save=background)
+    run = replace(run, fingerprint=True)
+    sizes, _ = pools.run(2, run.run)
+    found = run.scalars()
+    assert set(found) == {*tags("save", OF_A_SAVE), MEMORY}
+    on_disk = {int(name.removesuffix(".ckpt").split("=")[1]): n for name, n in sizes.items()}
+    assert len(on_disk) == 4
+    assert found["checkpoint/save_bytes"] == on_disk
+    for step in on_disk:
+        stall, whole, write, publish = (
+            found[f"checkpoint/save_{name}"][step]
+            for name in ("stall_s", "s", "write_s", "publish_s")
+        )
+        assert write > 0 < publish
+        assert whole * 1.001 >= write + publish
+        assert background or stall == whole
+    recorded = {s: recorded_fingerprint(tmp_path / f"step={s}.ckpt") for s in on_disk}
+    assert run.texts() == recorded
+    assert {int(r["step"]): r["checkpoint/fingerprint"] for r in run.rows()} == recorded
+
+
+@pytest.mark.engine
+def test_a_load_is_logged_where_the_run_goes_on(pools: Pools, tmp_path: Path) -> None:
+    """At the restored step, with the bytes that all ranks read."""
+    first = MonitoredFit(str(tmp_path / "a"), (), epochs=1)
+    sizes, _ = pools.run(2, first.run)  # Without a logger, nothing breaks.
+    (path,) = (tmp_path / "a").glob("step=2*.ckpt")
+    second = MonitoredFit(str(tmp_path / "b"), ckpt_path=str(path))
+    pools.run(1, second.run)
+    found = second.scalars()
+    assert set(found) == {*tags("save", OF_A_SAVE), *tags("load", OF_A_LOAD), MEMORY}
+    ((step, read),) = found["checkpoint/load_bytes"].items()
+    assert step == 2
+    assert 0 < read <= 2 * sizes[path.name]
+    assert set(found["checkpoint/save_s"]) == {3, 4}
+
+
+@pytest.mark.engine
+def test_a_run_that_fails_has_logged_what_was_published(pools: Pools, tmp_path: Path) -> None:
+    """An exception in the midst: the saves before it are in the event files, and the run ends."""
+    run = MonitoredFit(str(tmp_path), fails_at=2)
+    sizes, _ = pools.run(2, run.run)
+    assert [name.split("=")[-1] for name in sizes] == ["1.ckpt", "2.ckpt"]
+    assert set(run.scalars()["checkpoint/save_bytes"]) == {1, 2}
+
+
+def test_it_is_named_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI makes it from its public name."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "trainer:\n  accelerator: cpu\n  devices: 1\n  logger: false\n"
+        "  enable_checkpointing: false\n"
+        "  callbacks:\n    - class_path: lightning_elastic_zero.CheckpointMonitor\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(config)])
+    made = LightningCLI(BoringModel, run=False, seed_everything_default=False)
+    callbacks = made.trainer.callbacks  # type: ignore[attr-defined]
+    assert [type(c) for c in callbacks if isinstance(c, CheckpointMonitor)] == [CheckpointMonitor]
+
+
+def test_beside_another_strategy_it_says_that_it_logs_nothing(tmp_path: Path) -> None:
+    """A run with another strategy trains as ever."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=[CheckpointMonitor()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        fast_dev_run=True,
+    )
+    with pytest.warns(UserWarning, match="logs nothing: the strategy is SingleDeviceStrategy"):
+        trainer.fit(BoringModel())
+    assert trainer.global_step == 1

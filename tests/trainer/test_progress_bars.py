@@ -1,0 +1,150 @@
+"""Bars of long saves and loads: beside Lightning's own, and gone without a trace."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import rich
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from rich.console import Console
+
+from lightning_elastic_zero.trainer.progress_bars import checkpoint_bar
+from tests.trainer._terminal import Terminal, terminal
+
+GB = 1_000_000_000
+SAYS = "Writing a checkpoint"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def trainer_with(*callbacks: pl.Callback, bar: bool = True) -> pl.Trainer:
+    """Return a trainer with a progress bar, which runs nothing."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=bar,
+        callbacks=[*callbacks],
+    )
+
+
+def write(trainer: pl.Trainer, seconds: float, steps: int = 10) -> None:
+    """Write 4 GB in so many seconds, as the bar is told of it."""
+    clock = Clock()
+    with checkpoint_bar(trainer, clock) as show:
+        for _ in range(steps):
+            clock.now += seconds / steps
+            show("writing", 4 * GB // steps, 4 * GB)
+
+
+def with_tqdm(work: Callable[[pl.Trainer], None]) -> Terminal:
+    """Work in the midst of an epoch that ``TQDMProgressBar`` shows; return the terminal."""
+    with terminal() as shown:
+        bar = TQDMProgressBar()
+        trainer = trainer_with(bar)
+        bar.on_train_start(trainer, pl.LightningModule())
+        main: Any = bar.train_progress_bar
+        main.reset(total=10)
+        main.bar_format = "Epoch {n_fmt}/{total_fmt}"
+        main.update(4)
+        main.refresh()
+        work(trainer)
+        main.update(1)
+        main.refresh()
+        main.close()
+    return shown
+
+
+def with_rich(work: Callable[[pl.Trainer], None]) -> Terminal:
+    """Likewise with ``RichProgressBar``, whose validation bar comes after the work."""
+    with terminal() as shown, pytest.MonkeyPatch.context() as patch:
+        console = Console(file=sys.stdout, force_terminal=True, width=120, color_system=None)
+        patch.setattr(rich, "_console", console)
+        bar = RichProgressBar(refresh_rate=1, console_kwargs={"width": 120, "color_system": None})
+        trainer = trainer_with(bar)
+        bar.on_train_start(trainer, pl.LightningModule())
+        assert bar.progress is not None
+        bar.train_progress_bar_id = bar.progress.add_task("Epoch", total=10)
+        bar.progress.update(bar.train_progress_bar_id, completed=4)
+        bar.refresh(hard=True)
+        work(trainer)
+        bar.val_progress_bar_id = bar.progress.add_task("Validation", total=3)
+        assert bar.val_progress_bar.description == "Validation"
+        bar.progress.update(bar.train_progress_bar_id, completed=5)
+        bar.refresh(hard=True)
+        bar.progress.stop()
+    return shown
+
+
+KINDS = pytest.mark.parametrize("within", [with_tqdm, with_rich], ids=["tqdm", "rich"])
+
+
+@KINDS
+def test_a_long_save_is_shown_and_leaves_no_trace(within: Callable[..., Terminal]) -> None:
+    """Its line is there while it goes on; the screen is then what it would be without it."""
+    shown = within(lambda trainer: write(trainer, seconds=20.0))
+    assert SAYS in shown.text
+    assert "4.0" in shown.text.split(SAYS)[-1]  # of 4 GB
+    assert shown.text.count(SAYS) >= 9
+    screen = shown.screen()
+    assert not [line for line in screen if SAYS in line]
+    undisturbed = within(lambda _: None).screen()
+    assert [line[:20] for line in screen] == [line[:20] for line in undisturbed]
+    assert screen
+
+
+@KINDS
+def test_a_short_save_shows_nothing(within: Callable[..., Terminal]) -> None:
+    """What is over within two seconds writes not a byte; what is a little longer does."""
+    assert SAYS not in within(lambda trainer: write(trainer, seconds=1.9)).text
+    assert SAYS in within(lambda trainer: write(trainer, seconds=2.1)).text
+
+
+def test_a_load_before_any_bar_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load comes before training: the bar stands alone, tqdm's as rich's, for each kind."""
+    for bar in (TQDMProgressBar(), RichProgressBar()):
+        with terminal() as shown:
+            console = Console(file=sys.stdout, force_terminal=True, width=120, color_system=None)
+            monkeypatch.setattr(rich, "_console", console)
+            clock = Clock()
+            with checkpoint_bar(trainer_with(bar), clock) as show:
+                for doing in ("verifying", "reading"):
+                    clock.now += 5.0
+                    show(doing, GB, 0)
+        assert "Verifying a checkpoint" in shown.text
+        assert "Reading a checkpoint" in shown.text
+        assert not [line for line in shown.screen() if "checkpoint" in line]
+
+
+def test_where_there_is_no_terminal_nothing_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where standard error is a file or a pipe, nor where there is none."""
+    for stream in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        write(trainer_with(TQDMProgressBar()), seconds=60.0)
+        assert not (stream and stream.getvalue())
+    assert SAYS not in capsys.readouterr().out
+
+
+def test_a_trainer_without_a_bar_has_none_here() -> None:
+    """Who has switched the bar off is shown none, on a terminal too."""
+    with terminal() as shown:
+        write(trainer_with(bar=False), seconds=60.0)
+        write(trainer_with(TQDMProgressBar(refresh_rate=0)), seconds=60.0)
+    assert SAYS not in shown.text
