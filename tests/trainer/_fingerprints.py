@@ -59,15 +59,16 @@ def fit(plan: FitSpec, verb: str = "fit") -> Told:
     return Told(of[0], of[1], tuple(text for text in said if text.startswith(("Saved", "Loaded"))))
 
 
-def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int]:
-    """Resume where one bit of one rank's masters flips between the load and the comparison.
+def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int, str]:
+    """Resume where one bit of one rank's masters flips after the first load, before it is compared.
 
     Returns:
-        The error, and the batches that were trained on.
+        The error, the batches that were trained on, and what was loaded in the end.
     """
+    flips = [rank]
 
     def after_the_flip(saved: Any, live: LiveEngine, *of_load: Any) -> Any:  # noqa: ANN401
-        if comm.get_rank() == rank:
+        if flips and comm.get_rank() == flips.pop():
             held = live.rank_state(exclude_frozen=False, keep_module_weights=False)
             fragment = held.flats[0].fragments[0]
             held.flats[0].master.view(torch.int32)[fragment.offset] ^= 1
@@ -77,4 +78,7 @@ def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "check_loaded", after_the_flip)
         error = error_text(lambda: trainer.fit(net, data, ckpt_path=plan.ckpt_path))
-    return error, trainer.fit_loop.total_batch_idx + 1
+    strategy = trainer.strategy
+    assert isinstance(strategy, ElasticDeepSpeedStrategy)
+    loaded = strategy.last_load.path if strategy.last_load else ""
+    return error, trainer.fit_loop.total_batch_idx + 1, loaded

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_elastic_zero import CheckpointMonitor
+from lightning_elastic_zero import CheckpointMonitor, fingerprint_checkpoint
 from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.engine._worker_pool import Pools
 from tests.trainer._monitored_fits import MonitoredFit
@@ -47,6 +47,10 @@ def test_each_save_is_logged_at_its_step(background: bool, pools: Pools, tmp_pat
         assert whole * 1.001 >= write + publish
         assert background or stall == whole
     recorded = {s: recorded_fingerprint(tmp_path / f"step={s}.ckpt") for s in on_disk}
+    # Training went on while they were written: it is the number of what is in the files.
+    assert recorded == {
+        s: str(fingerprint_checkpoint(tmp_path / f"step={s}.ckpt")) for s in on_disk
+    }
     assert run.texts() == recorded
     assert {int(r["step"]): r["checkpoint/fingerprint"] for r in run.rows()} == recorded
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero import fingerprint_checkpoint
+from lightning_elastic_zero.checkpoint.fingerprint_check import SavedState, check_loaded
+from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.engine._worker_pool import Pools
+from tests.tools._checkpoints import make_state, manifest_of
 from tests.trainer._fingerprints import Told, fit, resume_with_a_flipped_bit
 from tests.trainer._fits import FitSpec
 
@@ -88,11 +91,40 @@ def test_a_flipped_bit_fails_on_all_ranks_before_training(
     plan = saved_by(pools, tmp_path)
     number = recorded_fingerprint(tmp_path / "last.ckpt")
     seen = pools.run(2, partial(resume_with_a_flipped_bit, plan, rank))
-    for error, batches in seen:
+    for error, batches, loaded in seen:
+        assert not loaded
         assert error.startswith("CheckpointCorruptedError")
         assert f"recorded the fingerprint {number}, the live state has " in error
         assert "weights differ" in error
         assert batches == 0
+
+
+def test_a_fallback_takes_the_one_before(pools: Pools, tmp_path: Path) -> None:
+    """With ``fallback=True`` the run goes on from the older checkpoint, whose state is compared."""
+    saves = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}"}
+    strategy = {"fallback": True}
+    plan = saved_by(pools, tmp_path, checkpoint=saves, strategy=strategy)
+    plan = replace(plan, ckpt_path=str(tmp_path / "step=2.ckpt"), root=str(tmp_path / "resumed"))
+    for _, batches, loaded in pools.run(2, partial(resume_with_a_flipped_bit, plan, 1)):
+        assert loaded == str(tmp_path / "step=1.ckpt")
+        assert batches == 4
+
+
+def test_left_out_weights_are_not_missed(pools: Pools, tmp_path: Path) -> None:
+    """A save without frozen weights: the rest is compared, whatever the frozen ones are here."""
+    plan = saved_by(pools, tmp_path, strategy={"exclude_frozen_parameters": True})
+    told = resumed(pools, replace(plan, stage=3, seed=1), 2)
+    assert told.live == recorded_fingerprint(tmp_path / "last.ckpt")
+    assert SAME in told.messages[0]
+
+
+def test_changed_names_are_not_compared() -> None:
+    """Names count in the number: under others it is another one, and that is no damage."""
+    manifest = manifest_of(make_state(), 2, 2)
+    saved = SavedState("a.ckpt", f"{'0' * 32}-none", manifest, {}, renamed=True)
+    verdict = check_loaded(saved, None, None, OneRank())  # type: ignore[arg-type] (not looked at)
+    assert verdict.fingerprint == ""
+    assert verdict.text.endswith("its names have changed")
 
 
 PARTIAL: list[tuple[str, dict[str, Any], str]] = [
