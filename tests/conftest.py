@@ -138,7 +138,17 @@ def _groups_of_tests(
     yield from ((counts[group], tests) for group, tests in groups.items())
 
 
-LONG_FIRST = ("faults", "trainer", "examples", "dist", "budget", "engine", "foreign", "releases")
+LONG_FIRST = (
+    "faults",
+    "elastic",
+    "trainer",
+    "examples",
+    "dist",
+    "budget",
+    "engine",
+    "foreign",
+    "releases",
+)
 
 
 def _place_of_folder(item: pytest.Item) -> int:

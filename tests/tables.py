@@ -72,4 +72,8 @@ MATRIX = Table(
     "state saved on N devices, restored on M",
     ("cases", "tensors compared", "differing", "differing bits"),
 )
-TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS)
+ELASTIC = Table(
+    "jobs of torchrun that lose and gain nodes",
+    ("tried", "steps taken again", "seconds to the next step"),
+)
+TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC)

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Start one node of an elastic run; the same command on every node, whenever it comes.
+#
+#   STORE=head:29400 sh examples/torchrun/start.sh
+#   STORE=head:29400 sh examples/torchrun/start.sh --trainer.max_epochs 8
+#
+# STORE is where `python examples/torchrun/store.py` runs: a machine that does not train, so that any
+# node may be lost. RUN_DIR is a folder that all nodes share, NODES how many there may be, WORKERS
+# how many devices each has (the same on all), ADDRESS this node's, where its name does not resolve.
+set -eu
+here=$(dirname "$0")
+
+# Each world meets in a store of its own. By default an agent shares one store with all worlds of its
+# workers: a node that joins finds no address in it, and the others find that of a node that is gone.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+exec "${PYTHON:-python}" -m torch.distributed.run \
+    --nnodes="1:${NODES:-4}" \
+    --nproc-per-node="${WORKERS:-1}" \
+    --max-restarts="${RESTARTS:-100}" \
+    --rdzv-backend=c10d \
+    --rdzv-endpoint="$STORE" \
+    --rdzv-id="${JOB:-elastic}" \
+    --rdzv-conf="is_host=0,${RENDEZVOUS:-last_call_timeout=10}" \
+    ${ADDRESS:+--local-addr="$ADDRESS"} \
+    "$here/../cli.py" fit --config "$here/fit.yaml" "$@"

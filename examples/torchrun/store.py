@@ -1,0 +1,28 @@
+"""Host the store in which torchrun's agents meet, on a machine that does not train.
+
+    python examples/torchrun/store.py --port 29400
+
+By default a node hosts it, and all agents end when that node is lost. Nothing is computed here:
+the job's scheduler, a login node or a small virtual machine will do. It ends with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")  # noqa: S104
+    parser.add_argument("--port", type=int, default=29400)
+    arguments = parser.parse_args()
+    store = TCPStore(arguments.host, arguments.port, is_master=True, wait_for_workers=False)
+    print(f"agents may come to port {store.port}", flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The nodes of a torchrun job on one machine: an agent each, with its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.elastic._steps import Line, read_lines
+from tests.engine._worker_pool import ROOT, environment
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S
+
+EXAMPLE = ROOT / "examples" / "torchrun"
+
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
+"""A node that is gone is known to be after 8 s, in the place of 15."""
+
+COLLECTIVE_TIMEOUT = "0:00:20"
+"""How long ranks wait for one whose node is silent: shorter than anybody would set it."""
+
+GLOBAL_BATCH, SAMPLES, EPOCHS, SAVE_EVERY = 48, 480, 3, 5
+STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
+NAMES = ("epoch", "step")
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    """Return what the tests add to the example's command line: a small model, and the recorder."""
+    return [
+        "--model.n_embd=32",
+        "--model.n_layer=1",
+        "--model.dropout=0",  # ranks draw random numbers of their own
+        f"--data.samples_per_epoch={SAMPLES}",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--trainer.limit_val_batches=0",
+        f"--trainer.max_epochs={EPOCHS}",
+        f"--trainer.callbacks.init_args.every_n_train_steps={SAVE_EVERY}",
+        "--trainer.callbacks+=tests.elastic.recorder.Recorder",
+        f"--trainer.callbacks.folder={folder}",
+        *more,
+    ]
+
+
+@dataclass
+class Job:
+    """A job's nodes, by number; each has an address of its own, 127.0.0.2 and on."""
+
+    folder: Path
+    port: int
+    more: tuple[str, ...] = ()
+    agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    killed: set[int] = field(default_factory=set)
+
+    def start(self, *nodes: int) -> None:
+        """Start nodes, or start them again, by the example's own script."""
+        for node in nodes:
+            self.killed.discard(node)
+            with (self.folder / f"node-{node}.log").open("ab") as log:
+                self.agents[node] = subprocess.Popen(
+                    [
+                        *self.entered(node),
+                        *("sh", str(EXAMPLE / "start.sh")),
+                        *arguments(self.folder, *self.more),
+                    ],
+                    cwd=ROOT,
+                    env={**environment(), **self.settings(node)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+    def entered(self, node: int) -> tuple[str, ...]:
+        """Return what is put before a node's command: nothing, on loopback addresses."""
+        return ()
+
+    def settings(self, node: int) -> dict[str, str]:
+        """Return a node's environment."""
+        return {
+            "PYTHON": sys.executable,
+            "RUN_DIR": str(self.folder),
+            "STORE": f"127.0.0.1:{self.port}",
+            "ADDRESS": f"127.0.0.{node + 2}",
+            "RENDEZVOUS": RENDEZVOUS,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def processes(self, node: int, *, agent: bool) -> list[psutil.Process]:
+        """Return a node's workers, after its agent if that is asked for."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.agents[node].pid)
+            below = process.children(recursive=True)
+            return [process, *below] if agent else below
+        return []
+
+    def signal(self, node: int, number: int, *, agent: bool = True) -> float:
+        """Send a signal to a node's workers, and to its agent; return when."""
+        now = time.time()
+        for process in self.processes(node, agent=agent):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return now
+
+    def kill(self, *nodes: int) -> float:
+        """Kill nodes, agents and workers at once; return when."""
+        self.killed.update(nodes)
+        return min(self.signal(node, signal.SIGKILL) for node in nodes)
+
+    def hold(self, step: int) -> None:
+        """Let ranks wait at the end of a step, until ``go_on``."""
+        (self.folder / f"hold-{step}").touch()
+
+    def go_on(self, step: int) -> None:
+        """Let ranks go on from a step that was held."""
+        (self.folder / f"hold-{step}").unlink()
+
+    def lines(self) -> list[Line]:
+        """Return what ranks have noted so far, by time."""
+        return read_lines(self.folder)
+
+    def wait_for_step(self, step: int, world: int) -> None:
+        """Wait until all ranks of a world of this size have taken a step."""
+
+        def taken() -> bool:
+            of_world: dict[str, set[int]] = {}
+            for line in self.lines():
+                if line.step == step and line.world == world and line.is_step:
+                    of_world.setdefault(line.met_at, set()).add(line.rank)
+            return any(len(ranks) == world for ranks in of_world.values())
+
+        self.wait_until(taken, f"step {step} on {world} ranks")
+
+    def wait_for_start(self, world: int, since: float) -> None:
+        """Wait until all ranks of a world of this size have started to train, after an instant."""
+
+        def started() -> bool:
+            of_world: dict[str, set[int]] = {}
+            for line in self.lines():
+                if line.world == world and line.time > since:
+                    of_world.setdefault(line.met_at, set()).add(line.rank)
+            return any(len(ranks) == world for ranks in of_world.values())
+
+        self.wait_until(started, f"world of {world} ranks")
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait for something.
+
+        Raises:
+            TimeoutError: it does not come, or all agents have ended.
+        """
+        until = time.monotonic() + HANG_TIMEOUT_S
+        while not holds():
+            if time.monotonic() > until or not any(a.poll() is None for a in self.agents.values()):
+                msg = f"no {what}\n{self.said()}"
+                raise TimeoutError(msg)
+            time.sleep(0.01)
+
+    def finish(self) -> None:
+        """Wait for all agents that were not killed; all have to end well.
+
+        Raises:
+            AssertionError: one did not.
+        """
+        until = time.monotonic() + HANG_TIMEOUT_S
+        for node, agent in self.agents.items():
+            if node not in self.killed:
+                status = agent.wait(max(0.0, until - time.monotonic()))
+                assert status == 0, f"node {node} ended with {status}\n{self.said()}"
+
+    def log_of(self, node: int) -> str:
+        """Return what a node has printed so far."""
+        return (self.folder / f"node-{node}.log").read_text(errors="replace")
+
+    def said(self) -> str:
+        """Return the end of what each node has printed."""
+        return "\n".join(f"-- node {node}\n{self.log_of(node)[-6000:]}" for node in self.agents)
+
+    def end(self) -> None:
+        """Kill whoever is left."""
+        for node in self.agents:
+            self.signal(node, signal.SIGKILL)
+            self.agents[node].wait(HANG_TIMEOUT_S)
+        # Workers whose agent was killed are nobody's children any more.
+        for pid in {line.pid for line in self.lines()}:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if str(self.folder) in " ".join(psutil.Process(pid).cmdline()):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def job(folder: Path, *more: str) -> Iterator[Job]:
+    """Yield a job that has no nodes yet; its store is on none of them, and outlives all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=15)
+    )
+    nodes = Job(folder, port, more)
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+        del store

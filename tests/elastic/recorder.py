@@ -1,0 +1,71 @@
+"""What the tests add to the example by its command line: a callback that notes each step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+
+class Recorder(Callback):
+    """Notes the samples and the loss of each optimizer step of this rank, and waits where told.
+
+    A sample is known by the checksum of its characters: each process writes a file of its own, a
+    line for each step, and ends a step that the test holds when the test lets it go on.
+
+    Args:
+        folder: where the files are, and the test's ``hold-<step>``.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.samples: list[int] = []
+        self.step = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+        self.write({"event": "start", "step": self.step}, trainer)
+
+    @override
+    def on_train_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+    ) -> None:
+        self.samples += [zlib.crc32(sample.numpy().tobytes()) for sample in batch[0]]
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            return
+        self.step = trainer.global_step
+        loss = float(trainer.callback_metrics["train_loss"])
+        line = {"event": "step", "step": self.step, "samples": self.samples, "loss": loss}
+        self.write(line, trainer)
+        self.samples = []
+        hold = self.folder / f"hold-{self.step}"
+        while hold.exists() and not trainer.received_sigterm:
+            time.sleep(0.02)
+
+    def write(self, line: dict[str, Any], trainer: pl.Trainer) -> None:
+        """Add a line, with the time and with what tells this world from others."""
+        about = {
+            "rank": trainer.global_rank,
+            "world": trainer.world_size,
+            "met_at": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            "pid": os.getpid(),
+            "time": time.time(),
+        }
+        with (self.folder / f"steps-{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps({**line, **about}) + "\n")

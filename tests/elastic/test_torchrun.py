@@ -1,0 +1,140 @@
+"""Jobs of torchrun's elastic agent whose workers and nodes are lost and come back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.elastic._job import EXAMPLE, SAVE_EVERY, STEPS, Job, arguments, job
+from tests.elastic._steps import (
+    Step,
+    check_steps,
+    read_lines,
+    seconds_to_next_step,
+    steps_of,
+    steps_taken_again,
+)
+from tests.engine._worker_pool import ForkServer
+from tests.examples._cli_programs import run_cli
+from tests.ports import free_port
+from tests.tables import ELASTIC
+from tests.timeouts import HANG_TIMEOUT_S
+
+pytestmark = pytest.mark.engine
+
+Undisturbed = dict[int, Step]
+FIRST, SECOND, THIRD = 0, 1, 2
+"""Nodes; the first one that starts has rank 0, by its address."""
+
+AT = 12
+"""The step after which things happen; the last save was at step 10."""
+
+LATER = 22
+"""A step after which something happens for a second time; the last save was at step 20."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Return the steps of a run on one device, without torchrun, to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = ["fit", "--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    program = fork_server.start_program(partial(run_cli, command, folder, meeting), folder, "run")
+    try:
+        status = program.wait(time.monotonic() + HANG_TIMEOUT_S)
+        assert status == 0, program.stderr.read_text()[-4000:]
+    finally:
+        program.kill()
+    return {number: step for (_, number), step in steps_of(read_lines(folder)).items()}
+
+
+def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) -> None:
+    """Check all that a job leaves, once its agents have ended; note what the event cost."""
+    assert set(undisturbed) == set(range(1, STEPS + 1))
+    lines = nodes.lines()
+    check_steps(lines, undisturbed)
+    again = steps_taken_again(lines)
+    assert max(again) <= SAVE_EVERY
+    events = EventAccumulator(str(nodes.folder))
+    events.Reload()
+    assert {event.step for event in events.Scalars("train_loss")} == set(range(STEPS))
+    checkpoints = nodes.folder / "checkpoints"
+    assert (checkpoints / "last.ckpt").resolve().name == f"epoch=2-step={STEPS}.ckpt"
+    assert [path.name for path in checkpoints.glob("last*")] == ["last.ckpt"]
+    assert not list(nodes.folder.glob("version_*"))
+    ELASTIC.count(event, "tried")
+    ELASTIC.count(event, "steps taken again", sum(again))
+    ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
+
+
+def lose_a_worker(nodes: Job) -> float:
+    """Kill the worker of a node; its agent starts another one."""
+    return nodes.signal(SECOND, signal.SIGKILL, agent=False)
+
+
+def lose_a_node(nodes: Job) -> float:
+    """Kill a node, agent and worker at once."""
+    return nodes.kill(SECOND)
+
+
+def lose_the_first_node(nodes: Job) -> float:
+    """Kill the node of rank 0."""
+    return nodes.kill(FIRST)
+
+
+def lose_two_nodes(nodes: Job) -> float:
+    """Kill two nodes at once."""
+    return nodes.kill(SECOND, THIRD)
+
+
+EVENTS = [
+    (lose_a_worker, (FIRST, SECOND)),
+    (lose_a_node, (FIRST, SECOND)),
+    (lose_two_nodes, (FIRST, SECOND, THIRD)),
+    # Of three, so that the rest has to learn of another meeting place.
+    (lose_the_first_node, (FIRST, SECOND, THIRD)),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("event", "begun"), EVENTS, ids=[event.__name__ for event, _ in EVENTS])
+def test_what_is_lost(
+    event: Callable[[Job], float],
+    begun: tuple[int, ...],
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+) -> None:
+    """The rest goes on from the last checkpoint, with the samples and losses of each step."""
+    with job(tmp_path / "run") as nodes:
+        nodes.hold(AT)
+        nodes.start(*begun)
+        nodes.wait_for_step(AT, world=len(begun))
+        since = event(nodes)
+        nodes.go_on(AT)
+        nodes.finish()
+        check_job(nodes, undisturbed, event.__name__.replace("_", " "), since)
+
+
+@pytest.mark.long
+def test_a_node_that_comes_back(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """All ranks are stopped, and a larger world goes on, twice: after a loss and a gain."""
+    with job(tmp_path / "run") as nodes:
+        nodes.hold(AT)
+        nodes.hold(LATER)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        nodes.kill(SECOND)
+        nodes.go_on(AT)
+        nodes.wait_for_step(LATER, world=1)
+        since = time.time()
+        nodes.start(SECOND)
+        nodes.wait_for_start(world=2, since=since)
+        nodes.go_on(LATER)
+        nodes.finish()
+        check_job(nodes, undisturbed, "a node comes back", since)
