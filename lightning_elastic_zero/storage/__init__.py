@@ -51,7 +51,7 @@ from lightning_elastic_zero.storage.shared_directory import (
     await_shared,
     remove_shared,
 )
-from lightning_elastic_zero.storage.staging import StagedDirectory, staging_path
+from lightning_elastic_zero.storage.staging import STAGING_PREFIX, StagedDirectory, staging_path
 from lightning_elastic_zero.storage.verified_file import VerifiedFile
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "LINK_PREFIX",
     "READ_BYTES",
     "RUN_MARKER_PREFIX",
+    "STAGING_PREFIX",
     "SUMS_SUFFIX",
     "TABLE_PREFIX",
     "TOKEN_PREFIX",

@@ -23,6 +23,7 @@ from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.requirements import version_of
+from lightning_elastic_zero.storage import STAGING_PREFIX
 from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
@@ -203,5 +204,13 @@ def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
             f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
         )
     else:
-        text = "No checkpoint was loaded: training starts from step 0."
+        text = f"No checkpoint was loaded: training starts from step 0.{_unpublished(folders)}"
     return text, bool(found)
+
+
+def _unpublished(folders: Iterable[str]) -> str:
+    """Return a sentence on saves in these folders that were never published; empty: none."""
+    found = [place for place in folders if any(Path(place).glob(f"{STAGING_PREFIX}*"))]
+    if not found:
+        return ""
+    return f" In {', '.join(found)} lie saves that were killed before they were published."

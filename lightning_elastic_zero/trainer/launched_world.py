@@ -7,17 +7,31 @@ script cannot know. The variables are those of torch's ``elastic/agent/server/ap
 
 from __future__ import annotations
 
+import inspect
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from lightning_elastic_zero.coordination import leave_shared_store
 from lightning_elastic_zero.errors import UnsupportedError
 
 RANKS, RANKS_OF_NODE, NODES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"
 """Environment variables that torchrun sets for each rank."""
+
+JOB = "TORCHELASTIC_RUN_ID"
+"""The one by which torch and Lightning know that torchrun has started a process."""
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+"""How long ranks that torchrun has started wait in a collective, unless the user says otherwise.
+
+The workers of a node that falls silent (stopped, or cut off) do not end, and its agent neither: the
+other agents hear of it when their own workers give up. Lightning's half an hour is longer than an
+agent waits for anything: 10 minutes for others to join, 5 for them to end.
+"""
 
 _TOLD = "nodes_told"
 
@@ -68,6 +82,28 @@ def devices_of_node(
     if told and told[0].type == "cpu":
         return [torch.device("cpu", index) for index in range(len(told))]
     return told
+
+
+def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
+    """Set the timeout of collectives among a strategy's options, where torchrun has started it.
+
+    LightningCLI hands every option over, also those that nobody has set: Lightning's default is
+    taken for not set.
+    """
+    default = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
+    if JOB in os.environ and options.get("timeout", default) == default:
+        options["timeout"] = COLLECTIVE_TIMEOUT
+    return options
+
+
+def prepare_to_meet(strategy: DeepSpeedStrategy) -> None:
+    """Let ranks meet where no world has met before them; collective, before they are connected.
+
+    Raises:
+        RanksError: ranks did not come.
+    """
+    if _is_launched(strategy):
+        leave_shared_store(COLLECTIVE_TIMEOUT.total_seconds())
 
 
 def _is_launched(strategy: DeepSpeedStrategy) -> bool:

@@ -17,6 +17,7 @@ from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
 from lightning_elastic_zero.strategy_registry import register_names
+from lightning_elastic_zero.trainer import launched_world
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
@@ -25,7 +26,6 @@ from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver, mak
 from lightning_elastic_zero.trainer.dataloader_resume import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.last_fit import LastFit
-from lightning_elastic_zero.trainer.launched_world import NodesOfJob, devices_of_node
 from lightning_elastic_zero.trainer.lightning_internals import (
     RESUME_END,
     check_lightning_release,
@@ -87,7 +87,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     _accumulation: GradientAccumulation  # of one fit, as the next ones
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
-    num_nodes = NodesOfJob()  # as torchrun has started them
+    num_nodes = launched_world.NodesOfJob()  # as torchrun has started them
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         absent_timeout_s: float = ABSENT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        later = split_parent_options(type(self), kwargs)
+        later = split_parent_options(type(self), launched_world.limit_waiting(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
         self._resumer = RunResumer(on_unresumable_data)
@@ -161,7 +161,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def parallel_devices(self) -> list[torch.device] | None:
         """The devices of this node: as many as torchrun has started ranks, or as configured."""
-        return devices_of_node(self, self._parallel_devices)
+        return launched_world.devices_of_node(self, self._parallel_devices)
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
@@ -171,6 +171,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         self._warning_filters.begin()
         check_config(self.config or {})  # before a model is made by it
+        launched_world.prepare_to_meet(self)
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
             # The parent refuses all but CUDA here, and else does what its own parent does.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -73,3 +75,16 @@ def test_another_environment_is_left_alone(torchrun: Start) -> None:
     torchrun(2, 3)
     made = trainer(plugins=[LightningEnvironment()])
     assert (made.num_nodes, made.num_devices) == (1, 1)
+
+
+@pytest.mark.parametrize(("given", "taken"), [(None, 5), (30, 5), (31, 31), (2, 2)])
+def test_collectives_wait_less_than_an_agent(
+    given: int | None, taken: int, torchrun: Start
+) -> None:
+    """Under torchrun, unless the user says otherwise; LightningCLI passes Lightning's default."""
+    options: dict[str, Any] = {} if given is None else {"timeout": timedelta(minutes=given)}
+    outside = ElasticDeepSpeedStrategy(**options)
+    torchrun(2, 1)
+    launched = ElasticDeepSpeedStrategy(**options)
+    assert launched._timeout == timedelta(minutes=taken)
+    assert outside._timeout == timedelta(minutes=given or 30)

@@ -1,0 +1,117 @@
+"""A store of a world's own, agreed upon in one that may hold what earlier worlds have left.
+
+torchrun's agent hosts one store for all worlds of its workers, one after another. What a killed
+world has written there is taken for the new one's: gloo connects to addresses where nobody listens
+any more, and counters go on where they stood. So the new ranks agree there on a port of rank 0's
+machine, and meet at that.
+
+Each rank but the first leaves a word of its own, and rank 0 answers to each word that it finds,
+also to those of ranks that are long gone: to these nobody listens. It is done when every rank has
+said, below the answer, that it has read it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from lightning_elastic_zero.errors import RanksError
+from lightning_elastic_zero.text import format_ranks
+
+_PAUSE_S = 0.05
+"""From one look of rank 0 to its next."""
+
+_PREFIX = "elastic-zero/meeting"
+
+
+SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's variable: whether the store at ``MASTER_PORT`` is that of the agent."""
+
+
+def leave_shared_store(timeout_s: float) -> None:
+    """Let this process's group meet in a store of its own, if the agent shares its one; collective.
+
+    The environment says afterwards what it says where agents do not share: rank 0 hosts the store.
+
+    Raises:
+        RanksError: ranks did not come, or rank 0 did not answer.
+    """
+    if os.environ.get(SHARED) != str(True) or dist.is_initialized():
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = agree_on_port(store, rank, world_size, timeout_s)
+    os.environ.update({"MASTER_PORT": str(found), SHARED: str(False)})
+
+
+def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) -> int:
+    """Return a free port of rank 0's machine; collective.
+
+    Args:
+        store: that of the agent, in which earlier worlds may have agreed as well.
+        rank: this one.
+        world_size: how many ranks there are.
+        timeout_s: how long ranks wait for each other.
+
+    Raises:
+        RanksError: ranks did not come, or rank 0 did not answer.
+    """
+    if rank == 0:
+        return _invite(store, world_size, timeout_s)
+    word = uuid.uuid4().hex
+    store.set(f"{_PREFIX}/word/{rank}", word)
+    answer = f"{_PREFIX}/answer/{word}"
+    try:
+        store.wait([answer], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        msg = (
+            f"rank {rank} of {world_size}: no answer of rank 0 in {timeout_s:g} s, where the ranks "
+            "that torchrun has started agree on where to meet. Look for why rank 0 ended; or start "
+            "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which does without."
+        )
+        raise RanksError(msg) from error
+    meeting, _, port = store.get(answer).decode().partition(" ")
+    store.set(f"{_PREFIX}/{meeting}/{rank}", "read")
+    return int(port)
+
+
+def _invite(store: Store, world_size: int, timeout_s: float) -> int:
+    """Answer all ranks until they have read it; return the port."""
+    meeting, port = uuid.uuid4().hex, _free_port()
+    answered: dict[int, str] = {}
+    absent = set(range(1, world_size))
+    end_s = time.monotonic() + timeout_s
+    while absent:
+        for rank in sorted(absent):
+            if store.check([f"{_PREFIX}/{meeting}/{rank}"]):
+                absent.discard(rank)
+            elif store.check([key := f"{_PREFIX}/word/{rank}"]):
+                word = store.get(key).decode()
+                if answered.get(rank) != word:
+                    store.set(f"{_PREFIX}/answer/{word}", f"{meeting} {port}")
+                    answered[rank] = word
+        if absent and time.monotonic() > end_s:
+            msg = (
+                f"{format_ranks(absent)} of {world_size} did not come in {timeout_s:g} s to where "
+                "the ranks that torchrun has started agree on where to meet. Look for why they "
+                "ended. If nodes have joined or left before: an agent that shares its store sends "
+                "ranks to that of a node that is gone; start torchrun with "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
+            )
+            raise RanksError(msg)
+        time.sleep(_PAUSE_S)
+    return port
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])

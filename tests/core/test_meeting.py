@@ -1,0 +1,82 @@
+"""Ranks agree where to meet, in a store that worlds before them have written into."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_elastic_zero.coordination.meeting import agree_on_port
+from lightning_elastic_zero.errors import RanksError
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Yield the port of a store like that of torchrun's agent."""
+    port = free_port()
+    store = connect(port, hosts=True)
+    yield port
+    del store
+
+
+def connect(port: int, *, hosts: bool = False) -> TCPStore:
+    """Return a rank's connection."""
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=hosts,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=HANG_TIMEOUT_S),
+    )
+
+
+def meet(port: int, ranks: range) -> list[int]:
+    """Let the ranks of a world come, the last ones first; return what each has agreed on."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        calls = [
+            threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
+            for rank in reversed(ranks)
+        ]
+        return [call.result() for call in calls]
+
+
+def test_worlds_one_after_another_agree_each_for_itself(port: int) -> None:
+    """All ranks have one port, and never that of a world before, also of another size."""
+    found = [meet(port, range(world)) for world in (3, 3, 2, 4, 1, 3)]
+    assert all(len(set(of_world)) == 1 for of_world in found)
+    assert len({of_world[0] for of_world in found}) == len(found)
+
+
+def test_a_rank_that_was_killed_is_not_taken_for_the_new_one(port: int) -> None:
+    """What it asked is answered, but rank 0 waits until the one that lives has heard it."""
+    connect(port).set("elastic-zero/meeting/word/1", "of a rank that is dead")
+    done = threading.Event()
+    found: list[int] = []
+
+    def first() -> None:
+        found.append(agree_on_port(connect(port), 0, 2, HANG_TIMEOUT_S))
+        done.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    store = connect(port)
+    store.wait(["elastic-zero/meeting/answer/of a rank that is dead"])
+    assert not done.is_set()
+    found.append(agree_on_port(store, 1, 2, PROMPT_TIMEOUT_S))
+    thread.join()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "named"), [(0, "ranks 1, 2 of 3 did not come"), (2, "no answer of rank 0")]
+)
+def test_who_does_not_come_is_named(rank: int, named: str, port: int) -> None:
+    """And so is torchrun's setting by which there is nothing to agree on."""
+    with pytest.raises(RanksError, match=f"(?s){named}.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        agree_on_port(connect(port), rank, 3, 0.2)
