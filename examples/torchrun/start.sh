@@ -12,7 +12,7 @@ here=$(dirname "$0")
 
 # Each world meets in a store of its own. By default an agent shares one store with all worlds of its
 # workers: a node that joins finds no address in it, and the others find that of a node that is gone.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes="1:${NODES:-4}" \

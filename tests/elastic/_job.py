@@ -26,12 +26,8 @@ EXAMPLE = ROOT / "examples" / "torchrun"
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
 """A node that is gone is known to be after 8 s, in the place of 15."""
 
-COLLECTIVE_TIMEOUT = "0:00:20"
-"""How long ranks wait for one whose node is silent: shorter than anybody would set it."""
-
 GLOBAL_BATCH, SAMPLES, EPOCHS, SAVE_EVERY = 48, 480, 3, 5
 STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
-NAMES = ("epoch", "step")
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -60,6 +56,11 @@ class Job:
     folder: Path
     port: int
     more: tuple[str, ...] = ()
+    """Further arguments of the example."""
+
+    own_settings: dict[str, str] = field(default_factory=dict)
+    """Further environment of the nodes."""
+
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
 
@@ -94,6 +95,7 @@ class Job:
             "ADDRESS": f"127.0.0.{node + 2}",
             "RENDEZVOUS": RENDEZVOUS,
             "GLOO_SOCKET_IFNAME": "lo",
+            **self.own_settings,
         }
 
     def processes(self, node: int, *, agent: bool) -> list[psutil.Process]:
@@ -115,7 +117,38 @@ class Job:
     def kill(self, *nodes: int) -> float:
         """Kill nodes, agents and workers at once; return when."""
         self.killed.update(nodes)
-        return min(self.signal(node, signal.SIGKILL) for node in nodes)
+        now = min([self.signal(node, signal.SIGKILL) for node in nodes])
+        for node in nodes:
+            self.agents[node].wait(HANG_TIMEOUT_S)
+        return now
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the example saves."""
+        return self.folder / "checkpoints"
+
+    def last_step(self) -> int:
+        """Return the step of the newest published checkpoint; 0: there is none."""
+        name = (self.checkpoints / "last.ckpt").resolve().stem
+        return int(name.rpartition("=")[2]) if "=" in name else 0
+
+    def stop_in_a_save(self, node: int) -> None:
+        """Stop the workers of rank 0's node in the midst of a save, which is not published then."""
+
+        def stopped() -> bool:
+            if not self.unpublished():
+                return False
+            self.signal(node, signal.SIGSTOP, agent=False)
+            if self.unpublished():
+                return True
+            self.signal(node, signal.SIGCONT, agent=False)
+            return False
+
+        self.wait_until(stopped, "save")
+
+    def unpublished(self) -> list[Path]:
+        """Return the hidden folders of saves that go on or have died."""
+        return list(self.checkpoints.glob(".zero-staging-*"))
 
     def hold(self, step: int) -> None:
         """Let ranks wait at the end of a step, until ``go_on``."""

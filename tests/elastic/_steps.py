@@ -79,17 +79,17 @@ def check_steps(lines: list[Line], undisturbed: Mapping[int, Step]) -> None:
         assert step.loss == pytest.approx(undisturbed[number].loss, rel=1e-5), f"step {number}"
 
 
-def steps_taken_again(lines: list[Line]) -> list[int]:
-    """Return for each world after the first how many steps before it were lost."""
+def steps_taken_again(lines: list[Line]) -> dict[float, int]:
+    """Return, by when a world after the first one started, how many steps were lost before it."""
     starts: dict[str, Line] = {}
     for line in lines:
         if not line.is_step:
             starts.setdefault(line.met_at, line)
-    found = []
-    for met_at, start in starts.items():
+    _, *later = starts.values()
+    found = {}
+    for start in later:
         before = [line.step for line in lines if line.is_step and line.time < start.time]
-        if before and all(line.met_at != met_at for line in lines if line.time < start.time):
-            found.append(max(before) - start.step)
+        found[start.time] = max(before, default=0) - start.step
     return found
 
 

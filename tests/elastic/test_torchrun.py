@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.elastic._job import EXAMPLE, SAVE_EVERY, STEPS, Job, arguments, job
+from tests.elastic._namespaces import can_make_namespaces, job_in_namespaces
 from tests.elastic._steps import (
     Step,
     check_steps,
@@ -38,6 +40,11 @@ AT = 12
 LATER = 22
 """A step after which something happens for a second time; the last save was at step 20."""
 
+TIMEOUT = "--trainer.strategy.init_args.timeout=0:00:20"
+"""How long ranks wait for one whose node is silent: shorter than anybody would set it."""
+
+MINUTE_S = 60.0
+
 
 @pytest.fixture(scope="module")
 def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
@@ -60,17 +67,32 @@ def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) ->
     lines = nodes.lines()
     check_steps(lines, undisturbed)
     again = steps_taken_again(lines)
-    assert max(again) <= SAVE_EVERY
+    assert max(again.values()) <= SAVE_EVERY
     events = EventAccumulator(str(nodes.folder))
     events.Reload()
     assert {event.step for event in events.Scalars("train_loss")} == set(range(STEPS))
-    checkpoints = nodes.folder / "checkpoints"
-    assert (checkpoints / "last.ckpt").resolve().name == f"epoch=2-step={STEPS}.ckpt"
-    assert [path.name for path in checkpoints.glob("last*")] == ["last.ckpt"]
+    assert nodes.last_step() == STEPS
+    assert [path.name for path in nodes.checkpoints.glob("last*")] == ["last.ckpt"]
+    assert not nodes.unpublished()
     assert not list(nodes.folder.glob("version_*"))
     ELASTIC.count(event, "tried")
-    ELASTIC.count(event, "steps taken again", sum(again))
+    lost = next(steps for start, steps in again.items() if start > since)
+    ELASTIC.count(event, "steps taken again", lost)
     ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
+
+
+def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """A new folder, and one that holds an unpublished save alone: a fresh start, which is said."""
+    with job(tmp_path / "run") as nodes:
+        nodes.start(FIRST)
+        nodes.stop_in_a_save(FIRST)
+        since = nodes.signal(FIRST, signal.SIGKILL, agent=False)
+        nodes.finish()
+        first, second = re.findall("No checkpoint was loaded: .*", nodes.log_of(FIRST))
+        assert first == "No checkpoint was loaded: training starts from step 0."
+        lies = f" In {nodes.checkpoints} lie saves that were killed before they were published."
+        assert second == first + lies
+        check_job(nodes, undisturbed, "lose a worker in the first save", since)
 
 
 def lose_a_worker(nodes: Job) -> float:
@@ -138,3 +160,67 @@ def test_a_node_that_comes_back(undisturbed: Undisturbed, tmp_path: Path) -> Non
         nodes.go_on(LATER)
         nodes.finish()
         check_job(nodes, undisturbed, "a node comes back", since)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
+def test_a_node_killed_in_a_save(
+    background: bool, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The one of rank 0, which publishes: the rest goes on from the checkpoint before."""
+    way = f"--trainer.strategy.init_args.async_save={str(background).lower()}"
+    with job(tmp_path / "run", way) as nodes:
+        nodes.start(FIRST, SECOND)
+        nodes.wait_until(lambda: nodes.last_step() == 2 * SAVE_EVERY, "checkpoint")
+        nodes.stop_in_a_save(FIRST)
+        since = nodes.kill(FIRST)
+        nodes.finish()
+        kind = "background" if background else "blocking"
+        check_job(nodes, undisturbed, f"lose the first node in a {kind} save", since)
+
+
+@pytest.mark.long
+def test_a_node_that_stops_for_a_minute(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The rest goes on without it when a collective times out; it joins again when it wakes."""
+    with job(tmp_path / "run", TIMEOUT) as nodes:
+        nodes.hold(AT)
+        nodes.hold(LATER)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        since = nodes.signal(SECOND, signal.SIGSTOP)
+        nodes.go_on(AT)
+        nodes.wait_for_step(LATER, world=1)
+        time.sleep(max(0.0, since + MINUTE_S - time.time()))
+        woken = nodes.signal(SECOND, signal.SIGCONT)
+        nodes.wait_for_start(world=2, since=woken)
+        nodes.go_on(LATER)
+        nodes.finish()
+        check_job(nodes, undisturbed, "a node stops for a minute", since)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not can_make_namespaces(), reason="no rights to make network namespaces")
+def test_a_node_that_is_cut_off(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The rest goes on without it, and it can neither train nor save on its own."""
+    with job_in_namespaces(tmp_path / "run", (FIRST, SECOND), TIMEOUT) as nodes:
+        nodes.hold(AT)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        since = nodes.cut_off(SECOND)
+        nodes.go_on(AT)
+        nodes.finish()
+        check_job(nodes, undisturbed, "a node's network is cut", since)
+
+
+@pytest.mark.long
+def test_agents_that_share_their_store(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """As torchrun has it by default: a world does not take for its own what one before it wrote."""
+    with job(tmp_path / "run") as nodes:
+        nodes.own_settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
+        nodes.hold(AT)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        since = lose_a_worker(nodes)
+        nodes.go_on(AT)
+        nodes.finish()
+        check_job(nodes, undisturbed, "lose a worker, the store shared", since)
