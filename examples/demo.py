@@ -116,6 +116,7 @@ def main() -> int:
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1
     print(f"All held, in {time.monotonic() - started_s:.0f} s.")
+    print("Does it hold on your machines? lightning-elastic-zero selftest --dir DIR")
     return 0
 
 

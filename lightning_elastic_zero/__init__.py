@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.checkpoint import CheckpointStats, LoadResult
     from lightning_elastic_zero.formats.dumps import describe_dumps
     from lightning_elastic_zero.manifest import Manifest
+    from lightning_elastic_zero.selftest.run import run_selftest
     from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
@@ -67,6 +68,7 @@ __all__ = [
     "load_checkpoint",
     "newest_sound_checkpoint",
     "plan_resume",
+    "run_selftest",
     "save_checkpoint",
     "verify_checkpoint",
 ]
@@ -87,6 +89,7 @@ _MODULE_OF_NAME = {
     "load_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
     "plan_resume": "lightning_elastic_zero.tools.resume_plan",
+    "run_selftest": "lightning_elastic_zero.selftest.run",
     "save_checkpoint": "lightning_elastic_zero.api",
     "verify_checkpoint": "lightning_elastic_zero.tools.verification",
 }

@@ -1,4 +1,4 @@
-"""The command ``lightning-elastic-zero``: a thin cover over ``lightning_elastic_zero.tools``.
+"""The command ``lightning-elastic-zero``: a thin cover over ``tools`` and ``selftest``.
 
 Exit codes: 0, done, or yes; 1, no (a checkpoint is damaged, two differ); 2, it could not be done,
 or was asked wrongly. What a verb needs is imported when it runs: torch alone takes a second.
@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.tools.shell_completion import SHELLS, completion_script
@@ -73,7 +73,8 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-elastic-zero",
         description="Look into checkpoints of every kind that the library reads, prove them, "
-        "compare them, and take them elsewhere. No GPU and no process group is needed.",
+        "compare them, and take them elsewhere: no GPU and no process group is needed. And find "
+        "out whether saving and loading hold on a machine.",
         version=_version(),
         default_env=False,
     )
@@ -342,6 +343,35 @@ def _plan(args: Namespace) -> int:
     return YES if plan.is_possible else NO
 
 
+# -- selftest --------------------------------------------------------------------------------------
+
+
+def _add_selftest(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dir", type=str, required=True, help="where a run would save its checkpoints")
+    add("--json", action="store_true", help="all of it as JSON")
+    add("--timeout", type=PositiveFloat, default=600.0, help="seconds for each world of processes")
+
+
+def _selftest(args: Namespace) -> int:
+    from lightning_elastic_zero.selftest.report import report_lines
+    from lightning_elastic_zero.selftest.run import reports_here, run_selftest
+
+    speaks = reports_here()
+
+    def on_phase(text: str) -> None:
+        if speaks and sys.stderr.isatty():
+            print(f"selftest: {text}", file=sys.stderr)
+
+    report = run_selftest(args.dir, world_timeout_s=args.timeout, on_phase=on_phase)
+    if speaks:
+        lines = [json.dumps(report.to_plain(), indent=1)] if args.json else report_lines(report)
+        print("\n".join(lines), flush=True)
+        for sentence in report.failures():
+            print(sentence, file=sys.stderr)
+    return YES if report.holds else NO
+
+
 _VERBS = {
     "inspect": (_add_inspect, "what a checkpoint is and holds"),
     "verify": (_add_verify, "whether checkpoints are whole, every byte of them"),
@@ -349,6 +379,7 @@ _VERBS = {
     "diff": (_add_diff, "what differs between two checkpoints"),
     "convert": (_add_convert, "write a checkpoint as other software reads it"),
     "plan": (_add_plan, "what a resume on so many devices would read and take"),
+    "selftest": (_add_selftest, "whether saving and loading hold here: run it first on a cluster"),
 }
 
 _RUN = {
@@ -358,4 +389,5 @@ _RUN = {
     "diff": _diff,
     "convert": _convert,
     "plan": _plan,
+    "selftest": _selftest,
 }

@@ -14,10 +14,14 @@ from lightning_elastic_zero.errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 
-def use_accelerator(name: str) -> None:
+def use_accelerator(name: str, *, compiles: bool = True) -> None:
     """Have DeepSpeed use the accelerator that the trainer uses: ``"cpu"`` or ``"cuda"``.
 
     DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by what it finds.
+
+    Args:
+        name: the accelerator.
+        compiles: whether to wait, where need be, while DeepSpeed compiles what speeds gloo up.
 
     Raises:
         UnsupportedError: it has decided otherwise already.
@@ -33,20 +37,31 @@ def use_accelerator(name: str) -> None:
         )
         raise UnsupportedError(msg)
     if name == "cpu":
-        _do_without_shared_memory_op(get_accelerator())
+        _do_without_shared_memory_op(get_accelerator(), tries=compiles)
 
 
-def _do_without_shared_memory_op(accelerator: Any) -> None:  # noqa: ANN401 (untyped library)
+def _do_without_shared_memory_op(
+    accelerator: Any,  # noqa: ANN401 (untyped library)
+    *,
+    tries: bool,
+) -> None:
     """Make DeepSpeed start on a machine that cannot compile its shared-memory collectives.
 
     They are an optional speed-up beside gloo, but ``init_distributed`` raises where they do not
     build. DeepSpeed consults its table of compatible ops first; what cannot be built is not.
+
+    Args:
+        accelerator: DeepSpeed's.
+        tries: whether they are built at all.
     """
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
     builder = accelerator.create_op_builder("ShareMemCommBuilder")
     table = ops.__compatible_ops__
     if builder is None or not table.get(builder.NAME, False):
+        return
+    if not tries:
+        table[builder.NAME] = False
         return
     try:
         builder.load()

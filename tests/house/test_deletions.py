@@ -33,6 +33,8 @@ NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_n
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
 EXPORTS = "tests/tools/test_convert.py::test_nothing_is_overwritten_and_"
 CAME_TO_EXPORT = "tests/tools/test_convert.py::test_a_file_that_came_meanwhile"
+SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_stay"
+SELFTEST_WORLDS = "tests/tools/test_selftest_worlds.py::test_it_holds_alone"
 CAME = RACES + "test_a_file_that_came_meanwhile"
 
 PLACES: dict[tuple[str, str, str], str] = {
@@ -116,6 +118,18 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/copying.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),
+    # -- selftest: in one folder, which it has made under a name that nothing else has
+    ("selftest/abilities.py", "_write_new", "path.open to write"): SELFTEST,
+    ("selftest/abilities.py", "_rename", "hidden.rename"): SELFTEST,
+    ("selftest/abilities.py", "_rename", "(place / 'new').replace"): SELFTEST,
+    ("selftest/abilities.py", "_exchange", "exchange_names"): SELFTEST,
+    ("selftest/abilities.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
+    ("selftest/own_folder.py", "leave_token", "(folder / token_name(rank)).open to write"): (
+        SELFTEST
+    ),
+    ("selftest/own_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
+    ("selftest/speeds.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
+    ("selftest/speeds.py", "_write", "path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps
     ("formats/dumps/describe.py", "_write", "hidden.unlink"): DUMPS,
     ("formats/dumps/describe.py", "_write", "hidden.replace"): DUMPS,
@@ -138,6 +152,7 @@ NOT_ON_DISK = {
     ("engine/step_hook.py", "remove", "handle.remove"),
     ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "with_copies", "copy.copy"),
+    ("selftest/report.py", "_cell", "shorten(text).replace"),
     ("json_records.py", "dump_with_digest", "text.replace"),
     ("json_records.py", "dump_with_digest", "mark.replace"),
     ("json_records.py", "has_valid_digest", "text.replace"),

@@ -26,6 +26,7 @@ PUBLIC = {
     "inspect_checkpoint",
     "newest_sound_checkpoint",
     "plan_resume",
+    "run_selftest",
     "verify_checkpoint",
     "load_checkpoint",
     "save_checkpoint",

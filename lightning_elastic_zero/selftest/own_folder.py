@@ -1,0 +1,83 @@
+"""The one folder that a selftest writes into, and what is left of it: nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage import check_local_path
+
+PREFIX = "zero-selftest-"
+"""Beginning of the folder's name: visible, so that a kill leaves nothing that nobody sees."""
+
+_TRIES, _PAUSE_S = 5, 1.0
+
+log = logging.getLogger(__name__)
+
+
+def usable_directory(directory: str | os.PathLike[str]) -> Path:
+    """Return the directory's absolute path, its links not resolved.
+
+    Raises:
+        SaveError: it is not there, or is no directory.
+        UnsupportedError: it is the address of a remote storage.
+    """
+    path = check_local_path(directory)
+    if not path.is_dir():
+        found = "is no directory" if os.path.lexists(path) else "is not there"
+        if path.is_symlink():
+            found = f"is a link to {path.readlink()}, which is no directory, or not there"
+        msg = f"{path} {found}: name a directory in which a run would save its checkpoints"
+        raise SaveError(msg)
+    return path
+
+
+@contextmanager
+def own_folder(directory: Path) -> Iterator[Path]:
+    """Make a new folder in a directory, and remove it with all that is in it, however this ends.
+
+    Raises:
+        SaveError: it cannot be made.
+    """
+    folder = directory / f"{PREFIX}{uuid.uuid4().hex[:12]}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        msg = (
+            f"{directory} cannot be written ({error.strerror or error}): no checkpoint can be "
+            "saved there; see its permissions, and whether it is mounted read-only"
+        )
+        raise SaveError(msg) from error
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def leave_token(folder: Path, rank: int) -> None:
+    """Leave a file for the other ranks to see."""
+    with (folder / token_name(rank)).open("xb"):
+        pass
+
+
+def token_name(rank: int) -> str:
+    """Return the name of what a rank leaves for the others."""
+    return f"seen-by-{rank}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove it; a file that another host has open comes back under another name for a while."""
+    for left in reversed(range(_TRIES)):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return
+        if left:
+            time.sleep(_PAUSE_S)
+    log.warning("%s could not be removed: it may be deleted.", folder)

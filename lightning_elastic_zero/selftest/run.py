@@ -1,0 +1,150 @@
+"""``selftest``: whether it holds here. The story, as all who start workers tell it together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from lightning_elastic_zero.coordination import OneRank, Ranks, Timeouts
+from lightning_elastic_zero.coordination.launched_ranks import launched_ranks, launched_world_size
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.selftest.directory_rows import directory_rows
+from lightning_elastic_zero.selftest.engine_rows import Starters, engine_rows, unchecked_rows
+from lightning_elastic_zero.selftest.own_folder import own_folder, usable_directory
+from lightning_elastic_zero.selftest.report import SelftestReport
+from lightning_elastic_zero.selftest.setting import (
+    Setting,
+    device_kind,
+    device_name,
+    file_system,
+    gpu_count,
+)
+from lightning_elastic_zero.selftest.worlds import measured_bytes, plan_worlds
+from lightning_elastic_zero.tools.progress import format_bytes
+
+WORLD_TIMEOUT_S = 600.0
+"""How long a world of workers may take: what hangs is killed then."""
+
+_COPIES = 4
+"""What lies in the folder at once, as a multiple of what is measured: with room to spare."""
+
+_MEET_S = 120.0
+"""How long who starts workers may work without a sign of it."""
+
+
+def run_selftest(
+    directory: str | os.PathLike[str],
+    *,
+    world_timeout_s: float = WORLD_TIMEOUT_S,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> SelftestReport:
+    """Find out whether saving and loading hold on this machine, or cluster, and in a directory.
+
+    It makes small engines in processes of its own, at all ZeRO stages, saves them blocking and in
+    the background, loads them on another number of devices and compares every bit; tries what the
+    directory can do; times a save beside a raw write and a copy; kills a process during a save and
+    looks at the checkpoint before it. All that it writes is in one folder in the directory, which
+    is removed in the end.
+
+    Called in one process, it starts all ranks by itself: one for each GPU, or 2, 3 and 1 on
+    processors. Called in each rank of torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` are set), each starts one rank of every world, on its own device.
+
+    Args:
+        directory: where a run would save its checkpoints, on a disk that all ranks share.
+        world_timeout_s: how long each of the three worlds of processes may take, in seconds.
+        on_phase: told what is being done.
+
+    Returns:
+        ``SelftestReport``: the same on every rank. What does not hold is a row in it, no exception.
+
+    Raises:
+        SaveError: there is no such directory, it cannot be written, or has too little room.
+        UnsupportedError: it is the address of a remote storage, or the device is unknown.
+        RanksError: another rank of torchrun has failed, or is lost.
+    """
+    with _terminable(), _starters(world_timeout_s) as ranks:
+        path = ranks.run_all("selftest: look at the directory", lambda: usable_directory(directory))
+        setting = _setting(ranks, path)
+        with ExitStack() as opened:
+            folder = _make_folder(ranks, path, setting, opened)
+            on_phase("trying out the directory")
+            rows = directory_rows(ranks, folder, setting)
+            if any(row.result == "FAILS" for row in rows):
+                rows += unchecked_rows(setting, "the directory does not hold, as is said above")
+            else:
+                rows += engine_rows(Starters(ranks, folder, world_timeout_s, on_phase), setting)
+    return SelftestReport(setting.described(), tuple(rows))
+
+
+def reports_here() -> bool:
+    """Whether this process is the one that shows the report: all ranks have it."""
+    return not launched_world_size() or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM, by which launchers end ranks, clean up as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _starters(world_timeout_s: float) -> Iterator[Ranks]:
+    """Return those who start workers: the ranks of a launcher, or this process alone."""
+    if launched_world_size() <= 1:
+        yield OneRank()
+        return
+    times = Timeouts(absent_timeout_s=world_timeout_s + _MEET_S, stall_timeout_s=_MEET_S)
+    with launched_ranks(times, "elastic-zero selftest") as ranks:
+        yield ranks
+
+
+def _setting(ranks: Ranks, path: Path) -> Setting:
+    """Return where this runs, of all starters. Collective."""
+    kind = device_kind()
+    local = int(os.environ.get("LOCAL_RANK", "0")) if ranks.world_size > 1 else 0
+    own = {"host": socket.gethostname(), "device": device_name(kind, local)}
+    found = ranks.all_gather("selftest: look around", lambda: own)
+    return Setting(
+        directory=path,
+        device=kind,
+        device_names=tuple(sorted({of_rank["device"] for of_rank in found})),
+        hosts=len({of_rank["host"] for of_rank in found}),
+        launched=launched_world_size(),
+        worlds=plan_worlds(launched_world_size(), gpu_count(kind)),
+        file_system=file_system(path),
+    )
+
+
+def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) -> Path:
+    """Have rank 0 make the folder, and remove it in the end; return it on every rank."""
+
+    def make() -> str:
+        needed_bytes = _COPIES * measured_bytes(setting.worlds.saves) * setting.worlds.saves
+        free_bytes = shutil.disk_usage(path).free
+        if free_bytes < needed_bytes:
+            msg = (
+                f"{path} has room for {format_bytes(free_bytes)}, and the selftest wants "
+                f"{format_bytes(needed_bytes)} for a while: free some, or name another directory"
+            )
+            raise SaveError(msg)
+        return str(opened.enter_context(own_folder(path)))
+
+    return Path(ranks.broadcast("selftest: make a folder", make))

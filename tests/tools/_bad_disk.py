@@ -1,0 +1,41 @@
+"""A disk that refuses some calls, for processes that are started with it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.timeouts import HANG_TIMEOUT_S
+
+SOURCE = Path(__file__).with_name("bad_disk.c")
+
+
+def bad_disk_library(folder: Path) -> Path:
+    """Compile the library that makes a disk bad.
+
+    Raises:
+        pytest.skip.Exception: there is no C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("a bad disk needs a C compiler")
+    library = folder / "bad_disk.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
+    subprocess.run(command, check=True, timeout=HANG_TIMEOUT_S)
+    return library
+
+
+def bad_disk(library: Path, directory: Path, refused: Mapping[str, int]) -> dict[str, str]:
+    """Return the environment of a process for which calls fail below a directory.
+
+    Args:
+        library: see ``bad_disk_library``.
+        directory: where they do.
+        refused: calls, and the numbers of the errors that they end with.
+    """
+    calls = ",".join(f"{call}={number}" for call, number in refused.items())
+    return {"LD_PRELOAD": str(library), "BAD_DISK": str(directory), "BAD_CALLS": calls}
