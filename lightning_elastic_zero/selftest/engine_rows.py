@@ -95,24 +95,23 @@ def engine_rows(starters: Starters, setting: Setting) -> list[Row]:
     on_phase(f"loading on {worlds.returns}")
     returns = starters.run("load_again", worlds.returns, setting, loads.states())
     found = Found(saves, loads, returns, kept, unpublished)
-    return rows_of(found, setting)
+    return _world_rows(found, worlds) + _uncovered_rows(setting)
 
 
 def unchecked_rows(setting: Setting, why: str) -> list[Row]:
     """Return the rows where no world has run."""
-    return [Row(row.what, "not checked", why) for row in rows_of(Found(), setting)]
+    rows = [Row(row.what, "not checked", why) for row in _world_rows(Found(), setting.worlds)]
+    return rows + _uncovered_rows(setting)
 
 
-def rows_of(found: Found, setting: Setting) -> list[Row]:
+def _world_rows(found: Found, worlds: Worlds) -> list[Row]:
     """Return the rows of what was found."""
-    worlds = setting.worlds
-    rows = [
+    return [
         *_process_rows(found, worlds),
         *_load_rows(found, worlds),
         *_kill_rows(found, worlds),
         *_figure_rows(found, worlds),
     ]
-    return rows + _uncovered_rows(setting)
 
 
 def _uncovered_rows(setting: Setting) -> list[Row]:
@@ -122,13 +121,8 @@ def _uncovered_rows(setting: Setting) -> list[Row]:
         one = "there is one device: start it under torchrun on more, or where there are more"
         rows.append(Row("another number of devices", "not checked", one))
     if setting.device == "cpu":
-        rows.append(
-            Row(
-                "on GPUs",
-                "not checked",
-                "processors were used: torch sees no GPU here, or DS_ACCELERATOR=cpu is set",
-            )
-        )
+        why = "processors were used: torch sees no GPU here, or DS_ACCELERATOR=cpu is set"
+        rows.append(Row("on GPUs", "not checked", why))
     else:
         how = "GPUs were used: DS_ACCELERATOR=cpu makes it use processors"
         rows.append(Row("on processors", "not checked", how))

@@ -34,6 +34,8 @@ WORLD_TIMEOUT_S = 600.0
 _COPIES = 4
 """What lies in the folder at once, as a multiple of what is measured: with room to spare."""
 
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
 _MEET_S = 120.0
 """How long who starts workers may work without a sign of it."""
 
@@ -90,19 +92,22 @@ def reports_here() -> bool:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Have SIGTERM, by which launchers end ranks, clean up as Ctrl-C does."""
+    """Have SIGTERM, by which launchers end ranks, clean up as Ctrl-C does; a second one waits."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(*_: object) -> None:
+        for number in _INTERRUPTS:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in _INTERRUPTS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -40,6 +40,8 @@ _START = (
 
 _POLL_S = 0.1
 
+_KILL_S = 10.0
+
 _LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_", "SLURM_", "OMPI_", "PMI_")
 """Beginnings of variables that speak of the starter's world, not of the workers'."""
 
@@ -52,7 +54,6 @@ class Worker:
     def __init__(self, rank: int, request: Request, variables: dict[str, str]) -> None:
         """Start it."""
         self.rank = rank
-        self.was_late = False
         with ExitStack() as opened:
             files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
             asked, self._told, self._log = files
@@ -76,7 +77,8 @@ class Worker:
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # The disk may hold it, for ever.
+            self.process.wait(_KILL_S)
         if self.process.stdin is not None:
             self.process.stdin.close()
         self._opened.close()

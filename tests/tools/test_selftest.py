@@ -26,7 +26,7 @@ from lightning_elastic_zero.selftest.abilities import (
     SYNC_NAMES,
 )
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
-from lightning_elastic_zero.selftest.engine_rows import unchecked_rows
+from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows, unchecked_rows
 from lightning_elastic_zero.selftest.messages import RankReport, Sender, WorldReport, read_report
 from lightning_elastic_zero.selftest.own_folder import PREFIX, own_folder, usable_directory
 from lightning_elastic_zero.selftest.report import Row, SelftestReport, report_lines
@@ -183,6 +183,17 @@ def test_a_directory_that_cannot_be_written(run: Run) -> None:
         pass
 
 
+def test_a_device_that_is_not_known(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed has more accelerators than are tested here: that is told, and nothing is made."""
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    code, out, err = run("selftest", "--dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert "DS_ACCELERATOR=xpu" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_bad_disk_ends_it_early(library: Path, tmp_path: Path) -> None:
     """A directory that does not hold fails by a sentence each; engines are not tried, nor held."""
     directory = tmp_path / "disk"
@@ -244,9 +255,13 @@ def test_a_row_is_a_line_of_the_table(rows: list[Row]) -> None:
 
 def test_nothing_that_was_not_run_holds(tmp_path: Path) -> None:
     """Where no engine was made, each of their rows is not checked, with the reason."""
-    rows = unchecked_rows(setting_of(tmp_path), "because")
+    nothing = _world_rows(Found(), plan_worlds(2, 0))
+    assert {row.result for row in nothing} == {"not checked"}
+    *rows, last = unchecked_rows(setting_of(tmp_path), "because")
     assert rows
     assert {(row.result, row.details) for row in rows} == {("not checked", "because")}
+    assert (last.what, last.result) == ("on GPUs", "not checked")
+    assert "processors were used" in last.details
 
 
 @pytest.mark.parametrize(

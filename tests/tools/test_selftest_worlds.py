@@ -137,6 +137,22 @@ def test_a_broken_load_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
+def test_what_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world that takes longer than it may is reported as such; nothing of it stays, or holds."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    report = run_selftest(tmp_path, world_timeout_s=0.01)
+    assert not report.holds
+    failed = [row for row in report.rows if row.result == "FAILS"]
+    assert {row.what.split(",")[0] for row in failed} == {"processes"}
+    assert len(failed) == 3
+    assert all("did not end in time, and was killed" in row.details for row in failed)
+    held = {row.what for row in report.rows if row.result == "holds"}
+    assert not [what for what in held if not what.startswith("directory")]
+    assert not list(tmp_path.iterdir())
+    assert not psutil.Process().children(recursive=True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_can_be_stopped(number: signal.Signals, tmp_path: Path) -> None:
