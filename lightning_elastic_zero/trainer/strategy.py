@@ -53,14 +53,13 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             accumulation follows, with the loader's ``batch_size``; the integers
             ``limit_train_batches`` and ``val_check_interval`` then count global batches.
         allow_uneven_batches (bool): where ``global_batch_size`` cannot be cut into equal
-            micro-batches, they may differ by a sample, each weighted by its size (the loss must be
-            a mean over samples). False: refuse, and name the device counts that fit.
+            micro-batches, they may differ by a sample, each weighted by its size (the loss has to
+            be a mean over samples). False: refuse, and name the device counts that fit.
         on_unresumable_data (str): where training data cannot be resumed in the middle of an epoch:
             ``"refuse"``, or ``"restart_epoch"``: that epoch's samples come once more.
         load_optimizer_state (bool): False: ``fit(ckpt_path=...)`` goes on from the saved weights
             with a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
-        load_hyperparameters (bool): False: learning rate, weight decay, betas, ... stay as this run
-            configures them, beside the restored moments; see docs/continuation.md.
+        load_hyperparameters (bool): False: learning rate, betas, ... stay as this run has them.
         strict_optimizer (bool): False: other parameters may be trained than when saved, in other
             groups: what is known is restored, new ones begin as they are; all are named.
         save_module_weights (bool): write the low-precision weights too, for tools that need them.
@@ -68,8 +67,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             no plain data. That can run code: only for checkpoints that you trust.
         fallback (bool): where ``fit(ckpt_path=...)`` is given a damaged checkpoint of this library,
             go on from the newest sound one before it, with a warning; else the error names it.
-        fingerprint (bool): each save records a number of the state, and each load compares what is
-            live with it: a resume says "the state is the one that was saved", or fails.
+        fingerprint (bool): saves record a number of their state, and loads compare it with theirs.
         rename (Mapping[str, str] | None): layers that had other names: see ``load_checkpoint``.
         async_save (bool): training waits for a copy of the state in host memory only, which is
             written and published in the background, some time after ``save_checkpoint`` has
