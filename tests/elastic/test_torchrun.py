@@ -81,6 +81,7 @@ def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) ->
     ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
 
 
+@pytest.mark.rotating_tests(1, group="in fresh processes")
 def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """A new folder, and one that holds an unpublished save alone: a fresh start, which is said."""
     with job(tmp_path / "run") as nodes:

@@ -15,7 +15,7 @@ from tests.faults._corruptions import KINDS, MANIFEST, Corruption, Damage
 from tests.faults._state_digests import read_digests
 from tests.tables import CORRUPTIONS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1, group="damage")]
 
 STAGES = ("1", "2", "3")
 

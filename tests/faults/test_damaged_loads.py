@@ -17,7 +17,7 @@ from tests.faults._damaged_loads import fit_from_each, load_each, save_two
 from tests.outcome import NOTHING
 from tests.tables import LOADS
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1, group="damage")]
 
 COUNTS = [len(KINDS), pytest.param(60, marks=pytest.mark.long)]
 

@@ -18,7 +18,7 @@ from tests.tools._checkpoints import make_state, manifest_of
 from tests.trainer._fingerprints import Told, fit, resume_with_a_flipped_bit
 from tests.trainer._fits import FitSpec
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
 
 SAME = "the state is the one that was saved (fingerprint "
 

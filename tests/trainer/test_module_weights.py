@@ -13,7 +13,7 @@ from tests.engine._worker_pool import Pools
 from tests.trainer import _module_weights
 from tests.trainer._fits import FitSpec, RegressionNet, error_of, fit
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
 
 BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 

@@ -22,7 +22,7 @@ from tests.trainer._recorded_runs import (
     from_step,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
