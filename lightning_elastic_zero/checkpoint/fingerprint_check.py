@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import xxhash
 
 from lightning_elastic_zero.checkpoint.live_fingerprint import STEP, live_fingerprint
 from lightning_elastic_zero.checkpoint.save_selection import state_to_save
@@ -20,7 +21,8 @@ from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.manifest import Group, Manifest
 from lightning_elastic_zero.state_fingerprint import Fingerprint
-from lightning_elastic_zero.tensor_state import dtype_name
+from lightning_elastic_zero.tensor_state import RankState, bit_sums, dtype_name
+from lightning_elastic_zero.text import format_ranks
 
 NOT_RECORDED = "its save recorded no fingerprint"
 
@@ -51,7 +53,22 @@ class Verdict:
     """In words, to be said behind what was loaded."""
 
 
-def check_loaded(saved: SavedState, live: LiveState, scope: RestoreScope, ranks: Ranks) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What this rank has to compare."""
+
+    manifest: Manifest
+    """What the engine says of itself, without what the save had left out."""
+    state: RankState
+    weights: str
+    """A digest of the weights that each rank has whole. Of buffers ranks may have others."""
+    matches: bool
+    """Whether the weights that forward reads are the masters, rounded."""
+
+
+def check_loaded(
+    saved: SavedState, live: LiveState, scope: RestoreScope, ranks: Ranks, step: str
+) -> Verdict:
     """Compare the live state with the number that its save recorded. Collective.
 
     Args:
@@ -59,6 +76,7 @@ def check_loaded(saved: SavedState, live: LiveState, scope: RestoreScope, ranks:
         live: what has become of it.
         scope: what of it was to be restored.
         ranks: who hold the live state together, and agree.
+        step: what they do, in words; alike on all ranks.
 
     Raises:
         CheckpointCorruptedError: it is another state; the message has both numbers.
@@ -67,17 +85,18 @@ def check_loaded(saved: SavedState, live: LiveState, scope: RestoreScope, ranks:
     if not saved.recorded:
         return Verdict("", NOT_RECORDED)
     recorded = _parsed(saved)
-    step = f"load {saved.where}: compare fingerprints"
-    why_not = ranks.broadcast(step, lambda: _why_not(saved, live, scope))
+    why_not = ranks.broadcast(f"{step}: compare", lambda: _why_not(saved, live, scope))
     if why_not["weights"] and why_not["optimizer"]:
         return Verdict("", f"not compared with the fingerprint of its save: {why_not['weights']}")
-    manifest = _as_saved(saved.manifest, live.describe(), with_optimizer=not why_not["optimizer"])
-    state = live.rank_state(exclude_frozen=False, keep_module_weights=False)
-    state = state_to_save(state, manifest, SaveOptions())
-    found = live_fingerprint(manifest, state, ranks, step)
+    with_optimizer = not why_not["optimizer"]
+    held = ranks.run_all(
+        f"{step}: look at the engine", lambda: _held(saved, live, with_optimizer=with_optimizer)
+    )
+    found = live_fingerprint(held.manifest, held.state, ranks, f"{step}: fingerprint")
     compared = [part for part in ("weights", "optimizer") if not why_not[part]]
     if any(getattr(found, part) != getattr(recorded, part) for part in compared):
         raise CheckpointCorruptedError(_difference(saved.where, compared, recorded, found))
+    _check_weights(saved.where, held, ranks, step)
     if len(compared) > 1:
         return Verdict(str(found), f"the state is the one that was saved (fingerprint {found})")
     (part,) = compared
@@ -98,6 +117,39 @@ def _parsed(saved: SavedState) -> Fingerprint:
     except ValueError as error:
         msg = f"{saved.where} records as its fingerprint what is none: {error}"
         raise CheckpointFormatError(msg) from error
+
+
+def _held(saved: SavedState, live: LiveState, *, with_optimizer: bool) -> _Held:
+    manifest = _as_saved(saved.manifest, live.describe(), with_optimizer=with_optimizer)
+    state = live.rank_state(exclude_frozen=False, keep_module_weights=True)
+    left_out = set(saved.manifest.excluded)
+    whole = [t for name, t in state.module_weights.items() if name not in left_out]
+    # Each by itself: they may be on different devices.
+    sums = [bit_sums([torch.view_as_real(t) if t.is_complex() else t]) for t in whole]
+    weights = xxhash.xxh3_64_hexdigest(repr((sums, state.replica_sums)).encode())
+    state = replace(state, module_weights={})
+    state = state_to_save(state, manifest, SaveOptions())
+    return _Held(manifest, state, weights, live.weights_match_masters())
+
+
+def _check_weights(where: str, held: _Held, ranks: Ranks, step: str) -> None:
+    """Compare what is no part of the number: what forward reads, and what all ranks have.
+
+    Raises:
+        CheckpointCorruptedError: a rank's weights are others than its masters, or than rank 0's.
+    """
+    of_ranks = ranks.all_gather(f"{step}: weights", lambda: [held.weights, held.matches])
+    others = [rank for rank, (weights, _) in enumerate(of_ranks) if weights != of_ranks[0][0]]
+    stale = [rank for rank, (_, matches) in enumerate(of_ranks) if not matches]
+    found = [f"{format_ranks(others)}: other weights than rank 0"] if others else []
+    found += [f"{format_ranks(stale)}: weights that are not the masters, rounded"] if stale else []
+    if found:
+        msg = (
+            f"{where} was loaded, and ranks do not hold what was: {'; '.join(found)}. Do not train "
+            "on it: the memory of a machine or this library is at fault. Resume on other machines, "
+            "and report it"
+        )
+        raise CheckpointCorruptedError(msg)
 
 
 def _as_saved(saved: Manifest, here: Manifest, *, with_optimizer: bool) -> Manifest:
@@ -121,6 +173,8 @@ def _why_not(saved: SavedState, live: LiveState, scope: RestoreScope) -> dict[st
         {**_weights(held), **_buffers(saved.buffers)},
         {**_weights(here), **_buffers(kept)},
     )
+    if held.groups and not live.keeps_masters():
+        weights = weights or "load_from_fp32_weights is false, so that the masters are rounded"
     if held.weights_only or not held.groups:
         return {"weights": weights, "optimizer": "it has none"}
     if not scope.optimizer_state:

@@ -134,7 +134,7 @@ def _load(
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
         filled.targets.commit(filled.values)
-        verdict = load.compare(scope, shared) if options.fingerprint else Verdict("", "")
+        verdict = load.compare(step, scope, shared) if options.fingerprint else Verdict("", "")
     bytes_read = ranks.gather(f"{step}: done", lambda: filled.bytes_read) or []
     seconds = time.monotonic() - began
     stats = CheckpointStats(
@@ -312,14 +312,14 @@ class _Load:
         )
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
-    def compare(self, scope: RestoreScope, shared: SharedState) -> Verdict:
+    def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
         """Compare what is live now with the fingerprint that the save recorded, if it did."""
         source = self.source
         renamed = isinstance(source, RenamedReader) and source.changes_names
         recorded = source.recorded_fingerprint
-        number = self.ranks.broadcast(f"load {self.where}: look for a fingerprint", recorded)
+        number = self.ranks.broadcast(f"{step}: look for a fingerprint", recorded)
         saved = SavedState(self.where, number, source.manifest, shared.buffers, renamed)
-        return check_loaded(saved, self.live, scope, self.ranks)
+        return check_loaded(saved, self.live, scope, self.ranks, step)
 
     def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
         """Return what is restored beside the buffers; weights alone begin a new run."""

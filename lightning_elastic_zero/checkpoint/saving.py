@@ -264,7 +264,7 @@ def write(
         )
         target = Path(first["path"])
         with staged[0].touch_regularly() if staged else nullcontext():
-            number = _fingerprint(contents, ranks, on_piece=lambda: on_bytes(0))
+            number = _fingerprint(contents, f"save {target}", ranks, lambda: on_bytes(0))
             written = ranks.gather(f"save {target}: write", write_files)
             published = ranks.broadcast(f"save {target}: publish", publish)
     except BaseException:
@@ -305,12 +305,14 @@ def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[
     return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
 
 
-def _fingerprint(contents: ShardContents, ranks: Ranks, on_piece: Callable[[], None]) -> str:
+def _fingerprint(
+    contents: ShardContents, step: str, ranks: Ranks, on_piece: Callable[[], None]
+) -> str:
     """Return the number of what all ranks are about to write, if it is wanted; collective."""
     if not contents.fingerprint:
         return ""
-    step = f"save {contents.target}: fingerprint"
-    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, on_piece))
+    manifest, state = contents.manifest, contents.state
+    return str(live_fingerprint(manifest, state, ranks, f"{step}: fingerprint", on_piece))
 
 
 def _await_staging(first: Mapping[str, Any], target: Path) -> Path:

@@ -39,6 +39,14 @@ class LiveState(Protocol):
         """Return what this rank holds, by reference."""
         ...
 
+    def weights_match_masters(self) -> bool:
+        """Whether this rank's trained weights are its masters, rounded; True without masters."""
+        ...
+
+    def keeps_masters(self) -> bool:
+        """Whether masters are restored as they were saved, and not rounded to the weights."""
+        ...
+
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent module buffers, by reference."""
         ...

@@ -46,7 +46,11 @@ def leave_shared_store(timeout_s: float) -> None:
     if os.environ.get(SHARED) != str(True) or dist.is_initialized():
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        msg = f"torchrun's store at {host}:{port} does not answer: its agent has ended: {error}"
+        raise RanksError(msg) from error
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = agree_on_port(store, rank, world_size, timeout_s)
     os.environ.update({"MASTER_PORT": str(found), SHARED: str(False)})

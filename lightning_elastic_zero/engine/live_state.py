@@ -158,6 +158,10 @@ class LiveEngine:
         offloaded = weights_are_offloaded(self._optimizer)
         return offloaded or all(starmap(weights_match, self._placed))
 
+    def keeps_masters(self) -> bool:
+        """Whether a load keeps what rounding to the low-precision weights would take away."""
+        return not self._wrapper or bool(self._engine.zero_load_from_fp32_weights())
+
     def describe(self) -> Manifest:
         """Return a description of the engine: a manifest that has no files yet.
 

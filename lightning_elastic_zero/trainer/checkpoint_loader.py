@@ -213,4 +213,4 @@ def _unpublished(folders: Iterable[str]) -> str:
     found = [place for place in folders if any(Path(place).glob(f"{STAGING_PREFIX}*"))]
     if not found:
         return ""
-    return f" In {', '.join(found)} lie saves that were killed before they were published."
+    return f" In {', '.join(found)} lie saves that were not published."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -90,10 +92,21 @@ def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, 
         logger.experiment.add_text(FINGERPRINT, stats.fingerprint, step)
 
 
+def _peak_bytes() -> float:
+    """Return the most memory that this process has had resident, in bytes.
+
+    Linux's ``ru_maxrss`` also counts what the process had that was forked from; both are in KiB.
+    """
+    with suppress(OSError), Path("/proc/self/status").open(encoding="utf-8") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
 def figures(kind: Literal["save", "load"], stats: CheckpointStats) -> dict[str, float]:
     """Return what is logged of a save or load, by names without their common beginning."""
-    # Linux counts in KiB.
-    memory = {"host_memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    memory = {"host_memory_peak_bytes": _peak_bytes()}
     size = float(stats.bytes)
     if kind == "load":
         rate = size / 1e9 / max(stats.seconds, 1e-9)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_elastic_zero.coordination import leave_shared_store
 from lightning_elastic_zero.errors import UnsupportedError
@@ -96,14 +97,25 @@ def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def prepare_to_meet(strategy: DeepSpeedStrategy) -> None:
+def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> None:
     """Let ranks meet where no world has met before them; collective, before they are connected.
+
+    Args:
+        strategy: one that has its cluster environment.
+        timeout: of its collectives; None: torch's.
 
     Raises:
         RanksError: ranks did not come.
     """
-    if _is_launched(strategy):
-        leave_shared_store(COLLECTIVE_TIMEOUT.total_seconds())
+    if not _is_launched(strategy):
+        return
+    if timeout == COLLECTIVE_TIMEOUT:
+        minutes = timeout.total_seconds() / 60
+        rank_zero_info(
+            f"Under torchrun ranks wait {minutes:g} minutes for each other in a collective: give "
+            "the strategy a `timeout` if one of them works alone for longer."
+        )
+    leave_shared_store((timeout or COLLECTIVE_TIMEOUT).total_seconds())
 
 
 def _is_launched(strategy: DeepSpeedStrategy) -> bool:

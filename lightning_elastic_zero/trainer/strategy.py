@@ -169,7 +169,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         self._warning_filters.begin()
         check_config(self.config or {})  # before a model is made by it
-        launched_world.prepare_to_meet(self)
+        launched_world.prepare_to_meet(self, self._timeout)
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
             # The parent refuses all but CUDA here, and else does what its own parent does.

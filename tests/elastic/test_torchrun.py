@@ -91,7 +91,7 @@ def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: P
         nodes.finish()
         first, second = re.findall("No checkpoint was loaded: .*", nodes.log_of(FIRST))
         assert first == "No checkpoint was loaded: training starts from step 0."
-        lies = f" In {nodes.checkpoints} lie saves that were killed before they were published."
+        lies = f" In {nodes.checkpoints} lie saves that were not published."
         assert second == first + lies
         check_job(nodes, undisturbed, "lose a worker in the first save", since)
 

@@ -6,17 +6,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed import comm
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero import ElasticDeepSpeedStrategy, load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import loading
 from lightning_elastic_zero.checkpoint.fingerprint_check import check_loaded
 from lightning_elastic_zero.engine import LiveEngine
 from tests.outcome import error_text
+from tests.trainer._failure_cases import engine as plain_engine
 from tests.trainer._fits import FitSpec
 
 
@@ -59,8 +61,15 @@ def fit(plan: FitSpec, verb: str = "fit") -> Told:
     return Told(of[0], of[1], tuple(text for text in said if text.startswith(("Saved", "Loaded"))))
 
 
-def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int, str]:
-    """Resume where one bit of one rank's masters flips after the first load, before it is compared.
+def resume_with_a_flipped_bit(
+    plan: FitSpec, rank: int, which: str = "masters"
+) -> tuple[str, int, str]:
+    """Resume where one bit of one rank flips after the first load, before it is compared.
+
+    Args:
+        plan: of the run.
+        rank: whose.
+        which: of its ``"masters"``, the ``"weights"`` that forward reads, or ``"frozen"`` ones.
 
     Returns:
         The error, the batches that were trained on, and what was loaded in the end.
@@ -69,9 +78,16 @@ def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int, str]:
 
     def after_the_flip(saved: Any, live: LiveEngine, *of_load: Any) -> Any:  # noqa: ANN401
         if flips and comm.get_rank() == flips.pop():
-            held = live.rank_state(exclude_frozen=False, keep_module_weights=False)
-            fragment = held.flats[0].fragments[0]
-            held.flats[0].master.view(torch.int32)[fragment.offset] ^= 1
+            held = live.rank_state(exclude_frozen=False, keep_module_weights=True)
+            if which == "masters":
+                fragment = held.flats[0].fragments[0]
+                held.flats[0].master.view(torch.int32)[fragment.offset] ^= 1
+            else:
+                trained = {f.name for flat in held.flats for f in flat.fragments}
+                frozen = (name for name in held.frozen if held.module_weights[name].numel())
+                name = next(frozen) if which == "frozen" else min(trained)
+                bits = {2: torch.int16, 4: torch.int32}[held.module_weights[name].element_size()]
+                held.module_weights[name].view(-1).view(bits)[0] ^= 1
         return check_loaded(saved, live, *of_load)
 
     trainer, net, data, _ = plan.make()
@@ -82,3 +98,27 @@ def resume_with_a_flipped_bit(plan: FitSpec, rank: int) -> tuple[str, int, str]:
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
     loaded = strategy.last_load.path if strategy.last_load else ""
     return error, trainer.fit_loop.total_batch_idx + 1, loaded
+
+
+def with_own_paths(root: str) -> tuple[str, str]:
+    """Save to paths that differ between ranks; load one that ranks spell differently.
+
+    Returns:
+        The error of the save; the result of the comparison, or the error of the load.
+    """
+    engine, rank = plain_engine(), comm.get_rank()
+    refused = error_text(
+        lambda: save_checkpoint(engine, f"{root}/of-{rank}.ckpt", fingerprint=True)
+    )
+    path, link = Path(root, "a.ckpt"), Path(root, "link")
+    save_checkpoint(engine, path, fingerprint=True)
+    if rank == 1:
+        link.symlink_to(path)
+    told: list[str] = []
+
+    def load() -> None:
+        loaded = load_checkpoint(engine, link if rank else path, fingerprint=True)
+        told.append(loaded.fingerprint_result)
+
+    failed = error_text(load)
+    return refused, told[0] if told else failed

@@ -15,7 +15,12 @@ from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.engine._worker_pool import Pools
 from tests.tools._checkpoints import make_state, manifest_of
-from tests.trainer._fingerprints import Told, fit, resume_with_a_flipped_bit
+from tests.trainer._fingerprints import (
+    Told,
+    fit,
+    resume_with_a_flipped_bit,
+    with_own_paths,
+)
 from tests.trainer._fits import FitSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
@@ -99,6 +104,32 @@ def test_a_flipped_bit_fails_on_all_ranks_before_training(
         assert batches == 0
 
 
+@pytest.mark.parametrize("which", ["weights", "frozen"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_forward_reads_is_compared_too(
+    which: str, rank: int, pools: Pools, tmp_path: Path
+) -> None:
+    """One bit of a weight that another rank has as well, trained or frozen: all ranks raise."""
+    plan = saved_by(pools, tmp_path, trainer={"precision": "bf16-true"})
+    for error, batches, _ in pools.run(2, partial(resume_with_a_flipped_bit, plan, rank, which)):
+        assert error.startswith("CheckpointCorruptedError")
+        # Of frozen ones the number has the part that each rank saves.
+        told = "weights differ" if which == "frozen" and "differ" in error else "rank 1: other"
+        assert told in error
+        assert batches == 0
+
+
+@pytest.mark.parametrize("which", ["load", "save"])
+def test_paths_that_ranks_spell_differently(which: str, pools: Pools, tmp_path: Path) -> None:
+    """A load takes them, a save refuses other paths by their names: as without fingerprints."""
+    save, load = pools.run(2, partial(with_own_paths, str(tmp_path)))[1]
+    if which == "load":
+        assert load.startswith("the state is the one that was saved")
+    else:
+        assert save.startswith("SaveError")
+        assert "give all ranks the same path" in save
+
+
 def test_a_fallback_takes_the_one_before(pools: Pools, tmp_path: Path) -> None:
     """With ``fallback=True`` the run goes on from the older checkpoint, whose state is compared."""
     saves = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}"}
@@ -122,7 +153,7 @@ def test_changed_names_are_not_compared() -> None:
     """Names count in the number: under others it is another one, and that is no damage."""
     manifest = manifest_of(make_state(), 2, 2)
     saved = SavedState("a.ckpt", f"{'0' * 32}-none", manifest, {}, renamed=True)
-    verdict = check_loaded(saved, None, None, OneRank())  # type: ignore[arg-type]  # not looked at
+    verdict = check_loaded(saved, None, None, OneRank(), "load")  # type: ignore[arg-type]  # not looked at
     assert verdict.fingerprint == ""
     assert verdict.text.endswith("its names have changed")
 
