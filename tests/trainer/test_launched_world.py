@@ -11,6 +11,7 @@ import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
+from lightning_elastic_zero.trainer import launched_world
 
 Start = Callable[..., None]
 
@@ -88,3 +89,19 @@ def test_collectives_wait_less_than_an_agent(
     launched = ElasticDeepSpeedStrategy(**options)
     assert launched._timeout == timedelta(minutes=taken)
     assert outside._timeout == timedelta(minutes=given or 30)
+
+
+@pytest.mark.parametrize(("given", "waited_s"), [(None, 300.0), (120, 7200.0)])
+def test_ranks_meet_within_the_strategys_timeout(
+    given: int | None, waited_s: float, torchrun: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that tokenises data for an hour before the fit is waited for, where that was allowed."""
+    torchrun(1, 1)
+    waited: list[float] = []
+    monkeypatch.setattr(launched_world, "leave_shared_store", waited.append)
+    options: dict[str, Any] = {} if given is None else {"timeout": timedelta(minutes=given)}
+    made = trainer(strategy=ElasticDeepSpeedStrategy(**options))
+    strategy = made.strategy
+    assert isinstance(strategy, ElasticDeepSpeedStrategy)
+    launched_world.prepare_to_meet(strategy, strategy._timeout)
+    assert waited == [waited_s]
