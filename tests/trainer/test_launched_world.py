@@ -95,7 +95,7 @@ def test_collectives_wait_less_than_an_agent(
 def test_ranks_meet_within_the_strategys_timeout(
     given: int | None, waited_s: float, torchrun: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that prepares data for an hour before the fit is waited for, where that was allowed."""
+    """A rank that prepares data for an hour before the fit is waited for, if that was allowed."""
     torchrun(1, 1)
     waited: list[float] = []
     monkeypatch.setattr(launched_world, "leave_shared_store", waited.append)
