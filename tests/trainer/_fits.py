@@ -62,7 +62,8 @@ class RegressionNet(pl.LightningModule):
 
     def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self(x).float(), y)
+        # Both in one type: torch 2.6 has no gradient where they differ.
+        return nn.functional.mse_loss(self(x).float(), y.float())
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         """Return the loss."""
