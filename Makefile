@@ -50,7 +50,7 @@ test: ops ## Run the tests that take seconds each
 test-long: ops ## Run the tests that take minutes: full matrices, faults
 	$(PYTEST) -m "(long or drawn) and not (gpu or releases)" $(SIDE_BY_SIDE) $(ARGS)
 
-test-releases: ops ## Run the core tests with other releases of DeepSpeed and Lightning, each installed first
+test-releases: $(INSTALLED) ## Run the core tests in environments with other releases, each made first
 	$(PYTEST) -m releases $(ARGS)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device

@@ -76,4 +76,15 @@ ELASTIC = Table(
     "jobs of torchrun that lose and gain nodes",
     ("tried", "steps taken again", "seconds to the next step"),
 )
-TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC)
+RELEASES = Table(
+    "other releases",
+    (
+        "tests passed",
+        "tests skipped",
+        "lost names refused",
+        "resumed here",
+        "resumed elsewhere",
+        "not to be had here",
+    ),
+)
+TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC, RELEASES)

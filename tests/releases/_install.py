@@ -1,4 +1,4 @@
-"""Other releases of DeepSpeed and Lightning, in folders that stand before what is installed."""
+"""Environments with other releases: one per cell, beside one per interpreter and torch."""
 
 from __future__ import annotations
 
@@ -6,126 +6,153 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from tests.releases._cells import Base, Cell
+from tests.releases._interpreters import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "releases"
-INSTALL_TIMEOUT_S = 1200.0
-BUILD_TIMEOUT_S = 1800.0
+INSTALL_TIMEOUT_S = 3600.0
 
-BUILD = """
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-"""
-"""Compiles what CPU ranks load, in one process: ranks that each began it would wait for another."""
+TOOLS = (
+    # DeepSpeed is built from source and asks for torch meanwhile, so that it is built beside it.
+    *("setuptools<81", "wheel", "ninja", "hatchling", "editables"),
+    *("pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+    *("psutil>=5.9", "numpy>=1.24"),
+)
+"""What builds the packages under test, and what runs the tests; of any release."""
 
 WAITS_FOR_ONE = "launch_handles[-1].wait()"
 WAITS_FOR_ALL = "[handle.wait() for handle in launch_handles]"
 
 
-@dataclass(frozen=True)
-class Releases:
-    """A release of each; what is installed, where none is named."""
-
-    deepspeed: str = ""
-    lightning: str = ""
-
-    def __str__(self) -> str:
-        named = (("deepspeed", self.deepspeed), ("lightning", self.lightning))
-        return "-".join(f"{package}-{release}" for package, release in named if release)
-
-    def environment(self) -> dict[str, str]:
-        """Install what is named, and return the environment in which it is found first.
-
-        Raises:
-            AssertionError: pip could not install it.
-        """
-        folders = []
-        if self.deepspeed:
-            folders.append(_installed(f"deepspeed=={self.deepspeed}"))
-        if self.lightning:
-            pins = (f"{p}=={self.lightning}" for p in ("lightning", "pytorch-lightning"))
-            folders.append(_installed(*pins))
-        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        found = {
-            **os.environ,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT), *filter(None, before)]),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-        }
-        if self.deepspeed:
-            # Two releases that share a folder of compiled operators build over each other.
-            found["TORCH_EXTENSIONS_DIR"] = str(folders[0] / ".torch_extensions")
-            _build(folders[0], found)
-        return found
+class NotToBeHadError(Exception):
+    """A machine lacks an interpreter, or its package index a build of torch for it."""
 
 
-def _installed(*pins: str) -> Path:
-    """Return a folder with packages as pip installs them, beside the torch that is there."""
-    folder = FOLDER / pins[0].replace("==", "-")
-    with _alone(folder):
+def environment(cell: Cell) -> dict[str, str]:
+    """Install a cell, unless it is, and return the environment in which its Python is found first.
+
+    Raises:
+        NotToBeHadError: the interpreter or its torch cannot be had here.
+        AssertionError: pip could not install DeepSpeed, Lightning or this library beside it.
+    """
+    folder = FOLDER / str(cell)
+    with _alone():
         if not (folder / ".installed").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            _pip(folder, pins)
-            _wait_for_all_gathers(folder)
-            (folder / ".installed").touch()
+            _install(cell, folder)
+    return _variables(folder)
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    """Return what processes of an environment are given."""
+    return {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONHOME"},
+        "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+        "VIRTUAL_ENV": str(folder),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        # Two releases that share a folder of compiled operators build over each other; and nothing
+        # is compiled, which takes minutes: ranks do without, as on machines without a compiler.
+        "TORCH_EXTENSIONS_DIR": str(folder / ".torch_extensions"),
+        "CXX": "false",
+    }
+
+
+def _install(cell: Cell, folder: Path) -> None:
+    """Make a cell: pip resolves its releases together with this library's own ranges."""
+    shared = _base(cell.base)
+    _new(folder, cell.base.python)
+    # Found after the cell's own, so that what pip has to have in another release is the cell's.
+    (_packages(folder) / "base.pth").write_text(f"{_packages(shared)}\n", encoding="utf-8")
+    pins = [f"deepspeed=={cell.deepspeed}", f"torch=={cell.base.torch}"]
+    pins += [f"{package}=={cell.lightning}" for package in ("lightning", "pytorch-lightning")]
+    said = _pip(folder, "--no-build-isolation", *pins, "-e", str(ROOT))
+    assert not said, f"pip cannot install {' '.join(pins)} with this library:\n{said}"
+    _wait_for_all_gathers(_packages(folder))
+    (folder / ".installed").touch()
+
+
+def _base(base: Base) -> Path:
+    """Return an environment that has torch and what runs tests.
+
+    Raises:
+        NotToBeHadError: the interpreter or its torch cannot be had here.
+    """
+    folder = FOLDER / str(base)
+    if not (folder / ".installed").is_file():
+        _new(folder, base.python)
+        # Gigabytes, of which tests import a part: that is compiled when it is.
+        if said := _pip(folder, "--no-compile", f"torch=={base.torch}", *TOOLS):
+            shutil.rmtree(folder)
+            msg = f"pip has no torch {base.torch} for Python {base.python} here: {_reason(said)}"
+            raise NotToBeHadError(msg)
+        # Where there is triton, older releases of DeepSpeed ask for a GPU's driver at import. It
+        # stays known to pip, which would install it in each cell otherwise.
+        shutil.rmtree(_packages(folder) / "triton", ignore_errors=True)
+        (folder / ".installed").touch()
     return folder
 
 
-def _wait_for_all_gathers(folder: Path) -> None:
-    """Mend what 0.19.8 mended: ZeRO-3 waits for the last gather only, but gloo's end in any order.
+def _new(folder: Path, version: str) -> None:
+    """Make an empty environment, instead of one whose making was interrupted.
 
-    Before it, CPU ranks now and then train on weights of the step before, with any strategy.
+    Raises:
+        NotToBeHadError: there is no such interpreter.
     """
-    source = folder / "deepspeed" / "runtime" / "zero" / "partition_parameters.py"
-    if source.is_file():
-        text = source.read_text(encoding="utf-8")
-        source.write_text(text.replace(WAITS_FOR_ONE, WAITS_FOR_ALL), encoding="utf-8")
+    python = interpreter(version)
+    if python is None:
+        msg = f"no Python {version}: neither python{version} on PATH nor pyenv has it"
+        raise NotToBeHadError(msg)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", str(folder)], check=True, timeout=INSTALL_TIMEOUT_S)
 
 
-def _pip(folder: Path, pins: tuple[str, ...]) -> None:
-    """Install; DeepSpeed is built from source, and asks for torch while it is."""
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder)]
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *options]
+def _packages(folder: Path) -> Path:
+    """Return where an environment has its packages."""
+    (found,) = folder.glob("lib/python3.*/site-packages")
+    return found
+
+
+def _pip(folder: Path, *what: str) -> str:
+    """Install, and return what pip says where it cannot; nothing where it can."""
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install"]
+    options = ["--quiet", "--disable-pip-version-check", *os.environ.get("PIP_ARGS", "").split()]
     done = subprocess.run(
-        [*command, *os.environ.get("PIP_ARGS", "").split(), *pins],
+        [*command, *options, *what],
         capture_output=True,
         text=True,
         check=False,
         timeout=INSTALL_TIMEOUT_S,
-        env={**os.environ, "DS_BUILD_OPS": "0"},
+        env={**_variables(folder), "PYTHONPATH": "", "DS_BUILD_OPS": "0"},
     )
-    said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
-    assert done.returncode == 0, f"pip cannot install {' '.join(pins)} from its index:\n{said}"
+    return f"{done.stdout}{done.stderr}" or "no reason" if done.returncode else ""
 
 
-def _build(folder: Path, environment: dict[str, str]) -> None:
-    """Compile a release's operator, unless it is; without a compiler ranks do without it."""
-    with _alone(folder):
-        if (folder / ".built").is_file():
-            return
-        shutil.rmtree(folder / ".torch_extensions", ignore_errors=True)
-        (folder / ".torch_extensions").mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", BUILD],
-            capture_output=True,
-            check=False,
-            timeout=BUILD_TIMEOUT_S,
-            env=environment,
-        )
-        if done.returncode == 0:
-            (folder / ".built").touch()
+def _reason(said: str) -> str:
+    """Return the line of pip's that says why."""
+    lines = [line for line in said.splitlines() if line.startswith("ERROR:")]
+    return " ".join(lines)[:500] or said[-500:]
+
+
+def _wait_for_all_gathers(packages: Path) -> None:
+    """Mend what 0.19.8 mended: ZeRO-3 waits for the last gather only, but gloo's end in any order.
+
+    Before it, CPU ranks now and then train on weights of the step before, with any strategy.
+    """
+    source = packages / "deepspeed" / "runtime" / "zero" / "partition_parameters.py"
+    text = source.read_text(encoding="utf-8")
+    source.write_text(text.replace(WAITS_FOR_ONE, WAITS_FOR_ALL), encoding="utf-8")
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one session at a time make a folder."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+def _alone() -> Iterator[None]:
+    """Let one session at a time install."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

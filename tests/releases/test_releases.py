@@ -1,55 +1,35 @@
-"""The ranges in pyproject.toml are true: at each of their ends, real runs save and resume."""
+"""The ranges in pyproject.toml are true: with releases all over them, real runs save and resume."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.releases._install import ROOT, Releases
+from tests.releases._cells import CELLS, EXCHANGES, PINNED_TORCH, REFUSED_DEEPSPEED, Cell
+from tests.releases._core_matrix import TESTS, left_out
+from tests.releases._install import ROOT, NotToBeHadError, environment
 from tests.rotation import Rotation
+from tests.tables import RELEASES
 
-pytestmark = [pytest.mark.engine, pytest.mark.releases, pytest.mark.timeout(5400)]
+pytestmark = [pytest.mark.engine, pytest.mark.releases, pytest.mark.timeout(10_800)]
 
-CELLS = [
-    Releases("0.16.0", "2.5.0.post0"),
-    Releases("0.16.0"),
-    Releases("0.19.6"),
-    Releases(lightning="2.5.0.post0"),
-]
-"""Both lower ends, together and each with the other's newest, and the last DeepSpeed without
-``round_robin_bit16_padding``. The upper ends are what all other tests run with. 2.5.0.post0 is
-2.5.0: its only change is its number."""
-
-TESTS = (
-    "tests/engine/test_matrix.py",
-    "tests/engine/test_resumed_training.py",
-    "tests/trainer/test_resume.py",
-    "tests/trainer/test_evaluation.py",
-    "tests/trainer/test_gradients.py",
-    "tests/trainer/test_model_checkpoint.py",
-)
-"""Any stage, world and precision to any other; Trainers that resume; gradients that are means."""
-
-OLDER_DEEPSPEED = "not alignment and not (fp32 and bf16) and not another_run"
-"""``parameter_alignment`` came with 0.19.7. Older releases keep buffers in bf16 where the weights
-are, so that they are rounded when a run changes its precision, which the oracle does not expect.
-In 0.16 a second engine on one module (a second fit) calls the first one's hooks, and fails."""
-
-CASES = 10
-"""Of each test: those that a release cannot run are among them."""
-
-CHILD_TIMEOUT_S = 3600.0
+CHILD_TIMEOUT_S = 7200.0
 
 SAYS_ITS_RELEASES = """
+import json, platform
 from importlib.metadata import version
-import deepspeed, lightning
-print(deepspeed.__version__, version("deepspeed"), lightning.__version__, version("lightning"))
+import deepspeed, lightning, torch
+print(json.dumps([
+    platform.python_version(), torch.__version__, deepspeed.__version__, version("deepspeed"),
+    lightning.__version__, version("lightning"),
+]))
 """
 
-REFUSED = """
+FIT = """
 import lightning.pytorch as pl, torch
 from torch.utils.data import DataLoader
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -76,47 +56,100 @@ Requirement.incompatibility = lambda *_: None
 """
 """So that the release is taken for one that nobody has looked at yet."""
 
+REFUSED = Cell(PINNED_TORCH, REFUSED_DEEPSPEED, "2.6.6")
 
-def python(code: str, environment: dict[str, str]) -> str:
-    """Run some code, and return what it printed."""
+
+def of(cell: Cell) -> dict[str, str]:
+    """Return a cell's environment; skip, and count it, where a machine cannot have it."""
+    try:
+        return environment(cell)
+    except NotToBeHadError as error:
+        RELEASES.count(str(cell), "not to be had here")
+        pytest.skip(str(error))
+
+
+def run(cell: Cell, *arguments: str, folder: Path = ROOT) -> str:
+    """Run a cell's Python, and return what it printed.
+
+    Raises:
+        AssertionError: it failed.
+    """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        ["python", *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
         timeout=CHILD_TIMEOUT_S,
-        env=environment,
+        env=(variables := of(cell)),
+        executable=f"{variables['VIRTUAL_ENV']}/bin/python",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.stdout[-12_000:]}\n{done.stderr[-4_000:]}"
     return done.stdout
 
 
-@pytest.mark.parametrize("releases", CELLS, ids=str)
-def test_real_runs_save_and_resume(releases: Releases, rotation: Rotation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_core_matrix_passes(cell: Cell, rotation: Rotation, tmp_path: Path) -> None:
     """The tests of this very library pass with those releases, where those have what is tested."""
-    environment = releases.environment()
     # Older releases log to the same stream when they are imported.
-    said = python(SAYS_ITS_RELEASES, environment).splitlines()[-1].split()
-    for wanted, found in ((releases.deepspeed, said[:2]), (releases.lightning, said[2:])):
-        assert not wanted or found == [wanted] * 2
-    left_out = OLDER_DEEPSPEED if releases.deepspeed else ""
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-m", "not (long or gpu)"]
-    turn = [f"--rotation={rotation.turn}", f"--engine-cases={CASES}"]
-    done = subprocess.run(
-        [*command, *turn, "-o", f"cache_dir={tmp_path}", "-k", left_out, *TESTS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=CHILD_TIMEOUT_S,
-        env=environment,
+    python, torch, *packages = json.loads(run(cell, "-c", SAYS_ITS_RELEASES).splitlines()[-1])
+    assert python.startswith(f"{cell.base.python}.")
+    assert torch.partition("+")[0] == cell.base.torch
+    assert packages == [cell.deepspeed] * 2 + [cell.lightning] * 2
+    said = run(
+        cell,
+        *("-m", "pytest", "-q", "-W", "ignore", "-m", "not (long or gpu)", "-p", "no:xdist"),
+        *(f"--rotation={rotation.turn}", "-o", f"cache_dir={tmp_path}"),
+        *("-k", left_out(cell)),
+        *TESTS,
     )
-    assert done.returncode == 0, done.stdout[-8000:]
+    for outcome in ("passed", "skipped"):
+        if found := re.search(rf"(\d+) {outcome}\b", said.splitlines()[-1]):
+            RELEASES.count(str(cell), f"tests {outcome}", int(found[1]))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_lost_name_is_refused_at_setup(cell: Cell) -> None:
+    """By what was lost and the releases that have it, before any step; without loss it trains."""
+    said = json.loads(run(cell, "-m", "tests.releases._lost_names").splitlines()[-1])
+    assert said["none"] == {"raised": "nothing was raised", "steps": 1}
+    for title, found, install in (
+        ("Lightning", cell.lightning, "install lightning>=2.5,!=2.6.2,!=2.6.3; 2.6.6 is"),
+        ("DeepSpeed", cell.deepspeed, "install deepspeed>=0.16,!=0.18.3; 0.19.8 is"),
+    ):
+        assert said[title]["steps"] == 0
+        raised = said[title]["raised"]
+        assert raised.startswith("UnsupportedError: ")
+        assert f"{title} {found} has no a_name_that_no_release_has" in raised
+        assert install in raised
+    RELEASES.count(str(cell), "lost names refused", 2)
+
+
+BOTH_WAYS = [pair for one, other in EXCHANGES for pair in ((one, other), (other, one))]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), BOTH_WAYS, ids=[f"{one}-in-{other}" for one, other in BOTH_WAYS]
+)
+def test_a_checkpoint_of_one_release_resumes_under_another(
+    source: Cell, target: Cell, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Engines and Trainers hold what the other release's held, bit for bit, and train on."""
+    of(source), of(target)
+    folder = tmp_path_factory.getbasetemp() / f"left by {source}"
+    if not folder.exists():
+        folder.mkdir()
+        run(source, "-m", "tests.releases._exchange", "save", str(folder))
+    said = run(target, "-m", "tests.releases._exchange", "resume", str(folder))
+    compared = json.loads(said.splitlines()[-1])["tensors"]
+    assert compared > 0
+    RELEASES.count(str(source), "resumed elsewhere")
+    RELEASES.count(str(target), "resumed here")
 
 
 def test_deepspeed_0_18_3_is_refused() -> None:
     """At setup, by its release, with the reason and what to install."""
-    said = python(REFUSED.format(before=""), Releases("0.18.3").environment())
+    said = run(REFUSED, "-W", "ignore", "-c", FIT.format(before=""))
     assert "UnsupportedError" in said
     assert "DeepSpeed 0.18.3 is installed (it ignores scale_wrt_gas" in said
     assert "install deepspeed>=0.16,!=0.18.3" in said
@@ -124,6 +157,16 @@ def test_deepspeed_0_18_3_is_refused() -> None:
 
 def test_a_release_that_divides_gradients_twice_is_noticed() -> None:
     """0.18.3, taken for one that nobody has looked at: its first backward pass gives it away."""
-    said = python(REFUSED.format(before=AS_IF_UNKNOWN), Releases("0.18.3").environment())
+    said = run(REFUSED, "-W", "ignore", "-c", FIT.format(before=AS_IF_UNKNOWN))
     assert "UnsupportedError" in said
     assert "gradients are 0.25 times what they should be" in said
+
+
+def test_each_release_that_is_promised_is_run() -> None:
+    """Both ends of each minor release, each torch and each Python, in one cell at least."""
+    assert {cell.deepspeed for cell in CELLS} >= {
+        *("0.16.0", "0.16.9", "0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.8")
+    }
+    assert {cell.lightning for cell in CELLS} >= {"2.5.0.post0", "2.5.6", "2.6.0", "2.6.6"}
+    assert {cell.base.python for cell in CELLS} == {"3.10", "3.11", "3.12", "3.13"}
+    assert {cell.base.torch.rpartition(".")[0] for cell in CELLS} >= {"2.6", "2.9", "2.13", "2.15"}

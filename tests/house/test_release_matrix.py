@@ -1,0 +1,79 @@
+"""What pyproject.toml and the README promise of releases is what tests/releases runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.releases._cells import CELLS, EXCHANGES, PINNED, REFUSED_DEEPSPEED
+from tests.releases._core_matrix import left_out
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+DEEPSPEEDS = ("0.16.0", "0.16.9", "0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.8")
+LIGHTNINGS = ("2.5.0.post0", "2.5.6", "2.6.0", "2.6.6")
+
+
+def promised(package: str) -> Requirement:
+    """Return what pyproject.toml asks of a package."""
+    found = re.search(rf'^ +"({package}[><=!][^"]*)",', PYPROJECT, re.MULTILINE)
+    assert found is not None
+    return Requirement(found[1])
+
+
+def test_each_end_is_run() -> None:
+    """Both ends of each minor release, each torch and each Python, in one cell at least."""
+    assert {cell.deepspeed for cell in CELLS} == {*DEEPSPEEDS}
+    assert {cell.lightning for cell in CELLS} == {*LIGHTNINGS}
+    assert {cell.base.python for cell in CELLS} == {"3.10", "3.11", "3.12", "3.13"}
+    assert {cell.base.torch.rpartition(".")[0] for cell in CELLS} >= {"2.6", "2.9", "2.13"}
+    assert len({*CELLS}) == len(CELLS)
+
+
+def test_no_cell_is_outside_of_what_is_promised() -> None:
+    """Each is one that pip installs, and the lowest ends are among them; the refused one is not."""
+    for package, of in (("deepspeed", "deepspeed"), ("lightning", "lightning")):
+        specifier = promised(package).specifier
+        assert all(specifier.contains(getattr(cell, of)) for cell in CELLS)
+        lowest = min(Version(getattr(cell, of)) for cell in CELLS)
+        assert str(specifier).find(f">={lowest.major}.{lowest.minor}") >= 0
+    assert not promised("deepspeed").specifier.contains(REFUSED_DEEPSPEED)
+    assert min(Version(cell.base.torch) for cell in CELLS) == Version("2.6")
+    assert promised("torch").specifier.contains("2.6.0")
+    assert 'requires-python = ">=3.10"' in PYPROJECT
+
+
+def test_the_readme_promises_the_same() -> None:
+    """The lowest releases, and no others."""
+    lowest = "torch 2.6, DeepSpeed 0.16 and Lightning 2.5, or newer"
+    assert lowest in " ".join(README.split())
+
+
+def test_the_pinned_cell_is_what_is_pinned() -> None:
+    """So that one cell is what all other tests run with, installed by ranges."""
+    for pin in (f"torch=={PINNED.base.torch}", f"deepspeed=={PINNED.deepspeed}"):
+        assert pin in CONSTRAINTS
+    assert f"lightning=={PINNED.lightning}" in CONSTRAINTS
+
+
+@pytest.mark.parametrize("of", ["deepspeed", "torch"])
+def test_the_ends_resume_one_another(of: str) -> None:
+    """The exchanges reach from the oldest release to the newest, of DeepSpeed and of torch."""
+    releases = {
+        cell: Version(cell.deepspeed if of == "deepspeed" else cell.base.torch) for cell in CELLS
+    }
+    ends = {min(releases.values()), max(releases.values())}
+    assert any({releases[one], releases[other]} == ends for one, other in EXCHANGES)
+
+
+def test_the_newest_leaves_nothing_out() -> None:
+    """What a release lacks is left out of that release's cells only."""
+    assert not left_out(PINNED)
+    assert "not alignment" in left_out(min(CELLS, key=lambda cell: Version(cell.deepspeed)))

@@ -1,0 +1,101 @@
+"""What a cell leaves for other cells, and what it finds in what others have left.
+
+A program, run by a cell's Python: ``python -m tests.releases._exchange save FOLDER`` (``resume``).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.engine._save_load_programs import Saved, StateComparison, fresh, train_and_save
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+from tests.releases._exchange_ranks import load_of_another_release
+from tests.trainer._fits import FitSpec, fit
+
+PAIRS = (
+    (Setup(2, "2", "bf16", round_robin=True), Setup(3, "3", "bf16", sub_group=700)),
+    (Setup(3, "3", sub_group=700), Setup(2, "1")),
+    (Setup(2, "0"), Setup(2, "2")),
+)
+"""Plain engines: on other numbers of ranks, in other stages, by other wrappers."""
+
+STAGES = ((2, 2, 3, 3), (3, 3, 2, 2))
+"""Trainers: the stage and the ranks that save, those that go on."""
+
+FITTED = "fitted.json"
+
+
+def save(pools: Pools, folder: Path) -> None:
+    """Train and save with this cell's releases."""
+    for number, (source, _) in enumerate(PAIRS):
+        saved = Saved(source, str(folder / f"engine-{number}.ckpt"))
+        pools.run(source.world, partial(train_and_save, saved))
+    fitted = {}
+    for stage, world, _, _ in STAGES:
+        plan = FitSpec(str(folder / f"trainer-{stage}"), stage, epochs=2)
+        fitted[str(stage)] = pools.run(world, partial(fit, plan))[0]
+    (folder / FITTED).write_text(json.dumps(fitted), encoding="utf-8")
+
+
+def resume(pools: Pools, folder: Path) -> None:
+    """Load what another cell has saved, and compare what is held then with what was.
+
+    Raises:
+        AssertionError: anything differs, or nothing would have been noticed.
+    """
+    compared = 0
+    for number, (source, target) in enumerate(PAIRS):
+        saved = Saved(source, str(folder / f"engine-{number}.ckpt"))
+        found = judged(pools, target.world, partial(load_of_another_release, target, saved))
+        assert not found.differing, f"{source} in {target}: {found.differing}"
+        assert not found.unrounded, f"{source} in {target}: {found.unrounded}"
+        compared += found.tensors
+    control = judged(pools, target.world, partial(fresh, target, saved, steps=3))
+    assert len(control.differing) > control.tensors // 2, "a run that loaded nothing is the same"
+    fitted = json.loads((folder / FITTED).read_text(encoding="utf-8"))
+    for stage, _, target_stage, world in STAGES:
+        # A fit that goes on saves beside what it was resumed from.
+        root = shutil.copytree(folder / f"trainer-{stage}", folder / f"on-{stage}", symlinks=True)
+        plan = FitSpec(str(root), target_stage, epochs=3, ckpt_path="last", lr=0.9, seed=9)
+        for seen in pools.run(world, partial(fit, plan)):
+            assert_goes_on(fitted[str(stage)], seen)
+        compared += len(fitted[str(stage)]["end"])
+        shutil.rmtree(root)
+    print(json.dumps({"tensors": compared}))
+
+
+def judged(pools: Pools, world: int, call: Any) -> StateComparison:  # noqa: ANN401 - a partial
+    """Return what rank 0 found."""
+    found: StateComparison | None = pools.run(world, call)[0]
+    assert found is not None
+    return found
+
+
+def assert_goes_on(saved: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Fail unless a Trainer began with the weights, rates and user's states that were saved."""
+    assert seen["start"] == saved["end"]
+    assert seen["end"] != seen["start"]
+    assert seen["lrs"] == saved["lrs at end"]
+    assert (seen["step"], seen["epoch"]) == (saved["step"] * 3 // 2, saved["epoch"] + 1)
+    assert seen["module"] == {"epoch": 1, "tensor": [0, 1, 2]}
+    assert seen["data"] == {"seen": 7}
+    assert seen["callback"]["common"] == [1, 2.5, "three"]
+
+
+def main(verb: str, folder: str) -> None:
+    """Save or resume there."""
+    pools = Pools()
+    try:
+        {"save": save, "resume": resume}[verb](pools, Path(folder))
+    finally:
+        pools.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

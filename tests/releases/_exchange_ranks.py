@@ -1,0 +1,45 @@
+"""What a rank does with a checkpoint that another release has saved."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.engine._oracle import Dump, dump, expected_in
+from tests.engine._save_load_programs import Saved, StateComparison, compare_states
+from tests.engine._setup import Setup, engine_of
+
+
+def load_of_another_release(setup: Setup, saved: Saved) -> StateComparison | None:
+    """Load into a run from another seed, with other hyperparameters; rank 0 judges."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        before = dump(engine, setup)
+        load_checkpoint(engine, saved.path)
+        found = dump(engine, setup)
+    if found is None or before is None:
+        return None
+    wanted = expected_in(saved.dump(), saved.setup, setup)
+    return compare_states(held_by(wanted, found, before), found)
+
+
+def held_by(wanted: Dump, found: Dump, before: Dump) -> Dump:
+    """Return what was saved as this release can hold it.
+
+    Args:
+        wanted: what was saved.
+        found: what is held after the load.
+        before: what was held before it.
+
+    Returns:
+        ``wanted`` with each buffer in the type in which this release of DeepSpeed keeps it, and
+        with the hyperparameters that the saving release of torch did not have, as they were.
+    """
+    held = {
+        key: value.to(found[key].dtype)
+        if key.startswith("buffer/") and isinstance(value, torch.Tensor)
+        else value
+        for key, value in wanted.items()
+    }
+    new = {key for key in found.keys() - wanted.keys() if key.startswith("group/")}
+    return held | {key: before[key] for key in new}

@@ -1,0 +1,60 @@
+"""A Trainer under a release that lacks a name which the library relies upon: what it is told.
+
+A program, run by a cell's Python. It prints, for each of the two packages, the error's class and
+message, and the optimizer steps that were taken until then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.engine import releases
+from lightning_elastic_zero.trainer.lightning_internals import PRIVATE_NAMES
+
+LOST = "a_name_that_no_release_has"
+
+
+def refusal() -> dict[str, object]:
+    """Fit, and return what came of it."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ElasticDeepSpeedStrategy(stage=2),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(BoringModel(), BoringDataModule())
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        raised = f"{type(error).__name__}: {error}"
+    else:
+        raised = "nothing was raised"
+    return {"raised": raised, "steps": trainer.global_step}
+
+
+def main() -> None:
+    """Lose a name of each, one after the other."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    names = PRIVATE_NAMES["the fit loop"]
+    names[LOST] = "test"
+    of_lightning = refusal()
+    del names[LOST]
+    wrapper = releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"]
+    releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"] = (*wrapper, LOST)
+    of_deepspeed = refusal()
+    releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"] = wrapper
+    print(json.dumps({"Lightning": of_lightning, "DeepSpeed": of_deepspeed, "none": refusal()}))
+
+
+if __name__ == "__main__":
+    main()
