@@ -24,6 +24,8 @@ class Cell:
     base: Base
     deepspeed: str
     lightning: str
+    promised: bool = True
+    """Whether this library's ranges allow it, so that pip installs it with the library."""
 
     def __str__(self) -> str:
         return f"{self.base}-deepspeed{self.deepspeed}-lightning{self.lightning}"
@@ -64,4 +66,5 @@ before the release that is refused, 0.18.9 for 0.18 after it.
 EXCHANGES = ((OLDEST, NEWER), (OLDEST, NEWEST), (OLDEST, PINNED))
 """Cells whose checkpoints are resumed in one another, both ways: far apart in every respect."""
 
-REFUSED_DEEPSPEED = "0.18.3"
+REFUSED = Cell(PINNED_TORCH, "0.18.3", "2.6.6", promised=False)
+"""A release that pip installs against the library's word only."""

@@ -25,8 +25,25 @@ TOOLS = (
 )
 """What builds the packages under test, and what runs the tests; of any release."""
 
-WAITS_FOR_ONE = "launch_handles[-1].wait()"
-WAITS_FOR_ALL = "[handle.wait() for handle in launch_handles]"
+MENDED = (
+    (
+        "partition_parameters.py",
+        "launch_handles[-1].wait()",
+        "[handle.wait() for handle in launch_handles]",
+    ),
+    (
+        "stage_1_and_2.py",
+        "self.bit16_groups_flat.append(flattened_buffer)",
+        "self.bit16_groups_flat.append(flattened_buffer.detach())",
+    ),
+)
+"""Files of DeepSpeed's ZeRO, and what later releases have mended in them, for CPU ranks' sake.
+
+Before 0.19.8, ZeRO-3 waits for the last gather only, but gloo's end in any order: now and then
+ranks train on weights of the step before. 0.18.9 gathers ZeRO-1/2's weights into a buffer that is
+part of an autograd graph, which gloo refuses since torch 2.13, at the first step. Both with any
+strategy.
+"""
 
 
 class NotToBeHadError(Exception):
@@ -67,13 +84,18 @@ def _install(cell: Cell, folder: Path) -> None:
     """Make a cell: pip resolves its releases together with this library's own ranges."""
     shared = _base(cell.base)
     _new(folder, cell.base.python)
-    # Found after the cell's own, so that what pip has to have in another release is the cell's.
-    (_packages(folder) / "base.pth").write_text(f"{_packages(shared)}\n", encoding="utf-8")
-    pins = [f"deepspeed=={cell.deepspeed}", f"torch=={cell.base.torch}"]
+    # Found after the cell's own, so that what pip has to have in another release is the cell's;
+    # with its own .pth files, one of which is setuptools' distutils for Python 3.12.
+    line = f"import site; site.addsitedir({str(_packages(shared))!r})\n"
+    (_packages(folder) / "base.pth").write_text(line, encoding="utf-8")
+    deepspeed = f"deepspeed=={cell.deepspeed}"
+    pins = [f"torch=={cell.base.torch}", *([deepspeed] if cell.promised else [])]
     pins += [f"{package}=={cell.lightning}" for package in ("lightning", "pytorch-lightning")]
     said = _pip(folder, "--no-build-isolation", *pins, "-e", str(ROOT))
-    assert not said, f"pip cannot install {' '.join(pins)} with this library:\n{said}"
-    _wait_for_all_gathers(_packages(folder))
+    if not cell.promised:
+        said = said or _pip(folder, "--no-build-isolation", "--no-deps", deepspeed)
+    assert not said, f"pip cannot install {deepspeed} {' '.join(pins)} with this library:\n{said}"
+    _mend(_packages(folder))
     (folder / ".installed").touch()
 
 
@@ -139,14 +161,12 @@ def _reason(said: str) -> str:
     return " ".join(lines)[:500] or said[-500:]
 
 
-def _wait_for_all_gathers(packages: Path) -> None:
-    """Mend what 0.19.8 mended: ZeRO-3 waits for the last gather only, but gloo's end in any order.
-
-    Before it, CPU ranks now and then train on weights of the step before, with any strategy.
-    """
-    source = packages / "deepspeed" / "runtime" / "zero" / "partition_parameters.py"
-    text = source.read_text(encoding="utf-8")
-    source.write_text(text.replace(WAITS_FOR_ONE, WAITS_FOR_ALL), encoding="utf-8")
+def _mend(packages: Path) -> None:
+    """Change in DeepSpeed what does not work on CPU ranks, where it is as it was."""
+    for name, was, mended in MENDED:
+        source = packages / "deepspeed" / "runtime" / "zero" / name
+        text = source.read_text(encoding="utf-8")
+        source.write_text(text.replace(was, mended), encoding="utf-8")
 
 
 @contextmanager
