@@ -45,7 +45,10 @@ class Requirement:
             return None
         if SpecifierSet(self.wanted).contains(release, prereleases=True):
             return None
-        reason = self.excluded.get(release.base_version)
+        here = Version(release.base_version)
+        reason = next(
+            (why for left_out, why in self.excluded.items() if Version(left_out) == here), ""
+        )
         because = f" ({reason})" if reason else ""
         return f"{self.title} {found} is installed{because}: install {self}"
 
@@ -84,14 +87,21 @@ def missing_names(owner: object, names: Iterable[str]) -> list[str]:
     return [name for name in names if not hasattr(owner, name)]
 
 
+_LOSES_GRADIENTS = (
+    "with gradient accumulation, ZeRO-1 and 2 lose the gradients of all micro-batches but the last"
+)
+# In its stage_1_and_2.py, each micro-batch before a window's end replaces `all_grad_tensors`: it
+# asks whether there are `averaged_gradients`, which only the window's end makes.
+
 DEEPSPEED = Requirement(
     title="DeepSpeed",
     package="deepspeed",
-    wanted=">=0.16,!=0.18.3",
+    wanted=">=0.16,!=0.17.6,!=0.18.0,!=0.18.1,!=0.18.2,!=0.18.3",
     newest_tested="0.19.8",
     excluded={
+        **dict.fromkeys(("0.17.6", "0.18.0", "0.18.1", "0.18.2"), _LOSES_GRADIENTS),
         "0.18.3": "it ignores scale_wrt_gas: with gradient accumulation over A micro-batches, "
-        "each step would be 1/A of what it should be"
+        "each step would be 1/A of what it should be",
     },
 )
 """0.16 is the oldest that Lightning takes together with torch 2.6."""

@@ -28,7 +28,12 @@ def test_the_range_is_that_of_pyproject(requirement: Requirement) -> None:
     [
         ("0.15.4", True),
         ("0.16.0", False),
-        ("0.18.2", False),
+        ("0.17.5", False),
+        ("0.17.6", True),
+        ("0.18.0", True),
+        ("0.18", True),
+        ("0.18.1", True),
+        ("0.18.2", True),
         ("0.18.3", True),
         ("0.18.3+cu126", True),
         ("0.18.4", False),
@@ -44,8 +49,11 @@ def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> No
     assert (reason is not None) is refused
     if reason is not None:
         assert f"DeepSpeed {found} is installed" in reason
-        assert "install deepspeed>=0.16,!=0.18.3" in reason
+        assert "install deepspeed>=0.16,!=0.17.6,!=0.18.0,!=0.18.1,!=0.18.2,!=0.18.3" in reason
         assert ("1/A" in reason) is found.startswith("0.18.3")
+        assert ("all micro-batches but the last" in reason) is (
+            found.startswith(("0.17.6", "0.18")) and not found.startswith("0.18.3")
+        )
 
 
 def test_missing_names_are_listed() -> None:
@@ -85,7 +93,7 @@ def test_a_loss_that_is_scaled_once_more_is_refused(factor: float) -> None:
     """A factor other than one is refused by its size; without accumulation there is nothing to."""
     with pytest.raises(UnsupportedError, match=re.escape(f"are {factor:g} times")) as refused:
         passed(LossScalingCheck(), factor)
-    assert "deepspeed>=0.16,!=0.18.3" in str(refused.value)
+    assert "deepspeed>=0.16,!=0.17.6,!=0.18.0,!=0.18.1,!=0.18.2,!=0.18.3" in str(refused.value)
     assert passed(LossScalingCheck(), factor, accumulate=1) == factor * 8.0
 
 

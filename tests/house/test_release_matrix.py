@@ -17,7 +17,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
-DEEPSPEEDS = ("0.16.0", "0.16.9", "0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.8")
+DEEPSPEEDS = ("0.16.0", "0.16.9", "0.17.0", "0.17.5", "0.18.4", "0.18.9", "0.19.0", "0.19.8")
 LIGHTNINGS = ("2.5.0.post0", "2.5.6", "2.6.0", "2.6.6")
 
 

@@ -48,8 +48,8 @@ CELLS = (
     OLDEST,
     Cell(OLDEST_TORCH, "0.16.9", "2.6.6"),
     Cell(OLDEST_TORCH, "0.19.8", "2.5.6"),
-    Cell(MIDDLE_TORCH, "0.17.6", "2.6.0"),
-    Cell(MIDDLE_TORCH, "0.18.0", "2.5.0.post0"),
+    Cell(MIDDLE_TORCH, "0.17.5", "2.6.0"),
+    Cell(MIDDLE_TORCH, "0.18.4", "2.5.0.post0"),
     Cell(Base("3.13", "2.9.1"), "0.19.0", "2.6.0"),
     Cell(PINNED_TORCH, "0.16.0", "2.6.6"),
     Cell(PINNED_TORCH, "0.17.0", "2.5.6"),
@@ -59,8 +59,8 @@ CELLS = (
 """Each end of DeepSpeed 0.16 to 0.19 and of Lightning 2.5 and 2.6, each torch, each Python.
 
 Not the product: what fails does so in one release, or in a pair, and pairs of neighbours in time
-are what people have. 2.5.0.post0 is 2.5.0: its only change is its number. 0.18.0 stands for 0.18
-before the release that is refused, 0.18.9 for 0.18 after it.
+are what people have. 2.5.0.post0 is 2.5.0: its only change is its number. 0.17.5 and 0.18.4 stand
+beside the releases that are refused.
 """
 
 EXCHANGES = ((OLDEST, NEWER), (OLDEST, NEWEST), (OLDEST, PINNED))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.requirements import DEEPSPEED
 from tests.releases._cells import CELLS, EXCHANGES, REFUSED, Cell
 from tests.releases._core_matrix import TESTS, left_out
 from tests.releases._install import ROOT, NotToBeHadError, environment
@@ -122,7 +123,7 @@ def test_a_lost_name_is_refused_at_setup(cell: Cell) -> None:
     assert said["none"] == {"raised": "nothing was raised", "steps": 1}
     for title, found, install in (
         ("Lightning", cell.lightning, "install lightning>=2.5,!=2.6.2,!=2.6.3; 2.6.6 is"),
-        ("DeepSpeed", cell.deepspeed, "install deepspeed>=0.16,!=0.18.3; 0.19.8 is"),
+        ("DeepSpeed", cell.deepspeed, f"install {DEEPSPEED}; 0.19.8 is"),
     ):
         assert said[title]["steps"] == 0
         raised = said[title]["raised"]
@@ -159,7 +160,7 @@ def test_deepspeed_0_18_3_is_refused() -> None:
     said = run(REFUSED, "-W", "ignore", "-c", FIT.format(before=""))
     assert "UnsupportedError" in said
     assert "DeepSpeed 0.18.3 is installed (it ignores scale_wrt_gas" in said
-    assert "install deepspeed>=0.16,!=0.18.3" in said
+    assert "install deepspeed>=0.16,!=0.17.6,!=0.18.0,!=0.18.1,!=0.18.2,!=0.18.3" in said
 
 
 def test_a_release_that_divides_gradients_twice_is_noticed() -> None:
