@@ -30,10 +30,10 @@ _THREADS = "0: as many as processors"
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit code."""
-    parser = _parser()
-    given = parser.parse_args(None if args is None else list(args))
-    verb = given.verb
+    verb = ""
     try:
+        given = _parser().parse_args(None if args is None else list(args))
+        verb = given.verb
         return _RUN[verb](given[verb])
     except ElasticZeroError as error:
         _show_error(f"lightning-elastic-zero {verb}:", str(error))
@@ -55,7 +55,7 @@ class _PrintCompletion(argparse.Action):
         self, parser: argparse.ArgumentParser, _: object, values: object, *__: object
     ) -> None:
         try:
-            print(completion_script(parser, str(values)))
+            print(completion_script(parser, str(values)), flush=True)
         except ModuleNotFoundError as error:
             parser.exit(FAILED, f"{error}: it makes the script, pip install shtab\n")
         parser.exit(YES)
@@ -219,12 +219,18 @@ def _fingerprint(args: Namespace) -> int:
 
     answer = YES
     for path in args.paths:
-        with _progress("reading") as line:
-            number = fingerprint_checkpoint(path, threads=args.threads, on_bytes=line)
+        try:
+            with _progress("reading") as line:
+                number = fingerprint_checkpoint(path, threads=args.threads, on_bytes=line)
+            recorded = recorded_fingerprint(path)
+        except ElasticZeroError as error:
+            _show_error(f"{path}:", str(error))
+            answer = FAILED
+            continue
         print(f"{number}  {path}")
-        if recorded := recorded_fingerprint(path):
+        if recorded:
             is_same = recorded == str(number)
-            answer = answer if is_same else NO
+            answer = answer if is_same else max(answer, NO)
             print("  as its save recorded it" if is_same else f"  its save recorded {recorded}")
         if args.tensors:
             for (name, key), text in tensor_fingerprints(path).items():
@@ -288,7 +294,7 @@ def _add_convert(parser: ArgumentParser) -> None:
     add("--buffers", type=str, nargs="+", default=[], help=untold)
     add("--dtype", type=str, default="", help="fp32, bf16, fp16; else as they are stored")
     add("--optimizer", choices=("auto", "yes", "no"), default="auto", help="its state too")
-    add("--max-shard-gb", type=float, default=5.0, help="largest file of safetensors")
+    add("--max-shard-gb", type=PositiveFloat, default=5.0, help="largest file of safetensors")
     add("--adapter-config", type=str, default="", help="PEFT's adapter_config.json")
     add("--adapter-name", type=str, default="default", help="the adapter's name in the model")
     add("--allow-pickle", action="store_true", help="read any Python object: that can run code")

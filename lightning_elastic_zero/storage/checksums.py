@@ -198,8 +198,8 @@ def as_save_error(path: Path) -> Iterator[None]:
         elsewhere = error.filename is not None and str(error.filename) != str(path)
         at = f" ({error.filename})" if elsewhere else ""
         msg = (
-            f"Could not write {path}: {error.strerror or error}{at}. The last published checkpoint "
-            "is intact. See that the disk has room and that its directory can be written, and save "
+            f"Could not write {path}: {error.strerror or error}{at}. What was published before "
+            "is intact. See that the disk has room and that its directory can be written, and try "
             "again."
         )
         raise SaveError(msg) from error

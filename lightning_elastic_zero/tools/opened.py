@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.formats import (
     WEIGHT,
     CheckpointReader,
@@ -320,6 +321,9 @@ def opened(
         CheckpointCorruptedError: a checkpoint is there that is not whole.
         UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
+    if not os.fspath(path):
+        msg = "the path is empty, as of a variable that is not set: give a checkpoint"
+        raise CheckpointNotFoundError(msg)
     found = check_local_path(path)
     real = Path(os.path.realpath(found)) if found.exists() else found
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:

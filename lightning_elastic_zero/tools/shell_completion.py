@@ -10,6 +10,9 @@ SHELLS = ("bash", "zsh", "tcsh")
 PATHS = ("path", "paths", "first", "second", "source", "target", "newest_sound", "adapter_config")
 """The arguments that are completed by the names of files and folders."""
 
+FOLDER = "dir"
+"""The argument that is completed by the names of folders."""
+
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return what a shell sources to complete a command line.
@@ -25,7 +28,9 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     import shtab  # noqa: PLC0415
 
     for action in _actions(parser):
-        if action.dest in PATHS:
+        if action.dest == FOLDER:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.dest in PATHS:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell))
 

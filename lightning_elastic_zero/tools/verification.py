@@ -24,6 +24,10 @@ DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
 """What may mean that a checkpoint is not what was written."""
 
 
+FILE_BEGINNINGS = {b"PK", b"\x80\x02"}
+"""How files of ``torch.save`` begin: archives, and the pickles from before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verification:
     """What ``verify_checkpoint`` found."""
@@ -65,6 +69,7 @@ def verify_checkpoint(
 
     Raises:
         CheckpointNotFoundError: nothing is there.
+        CheckpointFormatError: what is there is nothing like a checkpoint, damaged or not.
         UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
     began, count = time.monotonic(), _Count(on_bytes)
@@ -81,9 +86,19 @@ def verify_checkpoint(
             if rounded:
                 run_parts(_masters_of(path, count), threads)
     except DAMAGE as error:
+        if not kind and not _may_be_checkpoint(Path(path)):
+            raise
         problem = str(error)
     seconds = time.monotonic() - began
     return Verification(str(path), kind, steps, problem, rounded, sum(count.told), seconds)
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    """Whether something may be what is left of a checkpoint, and is no mistyped path."""
+    if path.is_dir():
+        return looks_like_checkpoint(path)
+    with path.open("rb") as file:
+        return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
 
 
 class _Count:

@@ -182,6 +182,7 @@ printf '%s\n' "${COMPREPLY[@]}"
         (["verify", "some-ch"], {"some-checkpoint"}),
         (["diff", "x", "some-ch"], {"some-checkpoint"}),
         (["verify", "--newest-sound", "some-ch"], {"some-checkpoint"}),
+        (["selftest", "--dir", "some-ch"], {"some-checkpoint"}),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -211,3 +212,42 @@ def test_each_shell_has_its_script(shell: str, run: Run) -> None:
     code, out, err = run("--print-completion", "fish")
     assert (code, out) == (2, "")
     assert "fish" in err
+
+
+def test_what_is_no_checkpoint_is_no_damaged_one(tmp_path: Path, run: Run) -> None:
+    """A mistyped path is an error of the command line (2); damage is an answer (1)."""
+    good = tmp_path / "run" / "good.ckpt"
+    good.parent.mkdir()
+    write_elastic(good, make_state())
+    (tmp_path / "train.py").write_text("import torch\n")
+    for path in (tmp_path / "train.py", good.parent, tmp_path, ""):
+        assert run("verify", str(path))[0] == 2, path
+    (good / "manifest.json").write_text("{")
+    assert run("verify", str(good))[0] == 1
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(b"PK\x03\x04")
+    assert run("verify", str(cut))[0] == 1
+
+
+def test_one_damaged_checkpoint_does_not_hide_the_others(tmp_path: Path, run: Run) -> None:
+    """``fingerprint`` goes through its whole list, as ``verify`` does."""
+    good = tmp_path / "good.ckpt"
+    write_elastic(good, make_state())
+    code, out, error = run("fingerprint", str(tmp_path / "not there"), str(good))
+    assert code == 2
+    assert out.endswith(f"  {good}\n")
+    assert "not there" in error
+
+
+def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
+    """Nothing is written into the checkpoint that is read, nor shards of no size."""
+    good = tmp_path / "good.ckpt"
+    write_elastic(good, make_state())
+    before = sorted(good.rglob("*"))
+    code, _, error = run("convert", str(good), str(good / "out.pt"), "--to", "fp32")
+    assert code == 2
+    assert "lies in the checkpoint" in error
+    assert sorted(good.rglob("*")) == before
+    for size in ("0", "-1"):
+        options = ["--to", "safetensors", "--max-shard-gb", size]
+        assert run("convert", str(good), str(tmp_path / "out"), *options)[0] == 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
 from lightning_elastic_zero.tools.conversion import (
     adapter_folder,
@@ -92,6 +92,9 @@ def convert_checkpoint(
     """
     options, written = options or ConvertOptions(), 0
     _check_optimizer_option(to, options)
+    if Path(source).resolve() in Path(target).resolve().parents:
+        msg = f"{target} lies in the checkpoint {source}, which is only read: give another path"
+        raise SaveError(msg)
 
     def count(size_bytes: int) -> None:
         nonlocal written
