@@ -179,11 +179,13 @@ def held_state(engine: Any) -> dict[str, torch.Tensor | str]:  # noqa: ANN401 (u
     adds up what ranks have.
 
     Raises:
-        ElasticZeroError: the weights that the forward pass uses are not the masters, rounded.
+        ElasticZeroError: the weights that the forward pass uses are not the masters, rounded. It
+            is raised on ranks that found that, after all ranks' part in the collectives.
     """
     inner = _inner_optimizer(engine)
     _link_all_groups(engine.optimizer)
     found: dict[str, torch.Tensor | str] = {}
+    untrue: list[str] = []
     for name, parameter in engine.module.named_parameters():
         weight = _whole(engine, parameter)
         if not parameter.requires_grad:
@@ -194,10 +196,19 @@ def held_state(engine: Any) -> dict[str, torch.Tensor | str]:  # noqa: ANN401 (u
             found[f"{key} of {name}"] = tensor.detach().cpu() + 0.0
         master = found[f"master of {name}"]
         if not torch.equal(torch.as_tensor(master).to(weight.dtype), weight + 0.0):
-            msg = f"the weights of {name} are not its masters, rounded to {weight.dtype}"
-            raise ElasticZeroError(msg)
+            untrue.append(name)
     for name, buffer in engine.module.named_buffers():
         found[f"buffer {name}"] = buffer.detach().cpu().clone()
+    found.update(_texts(engine, inner))
+    if untrue:
+        msg = f"{len(untrue)} weights are not their masters, rounded; the first: {untrue[0]}"
+        raise ElasticZeroError(msg)
+    return found
+
+
+def _texts(engine: Any, inner: torch.optim.Optimizer) -> dict[str, str]:  # noqa: ANN401 (untyped library)
+    """Return steps, hyperparameters and counters."""
+    found: dict[str, str] = {}
     steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
     found["the optimizer's steps"] = repr(sorted(steps))
     for index, group in enumerate(inner.param_groups):

@@ -12,7 +12,7 @@ import torch
 
 from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
-from lightning_elastic_zero.coordination import Timeouts
+from lightning_elastic_zero.coordination import Timeouts, connect_ranks
 from lightning_elastic_zero.engine.trial import (
     TrialModel,
     held_state,
@@ -149,10 +149,30 @@ def _load(
 
 
 def _digests(engine: Any) -> dict[str, str]:  # noqa: ANN401 (untyped library)
-    """Return what an engine holds, each tensor by its type, shape and a digest of its bits."""
+    """Return what an engine holds, each tensor by its type, shape and a digest of its bits.
+
+    Collective.
+
+    Raises:
+        RanksError: on some rank, weights are not their masters; on all of them, since all make the
+            same calls after it.
+    """
+    held: dict[str, torch.Tensor | str] = {}
+    problem: ElasticZeroError | None = None
+    try:
+        held = held_state(engine)
+    except ElasticZeroError as error:
+        problem = error
+
+    def agree() -> None:
+        if problem is not None:
+            raise problem
+
+    with closing(connect_ranks(Timeouts(), "elastic-zero selftest state")) as ranks:
+        ranks.run_all("read what the engine holds", agree)
     return {
         name: _digest(value) if isinstance(value, torch.Tensor) else value
-        for name, value in held_state(engine).items()
+        for name, value in held.items()
     }
 
 
