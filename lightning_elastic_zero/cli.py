@@ -21,6 +21,7 @@ from lightning_elastic_zero.tools.shell_completion import SHELLS, completion_scr
 from lightning_elastic_zero.tools.terminal import show
 
 if TYPE_CHECKING:
+    from lightning_elastic_zero.selftest.report import SelftestReport
     from lightning_elastic_zero.tools.progress import ProgressLine
     from lightning_elastic_zero.tools.verification import Verification
 
@@ -369,12 +370,15 @@ def _selftest(args: Namespace) -> int:
         if speaks and sys.stderr.isatty():
             print(f"selftest: {text}", file=sys.stderr)
 
-    report = run_selftest(args.dir, world_timeout_s=args.timeout, on_phase=on_phase)
-    if speaks:
+    def on_report(report: SelftestReport) -> None:
         lines = [json.dumps(report.to_plain(), indent=1)] if args.json else report_lines(report)
         print("\n".join(lines), flush=True)
         for sentence in report.failures():
             print(sentence, file=sys.stderr)
+
+    report = run_selftest(
+        args.dir, world_timeout_s=args.timeout, on_phase=on_phase, on_report=on_report
+    )
     return YES if report.holds else NO
 
 

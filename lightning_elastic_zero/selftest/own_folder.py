@@ -7,11 +7,11 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage import check_local_path
 
 PREFIX = "zero-selftest-"
@@ -40,8 +40,12 @@ def usable_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def own_folder(directory: Path) -> Iterator[Path]:
+def own_folder(directory: Path, on_progress: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Make a new folder in a directory, and remove it with all that is in it, however this ends.
+
+    Args:
+        directory: where it is made.
+        on_progress: called while it is removed; what it raises of the library's is no matter then.
 
     Raises:
         SaveError: it cannot be made.
@@ -58,7 +62,7 @@ def own_folder(directory: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        _remove(folder)
+        _remove(folder, on_progress)
 
 
 def leave_token(folder: Path, rank: int) -> None:
@@ -72,12 +76,23 @@ def token_name(rank: int) -> str:
     return f"seen-by-{rank}"
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, on_progress: Callable[[], None]) -> None:
     """Remove it; a file that another host has open comes back under another name for a while."""
     for left in reversed(range(_TRIES)):
+        for inner in _folders_in(folder):
+            shutil.rmtree(inner, ignore_errors=True)
+            with suppress(ElasticZeroError):  # Others have given up: it is removed all the same.
+                on_progress()
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.lexists(folder):
             return
         if left:
             time.sleep(_PAUSE_S)
     log.warning("%s could not be removed: it may be deleted.", folder)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder; none where it cannot be read."""
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []

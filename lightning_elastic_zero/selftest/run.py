@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lightning_elastic_zero.coordination import OneRank, Ranks, Timeouts
 from lightning_elastic_zero.coordination.launched_ranks import launched_ranks, launched_world_size
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.selftest.directory_rows import directory_rows
 from lightning_elastic_zero.selftest.engine_rows import Starters, engine_rows, unchecked_rows
+from lightning_elastic_zero.selftest.interrupts import terminable, uninterrupted
 from lightning_elastic_zero.selftest.own_folder import own_folder, usable_directory
-from lightning_elastic_zero.selftest.report import SelftestReport
+from lightning_elastic_zero.selftest.report import Row, SelftestReport
 from lightning_elastic_zero.selftest.setting import (
     Setting,
     device_kind,
@@ -34,8 +33,6 @@ WORLD_TIMEOUT_S = 600.0
 _COPIES = 4
 """What lies in the folder at once, as a multiple of what is measured: with room to spare."""
 
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
-
 _MEET_S = 120.0
 """How long who starts workers may work without a sign of it."""
 
@@ -45,6 +42,7 @@ def run_selftest(
     *,
     world_timeout_s: float = WORLD_TIMEOUT_S,
     on_phase: Callable[[str], None] = lambda _: None,
+    on_report: Callable[[SelftestReport], None] = lambda _: None,
 ) -> SelftestReport:
     """Find out whether saving and loading hold on this machine, or cluster, and in a directory.
 
@@ -62,27 +60,48 @@ def run_selftest(
         directory: where a run would save its checkpoints, on a disk that all ranks share.
         world_timeout_s: how long each of the three worlds of processes may take, in seconds.
         on_phase: told what is being done.
+        on_report: given the report once everything is removed, in one process: alone, or rank 0.
+            The other ranks return after that: a launcher ends all ranks when the first one ends
+            with an error.
 
     Returns:
         ``SelftestReport``: the same on every rank. What does not hold is a row in it, no exception.
 
     Raises:
         SaveError: there is no such directory, it cannot be written, or has too little room.
-        UnsupportedError: it is the address of a remote storage, or the device is unknown.
+        UnsupportedError: it is the address of a remote storage, or the device is
+            unknown or not there, or a launcher has not told ``LOCAL_RANK``.
         RanksError: another rank of torchrun has failed, or is lost.
     """
-    with _terminable(), _starters(world_timeout_s) as ranks:
+    with terminable() as ignore_interrupts, _starters(world_timeout_s) as ranks:
         path = ranks.run_all("selftest: look at the directory", lambda: usable_directory(directory))
         setting = _setting(ranks, path)
         with ExitStack() as opened:
-            folder = _make_folder(ranks, path, setting, opened)
-            on_phase("trying out the directory")
-            rows = directory_rows(ranks, folder, setting)
-            if any(row.result == "FAILS" for row in rows):
-                rows += unchecked_rows(setting, "the directory does not hold, as is said above")
-            else:
-                rows += engine_rows(Starters(ranks, folder, world_timeout_s, on_phase), setting)
-    return SelftestReport(setting.described(), tuple(rows))
+            try:
+                folder = _make_folder(ranks, path, setting, opened)
+                starters = Starters(ranks, folder, world_timeout_s, on_phase)
+                report = SelftestReport(setting.described(), tuple(_rows(starters, setting)))
+
+                def finish() -> None:
+                    with uninterrupted():
+                        opened.close()
+                    on_report(report)
+                    ignore_interrupts()
+
+                ranks.broadcast("selftest: remove what was written, and report", finish)
+            except BaseException:
+                ignore_interrupts()  # The others end now, and a launcher all ranks after them.
+                raise
+    return report
+
+
+def _rows(starters: Starters, setting: Setting) -> list[Row]:
+    """Check all of it. Collective."""
+    starters.on_phase("trying out the directory")
+    rows = directory_rows(starters.ranks, starters.folder, setting)
+    if any(row.result == "FAILS" for row in rows):
+        return rows + unchecked_rows(setting, "the directory does not hold, as is said above")
+    return rows + engine_rows(starters, setting)
 
 
 def reports_here() -> bool:
@@ -91,31 +110,22 @@ def reports_here() -> bool:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Have SIGTERM, by which launchers end ranks, clean up as Ctrl-C does; a second one waits."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        for number in _INTERRUPTS:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in _INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def _starters(world_timeout_s: float) -> Iterator[Ranks]:
-    """Return those who start workers: the ranks of a launcher, or this process alone."""
+    """Return those who start workers: the ranks of a launcher, or this process alone.
+
+    Raises:
+        UnsupportedError: a launcher does not tell its ranks which of their host's they are.
+    """
     if launched_world_size() <= 1:
         yield OneRank()
         return
+    if "LOCAL_RANK" not in os.environ:
+        msg = (
+            "RANK and WORLD_SIZE are set, but LOCAL_RANK is not: all ranks of a host would take "
+            "its first GPU; have the launcher set LOCAL_RANK, 0, 1, ... on each host (torchrun "
+            "does), or unset RANK to test this machine alone"
+        )
+        raise UnsupportedError(msg)
     times = Timeouts(absent_timeout_s=world_timeout_s + _MEET_S, stall_timeout_s=_MEET_S)
     with launched_ranks(times, "elastic-zero selftest") as ranks:
         yield ranks
@@ -125,8 +135,11 @@ def _setting(ranks: Ranks, path: Path) -> Setting:
     """Return where this runs, of all starters. Collective."""
     kind = device_kind()
     local = int(os.environ.get("LOCAL_RANK", "0")) if ranks.world_size > 1 else 0
-    own = {"host": socket.gethostname(), "device": device_name(kind, local)}
-    found = ranks.all_gather("selftest: look around", lambda: own)
+
+    def look() -> dict[str, str]:
+        return {"host": socket.gethostname(), "device": device_name(kind, local)}
+
+    found = ranks.all_gather("selftest: look around", look)
     return Setting(
         directory=path,
         device=kind,
@@ -150,6 +163,6 @@ def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) 
                 f"{format_bytes(needed_bytes)} for a while: free some, or name another directory"
             )
             raise SaveError(msg)
-        return str(opened.enter_context(own_folder(path)))
+        return str(opened.enter_context(own_folder(path, ranks.progress)))
 
     return Path(ranks.broadcast("selftest: make a folder", make))

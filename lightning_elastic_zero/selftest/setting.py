@@ -106,9 +106,21 @@ def releases() -> dict[str, str]:
 
 
 def device_name(kind: str, index: int) -> str:
-    """Return the name of a device: a GPU's, or how many processors there are."""
+    """Return the name of a device: a GPU's, or how many processors there are.
+
+    Raises:
+        UnsupportedError: there is no such GPU.
+    """
     if kind == "cpu":
         return f"CPU, {os.cpu_count()} processors"
+    seen = torch.cuda.device_count()
+    if index >= seen:
+        msg = (
+            f"LOCAL_RANK={index}, but torch sees {seen} GPUs on {platform.node()}: start as many "
+            "ranks on a host as each of them sees GPUs; CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')} may hide some"
+        )
+        raise UnsupportedError(msg)
     properties = torch.cuda.get_device_properties(index)
     return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
 

@@ -149,7 +149,7 @@ def _started(
     alone = len(own) == world_size
     try:
         for rank in own:
-            local = str(rank) if alone else os.environ.get("LOCAL_RANK", "0")
+            local = str(rank) if alone else os.environ["LOCAL_RANK"]
             here = str(world_size) if alone else os.environ.get("LOCAL_WORLD_SIZE", "1")
             variables = {
                 "RANK": str(rank),

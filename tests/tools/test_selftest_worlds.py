@@ -26,7 +26,7 @@ from lightning_elastic_zero.selftest.report import Row
 from tests.engine._worker_pool import environment
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
-from tests.tools import _selftest_worker
+from tests.tools import _selftest_worker, _slow_removal
 from tests.tools.test_selftest import setting_of
 
 SELFTEST = [sys.executable, "-m", "lightning_elastic_zero", "selftest"]
@@ -109,6 +109,24 @@ def test_it_holds_under_torchrun(tmp_path: Path) -> None:
     assert out.count("### lightning-elastic-zero selftest: holds here") == 1
     assert "2 ranks by a launcher" in out
     assert_held(rows_of(out), 2, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_a_failure_under_torchrun_is_told(tmp_path: Path) -> None:
+    """What fails is printed, and nothing stays, though removing takes longer than ranks are given.
+
+    torchrun ends all ranks as soon as one of them has ended with an error.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    launch += [f"--master-port={free_port()}", "-m", _slow_removal.__name__, *SELFTEST[3:]]
+    launch += ["--dir", str(tmp_path), "--timeout", "0.5"]
+    with started(launch, tmp_path) as process:
+        out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+    assert process.returncode == 1
+    assert out.count("### lightning-elastic-zero selftest: DOES NOT HOLD here: 3 of") == 1
+    assert err.count("its process did not end in time, and was killed") == 3
+    assert "interrupted" not in err
     assert not list(tmp_path.iterdir())
 
 
