@@ -16,9 +16,14 @@ GOOD, TORN = "good", "torn"
 
 TOLD, NEXT_SAVE = "a kill is told", "saving after a kill"
 
+DYING = "about to die"
+"""What the victim tells last: its save is under way, and its end is meant."""
 
 MEASURED = "speed"
 """The check that measuring itself did not fail."""
+
+UNMEASURED = "why nothing was measured"
+"""What is no failure: a stall, or a disk that takes too long."""
 
 RAW, COPY, PUBLICATION, STALL = "raw write", "copy", "publication", "stall"
 """Figures of each rank, in seconds."""

@@ -13,7 +13,7 @@ from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import SaveOptions, save_engine
 from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import RanksError
-from lightning_elastic_zero.selftest.checks import TOLD, TORN, checkpoint_file
+from lightning_elastic_zero.selftest.checks import DYING, TOLD, TORN, checkpoint_file
 from lightning_elastic_zero.selftest.messages import Sender
 
 T = TypeVar("T")
@@ -23,8 +23,8 @@ J = TypeVar("J")
 class DyingRanks:
     """The ranks of a job, seen by one that is killed as soon as it has written something."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, sender: Sender) -> None:
+        self._ranks, self._sender = ranks, sender
         self.rank, self.world_size = ranks.rank, ranks.world_size
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
@@ -45,6 +45,7 @@ class DyingRanks:
 
     def progress(self) -> None:
         """Die, as when a machine does: a save calls this when bytes have come to the disk."""
+        self._sender.checked(DYING)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def has_failed(self) -> bool:
@@ -67,7 +68,7 @@ def die_during_save(
         is_victim = ranks.rank == victim
         handle, path = engine_handle(engine), folder / checkpoint_file(TORN)
         try:
-            seen = DyingRanks(ranks) if is_victim else ranks
+            seen = DyingRanks(ranks, sender) if is_victim else ranks
             save_engine(handle, path, seen, {}, SaveOptions())
         except RanksError as error:
             named = f"rank {victim}" in str(error)

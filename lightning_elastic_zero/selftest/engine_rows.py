@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_elastic_zero.coordination import Ranks
@@ -21,6 +21,7 @@ from lightning_elastic_zero.selftest.checks import (
     STALL,
     TOLD,
     TORN,
+    UNMEASURED,
     checkpoint_file,
     returned_name,
     saved_name,
@@ -167,19 +168,26 @@ def _load_rows(found: Found, worlds: Worlds) -> list[Row]:
 
 
 def _kill_rows(found: Found, worlds: Worlds) -> list[Row]:
-    """Return the rows of the kill."""
+    """Return the rows of the kill: none of them holds where nothing was killed in its save."""
+    no_kill = found.saves.no_kill() if found.saves else ""
     good = {"saving": _told(found.saves, GOOD), "its bytes": found.kept}
     told = {"": _told(found.saves, TOLD)}
     if worlds.saves == 1:
         survivors = Row("kill: the other ranks are told", "not checked", "there is one rank")
     else:
         survivors = _row("kill: the other ranks are told", told)
-    return [
+    rows = [
         survivors,
         _row("kill: the last good checkpoint is whole", good),
         _row("kill: what was being written is not published", {"": found.unpublished}),
         _row("kill: the last good one is loaded", {"": _told(found.loads, GOOD)}),
         _row("kill: the next save succeeds", {"": _told(found.loads, NEXT_SAVE)}),
+    ]
+    return [
+        replace(row, result="not checked", details=no_kill)
+        if no_kill and row.result == "holds"
+        else row
+        for row in rows
     ]
 
 
@@ -210,7 +218,8 @@ def _figure_rows(found: Found, worlds: Worlds) -> list[Row]:
         found.saves.figures(name) if found.saves else [] for name in (RAW, COPY, PUBLICATION, STALL)
     )
     if problem or not (raw and copy and publication and stall):
-        rows = [Row(what, "not checked", "it was not measured") for what in whats]
+        why = _told(found.saves, UNMEASURED) or "it was not measured"
+        rows = [Row(what, "not checked", why) for what in whats]
         return [*rows, Row("speed", "FAILS", problem)] if problem else rows
     size_bytes = measured_bytes(worlds.saves)
     each = [format_bytes(size_bytes / seconds) for seconds in (max(raw), min(raw))]

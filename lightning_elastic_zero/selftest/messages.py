@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_elastic_zero.selftest.checks import GOOD
+from lightning_elastic_zero.selftest.checks import DYING, GOOD, TOLD
 
 BY_KILL = "signal 9"
 """In the words of how a process ended: by SIGKILL."""
@@ -81,10 +81,20 @@ class WorldReport:
         """Return how processes ended that did not come to the end of their task, but were to."""
         return {r.rank: r.ended for r in self.ranks if not (r.finished or self._was_killed(r))}
 
+    def no_kill(self) -> str:
+        """Return why this is no world in which a rank was killed in its save; empty: it is one."""
+        for report in self.ranks:
+            if report.rank == self.killed and not self._was_killed(report):
+                how = report.ended or "its process came to the end of its task"
+                return f"rank {report.rank} was not killed in its save: {how}"
+        if len(self.ranks) > 1 and self.problem(TOLD) != "":
+            return "the other ranks did not tell that the save had failed"
+        return ""
+
     def _was_killed(self, report: RankReport) -> bool:
-        """Whether a process ended as it was to: killed, after the checkpoint that must stay."""
+        """Whether a process ended as it was to: killed in a save, after the one that must stay."""
         by_kill = report.rank == self.killed and BY_KILL in report.ended
-        return by_kill and report.problems.get(GOOD) == ""
+        return by_kill and report.problems.get(GOOD) == "" and DYING in report.problems
 
 
 class Sender:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,13 +16,24 @@ from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
 from lightning_elastic_zero.coordination import Ranks, Timeouts
 from lightning_elastic_zero.engine.trial import WideModel, train, trial_engine
-from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.selftest.checks import COPY, MEASURED, PUBLICATION, RAW, STALL
+from lightning_elastic_zero.errors import ElasticZeroError, RanksError
+from lightning_elastic_zero.selftest.checks import (
+    COPY,
+    MEASURED,
+    PUBLICATION,
+    RAW,
+    STALL,
+    UNMEASURED,
+)
 from lightning_elastic_zero.selftest.messages import Request, Sender
+from lightning_elastic_zero.selftest.raw_write import MOST_S, write_raw
 from lightning_elastic_zero.storage import delete_checkpoint
+from lightning_elastic_zero.tools.progress import format_bytes
+
+T = TypeVar("T")
 
 ROUNDS, BUDGET_S = 3, 20.0
-"""Rounds, after one that warms up; a slow disk has fewer."""
+"""Rounds, after one that warms up; a slow disk has fewer, or that one only."""
 
 BYTES_PER_PARAMETER = 12
 """A master in fp32, and Adam's two moments."""
@@ -43,7 +54,7 @@ def measure(request: Request, sender: Sender) -> None:
             with closing(manager.training_ranks()) as ranks:
                 _measure(engine, manager, ranks, request, sender)
         except (ElasticZeroError, OSError) as error:
-            sender.checked(MEASURED, f"{type(error).__name__}: {error}")
+            sender.checked(UNMEASURED if is_stall(error) else MEASURED, _text(error))
         else:
             sender.checked(MEASURED)
         finally:
@@ -67,9 +78,16 @@ def _measure(
     began = time.monotonic()
     for number in range(ROUNDS + 1):
         raw = folder / f"raw-{number}-{ranks.rank}"
-        figures[RAW].append(_timed(ranks, partial(_write, raw, request.measured_bytes, block)))
+        write = partial(write_raw, raw, request.measured_bytes, block, ranks.progress)
+        seconds, written_bytes = _timed(ranks, write)
         raw.unlink()
-        figures[COPY].append(_timed(ranks, lambda: copied.copy_(held)))
+        slowest_bytes = _least(ranks, written_bytes)
+        if slowest_bytes < request.measured_bytes:
+            why = f"a rank wrote and synced only {format_bytes(slowest_bytes)} in {MOST_S:g} s"
+            sender.checked(UNMEASURED, why)
+            return
+        figures[RAW].append(seconds)
+        figures[COPY].append(_timed(ranks, lambda: copied.copy_(held))[0])
         path = folder / f"measured-{number}.ckpt"
         manager.save_async(handle, path, ranks, {}, SaveOptions())
         train(engine, number + 1, number + 2)
@@ -77,33 +95,42 @@ def _measure(
         if manager.last_save is not None:
             figures[PUBLICATION].append(manager.last_save.seconds)
             figures[STALL].append(manager.last_save.waited_s)
-        if ranks.broadcast("look whether it is enough", partial(_is_enough, path, number, began)):
+        if ranks.broadcast("look whether it is enough", partial(_is_enough, path, began)):
             break
-    for name, seconds in figures.items():
-        sender.measured(name, min(seconds[1:]))
+    for name, taken in figures.items():
+        sender.measured(name, min(taken[1:] or taken))
 
 
-def _is_enough(path: Path, number: int, began: float) -> bool:
+def is_stall(error: BaseException) -> bool:
+    """Whether a rank was slow or lost, and no call has failed: each cause is of that kind too."""
+    cause: BaseException | None = error
+    while isinstance(cause, RanksError):
+        cause = cause.__cause__
+    return cause is None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_enough(path: Path, began: float) -> bool:
     """Rank 0: remove what was saved, and return whether that was enough."""
     delete_checkpoint(path)
-    return number > 0 and time.monotonic() - began > BUDGET_S
+    return time.monotonic() - began > BUDGET_S
 
 
-def _timed(ranks: Ranks, work: Callable[[], object]) -> float:
-    """Return the seconds that this rank takes, while all ranks are at work."""
+def _least(ranks: Ranks, size_bytes: int) -> int:
+    """Return the least of what all ranks have."""
+    return min(ranks.all_gather("compare what was written", lambda: size_bytes))
+
+
+def _timed(ranks: Ranks, work: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds that this rank takes, while all ranks are at work, and its result."""
     ranks.run_all("begin together", lambda: None)
 
-    def timed() -> float:
+    def timed() -> tuple[float, T]:
         began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
+        result = work()
+        return time.perf_counter() - began, result
 
     return ranks.run_all("measure", timed)
-
-
-def _write(path: Path, size_bytes: int, block: bytes) -> None:
-    """Write a file, and bring it to the disk."""
-    with path.open("xb", buffering=0) as file:
-        for _ in range(0, size_bytes, len(block)):
-            file.write(block)
-        os.fsync(file.fileno())

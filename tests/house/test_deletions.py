@@ -129,7 +129,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("selftest/own_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest/speeds.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
-    ("selftest/speeds.py", "_write", "path.open to write"): SELFTEST_WORLDS,
+    ("selftest/raw_write.py", "write_raw", "path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps
     ("formats/dumps/describe.py", "_write", "hidden.unlink"): DUMPS,
     ("formats/dumps/describe.py", "_write", "hidden.replace"): DUMPS,

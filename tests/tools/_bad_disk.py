@@ -20,11 +20,20 @@ def bad_disk_library(folder: Path) -> Path:
     Raises:
         pytest.skip.Exception: there is no C compiler.
     """
+    return compiled(SOURCE, folder)
+
+
+def compiled(source: Path, folder: Path) -> Path:
+    """Compile a library that processes are started with, from C.
+
+    Raises:
+        pytest.skip.Exception: there is no C compiler.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("a bad disk needs a C compiler")
-    library = folder / "bad_disk.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
+        pytest.skip("what stands before the C library needs a C compiler")
+    library = folder / f"{source.stem}.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True, timeout=HANG_TIMEOUT_S)
     return library
 

@@ -25,6 +25,7 @@ from lightning_elastic_zero.selftest.abilities import (
     SYNC_FILE,
     SYNC_NAMES,
 )
+from lightning_elastic_zero.selftest.checks import DYING
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
 from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows, unchecked_rows
 from lightning_elastic_zero.selftest.messages import RankReport, Sender, WorldReport, read_report
@@ -285,12 +286,13 @@ def test_a_check_holds_where_all_ranks_tell_so(
 
 
 def test_an_end_that_was_not_meant_is_reported() -> None:
-    """Only the rank that was to die may, only by SIGKILL, and after the last good checkpoint."""
+    """Only the rank that was to die may, only by SIGKILL, in the save that it told of."""
     kill, crash = "its process ended by signal 9", "its process ended by exit code 1"
-    good = RankReport(0, {"good": ""}, ended=kill)
+    good = RankReport(0, {"good": "", DYING: ""}, ended=kill)
     assert not WorldReport((good,), 0).unfinished()
     assert WorldReport((good,), None).unfinished() == {0: kill}
-    assert WorldReport((RankReport(0, {}, ended=kill),), 0).unfinished() == {0: kill}
+    assert WorldReport((RankReport(0, {DYING: ""}, ended=kill),), 0).unfinished() == {0: kill}
+    assert WorldReport((RankReport(0, {"good": ""}, ended=kill),), 0).unfinished() == {0: kill}
     assert WorldReport((replace(good, ended=crash),), 0).unfinished() == {0: crash}
 
 
