@@ -35,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         given = _parser().parse_args(None if args is None else list(args))
         verb = given.verb
-        return _RUN[verb](given[verb])
+        return _VERBS[verb][1](given[verb])
     except ElasticZeroError as error:
         _show_error(f"lightning-elastic-zero {verb}:", str(error))
     except KeyboardInterrupt:
@@ -88,7 +88,7 @@ def _parser() -> ArgumentParser:
         help="print what a shell sources to complete this command line",
     )
     verbs = parser.add_subcommands(dest="verb", required=True)
-    for name, (add, about) in _VERBS.items():
+    for name, (add, _, about) in _VERBS.items():
         inner = ArgumentParser(description=about, default_env=False)
         add(inner)
         verbs.add_subcommand(name, inner, help=about)
@@ -376,28 +376,25 @@ def _selftest(args: Namespace) -> int:
         for sentence in report.failures():
             print(sentence, file=sys.stderr)
 
-    report = run_selftest(
-        args.dir, world_timeout_s=args.timeout, on_phase=on_phase, on_report=on_report
-    )
+    world_s = args.timeout
+    report = run_selftest(args.dir, world_timeout_s=world_s, on_phase=on_phase, on_report=on_report)
     return YES if report.holds else NO
 
 
 _VERBS = {
-    "inspect": (_add_inspect, "what a checkpoint is and holds"),
-    "verify": (_add_verify, "whether checkpoints are whole, every byte of them"),
-    "fingerprint": (_add_fingerprint, "a number that equal states share, however they are cut"),
-    "diff": (_add_diff, "what differs between two checkpoints"),
-    "convert": (_add_convert, "write a checkpoint as other software reads it"),
-    "plan": (_add_plan, "what a resume on so many devices would read and take"),
-    "selftest": (_add_selftest, "whether saving and loading hold here: run it first on a cluster"),
-}
-
-_RUN = {
-    "inspect": _inspect,
-    "verify": _verify,
-    "fingerprint": _fingerprint,
-    "diff": _diff,
-    "convert": _convert,
-    "plan": _plan,
-    "selftest": _selftest,
+    "inspect": (_add_inspect, _inspect, "what a checkpoint is and holds"),
+    "verify": (_add_verify, _verify, "whether checkpoints are whole, every byte of them"),
+    "fingerprint": (
+        _add_fingerprint,
+        _fingerprint,
+        "a number that equal states share, whatever cuts them",
+    ),
+    "diff": (_add_diff, _diff, "what differs between two checkpoints"),
+    "convert": (_add_convert, _convert, "write a checkpoint as other software reads it"),
+    "plan": (_add_plan, _plan, "what a resume on so many devices would read and take"),
+    "selftest": (
+        _add_selftest,
+        _selftest,
+        "whether saving and loading hold here: run it first",
+    ),
 }

@@ -96,6 +96,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_format_batch_size_and_grad_accum_config": "settle the batch before DeepSpeed does",
         "_init_config_if_needed": "check DeepSpeed's config at setup",
         "_parallel_devices": "run on CPUs",
+        "_timeout": "wait for ranks under torchrun as long as collectives do",
     },
     "a WeightAveraging": {"_average_model": "save and evaluate the average"},
     "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
