@@ -15,6 +15,7 @@ from tests.core._fuzz_runner import fuzz
 PROGRAMS = ["_fuzz_pickles", "_fuzz_files", "_fuzz_metadata"]
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_reader_reads_or_refuses(program: str, tmp_path: Path) -> None:
     """Whatever a file holds, a reader gives the value or an error of its own."""

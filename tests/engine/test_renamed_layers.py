@@ -19,7 +19,7 @@ from tests.engine._save_load_programs import (
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", sub_group=700)),

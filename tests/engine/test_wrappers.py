@@ -15,7 +15,7 @@ from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
 
 FUSED: dict[str, Any] = {"optimizer": "FusedAdam"}
 OFFLOADED: dict[str, Any] = {"offload": True, "optimizer": "CPUAdam"}

@@ -31,7 +31,7 @@ from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
 
 
 Tree = dict[str, Any]

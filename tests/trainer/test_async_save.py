@@ -27,7 +27,7 @@ from tests.trainer._async_save import (
     save_other,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(7)]
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
 
 
 def save_in_the_midst(run: AsyncSaveSpec, step: int = 2) -> dict[str, Any]:

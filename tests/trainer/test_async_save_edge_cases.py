@@ -42,7 +42,7 @@ from tests.trainer._async_save_edge_cases import (
     check_same_as_blocking_save,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
 
 FAILS_IN_S = PROMPT_TIMEOUT_S
 """A call that takes longer hangs."""

@@ -15,7 +15,7 @@ from tests.engine._worker_pool import Pools
 from tests.rotation import Rotation
 from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
 
 
 def long(*values: Any) -> list[Any]:

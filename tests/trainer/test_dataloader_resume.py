@@ -12,7 +12,7 @@ import pytest
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_runs import RunRecord, RunSpec, error_of, fit, fits, from_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(8)]
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(6)]
 
 SAVE = "step 0.3"
 OWN = RunSpec(

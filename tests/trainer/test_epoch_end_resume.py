@@ -11,7 +11,7 @@ import pytest
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_runs import RunSpec, fit, fits, from_step
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
 
 POINTS = {"step 1.3": 8, "validated 10": 10, "epoch 1": 10}
 """In mid-epoch, at the end of an epoch's validation, and at its own end: with the next step."""

@@ -14,7 +14,7 @@ import torch
 from tests.engine._worker_pool import Pools
 from tests.trainer._fits import FitSpec, error_of, evaluate, fit
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
 
 WIDE = 12000
 """A hidden layer whose moments fill several chunks of their own, in each rank's file."""

@@ -12,7 +12,7 @@ from tests.engine._worker_pool import Pools
 from tests.trainer import _failure_cases
 from tests.trainer._fits import FitSpec, error_of, evaluate, fit, listing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
 
 
 def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from tests.trainer._quiet_trainer import elastic, quiet_trainer
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
 
 STOPPED_EARLY = 5
 
