@@ -88,10 +88,11 @@ def missing_names(owner: object, names: Iterable[str]) -> list[str]:
 
 
 _LOSES_GRADIENTS = (
-    "with gradient accumulation, ZeRO-1 and 2 lose the gradients of all micro-batches but the last"
+    "with gradient accumulation, ZeRO-2 loses the gradients of all micro-batches but the last"
 )
 # In its stage_1_and_2.py, each micro-batch before a window's end replaces `all_grad_tensors`: it
-# asks whether there are `averaged_gradients`, which only the window's end makes.
+# asks whether there are `averaged_gradients`, which only the window's end makes. ZeRO-1 comes
+# there at the window's end alone.
 
 DEEPSPEED = Requirement(
     title="DeepSpeed",

@@ -105,7 +105,7 @@ def check_loaded(
     whose = (
         "the weights are those that were saved"
         if part == "weights"
-        else ("the optimizer's state is the one that was saved")
+        else "the optimizer's state is the one that was saved"
     )
     text = f"{whose} (fingerprint {number}); {other} not compared: {why_not[other]}"
     return Verdict(number, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,8 +98,9 @@ def _may_be_checkpoint(path: Path) -> bool:
     """Whether something may be what is left of a checkpoint, and is no mistyped path."""
     if path.is_dir():
         return looks_like_checkpoint(path)
-    with path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
+    return True  # It cannot be read: what opened it has said why.
 
 
 class _Count:

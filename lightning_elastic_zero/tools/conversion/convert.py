@@ -92,9 +92,6 @@ def convert_checkpoint(
     """
     options, written = options or ConvertOptions(), 0
     _check_optimizer_option(to, options)
-    if Path(source).resolve() in Path(target).resolve().parents:
-        msg = f"{target} lies in the checkpoint {source}, which is only read: give another path"
-        raise SaveError(msg)
 
     def count(size_bytes: int) -> None:
         nonlocal written
@@ -102,7 +99,11 @@ def convert_checkpoint(
         on_bytes(size_bytes)
 
     with opened(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
-        TARGETS[to](checkpoint, check_local_path(target), options, count)
+        path = check_local_path(target)
+        if checkpoint.path in path.resolve().parents:
+            msg = f"{target} lies in the checkpoint {source}, which is only read: give another path"
+            raise SaveError(msg)
+        TARGETS[to](checkpoint, path, options, count)
         info = checkpoint.reader.info
         return Conversion(str(target), info.kind, written, info.lacks)
 
