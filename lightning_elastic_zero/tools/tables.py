@@ -64,7 +64,7 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
 
 
 def _damage(report: CheckpointReport) -> str:
-    """Say which files are not what was written, by their names and sizes alone."""
+    """Return which files are not what was written, by their names and sizes alone."""
     if not report.damage:
         return ""
     wrong = f"{len(report.damage)} of {len(report.files)} files: {format_names(report.damage)}"
