@@ -13,8 +13,7 @@ JOBS     ?= 2
 VENV    := .venv
 PY      := $(VENV)/bin/python
 PYTEST  := $(PY) -m pytest
-# One process runs all tests of a file, which share what is dear to make. Two, and no more by default:
-# three of them on two cores starved a rank for 30 s, which is taken for dead then.
+# One process runs all tests of a file, which share what is dear to make.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard lightning_elastic_zero tests examples)
 BENCHMARKS ?= $(wildcard examples/benchmarks/*.py)

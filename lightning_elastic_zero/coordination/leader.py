@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_elastic_zero.coordination.liveness import Clock, IdleTimer, RankMonitor
+from lightning_elastic_zero.coordination.liveness import Clock, IdleTimer, RankMonitor, StateOf
 from lightning_elastic_zero.coordination.messages import (
     DECIDED_BY_LEADER,
     MISMATCH,
@@ -27,6 +27,7 @@ from lightning_elastic_zero.coordination.messages import (
     unpack,
 )
 from lightning_elastic_zero.coordination.timeouts import Timeouts
+from lightning_elastic_zero.processes import ProcessKey
 from lightning_elastic_zero.text import format_by_rank, format_ranks
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,12 @@ class Leader:
     """Rank 0's part: one verdict for each step, in their order."""
 
     def __init__(
-        self, store: Store, world_size: int, times: Timeouts, clock: Clock = time.monotonic
+        self,
+        store: Store,
+        world_size: int,
+        times: Timeouts,
+        clock: Clock = time.monotonic,
+        state_of: StateOf = ProcessKey.state,
     ) -> None:
         """Judge from the first step on."""
         self.values: list[Any] = []
@@ -61,7 +67,7 @@ class Leader:
         self._kind, self._name = "", ""
         self._passed: list[int] = []  # judged, but a rank may still come to read of it
         self._unseen = set(range(world_size))
-        self._monitors = [RankMonitor(times, clock) for _ in range(world_size)]
+        self._monitors = [RankMonitor(times, clock, state_of) for _ in range(world_size)]
         self._open = IdleTimer(2 * times.heartbeat_interval_s, clock)
         self._failing = IdleTimer(2 * times.heartbeat_interval_s, clock)
         self._next_liveness_check_s = 0.0

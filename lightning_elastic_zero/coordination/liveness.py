@@ -11,9 +11,13 @@ from typing import TypeAlias
 
 from lightning_elastic_zero.coordination.messages import Heartbeat
 from lightning_elastic_zero.coordination.timeouts import Timeouts
+from lightning_elastic_zero.processes import ProcessKey, ProcessState
 
 Clock: TypeAlias = Callable[[], float]
 """Return seconds that never run backwards."""
+
+StateOf: TypeAlias = Callable[[ProcessKey], ProcessState]
+"""Return what the system says of a process."""
 
 
 class IdleTimer:
@@ -40,9 +44,14 @@ class IdleTimer:
 class RankMonitor:
     """What is known of the life of one rank, from its beats."""
 
-    def __init__(self, times: Timeouts, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        times: Timeouts,
+        clock: Clock = time.monotonic,
+        state_of: StateOf = ProcessKey.state,
+    ) -> None:
         """Watch from now on."""
-        self._times = times
+        self._times, self._state_of = times, state_of
         self.heartbeats = IdleTimer(2 * times.heartbeat_interval_s, clock)
         self._work = IdleTimer(2 * times.heartbeat_interval_s, clock)
 
@@ -54,12 +63,28 @@ class RankMonitor:
             return f"never seen in {wait_s:g} s" if idle_s >= wait_s else None
         if heartbeat.activity == "closed":
             return f"it has ended its part, {heartbeat.last_seen()}"
-        if idle_s >= self._times.heartbeat_timeout_s:
-            wait_s = self._times.heartbeat_timeout_s
-            return (
-                f"no sign of life for {wait_s:g} s (it died or is stopped), {heartbeat.last_seen()}"
-            )
-        return None
+        return self._silence_reason(heartbeat, idle_s) if idle_s else None
+
+    def _silence_reason(self, heartbeat: Heartbeat, idle_s: float) -> str | None:
+        """Return why a rank that has said nothing for so long will never answer, if so.
+
+        Where the system can be asked, a process that has ended need not be waited for, and one that
+        runs is not taken for dead because its thread does not come to run: on a machine under
+        pressure, or while a finalizer of somebody's holds it.
+        """
+        state = self._state_of(heartbeat.process)
+        if state is ProcessState.ENDED:
+            return f"its process {heartbeat.process.pid} has ended, {heartbeat.last_seen()}"
+        times, why = self._times, "it died or is stopped"
+        wait_s = times.heartbeat_timeout_s
+        if state is ProcessState.RUNNING:
+            why = f"its process {heartbeat.process.pid} runs, but does not come to say so"
+            wait_s = times.held_up_timeout_s
+        elif state is ProcessState.STOPPED:
+            why = f"its process {heartbeat.process.pid} is stopped"
+        if idle_s < wait_s:
+            return None
+        return f"no sign of life for {wait_s:g} s ({why}), {heartbeat.last_seen()}"
 
     def stall_reason(self, heartbeat: Heartbeat, seq: int, open_s: float) -> str | None:
         """Return why step ``seq``, open for ``open_s``, waits in vain for a living rank, if so."""

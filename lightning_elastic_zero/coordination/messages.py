@@ -20,6 +20,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from lightning_elastic_zero.errors import error_class
+from lightning_elastic_zero.processes import ProcessKey
 from lightning_elastic_zero.text import format_by_rank
 
 MOST_BYTES = 8 * 1024 * 1024
@@ -99,6 +100,9 @@ class Heartbeat:
     progress: int
     """How often it has shown progress."""
 
+    process: ProcessKey
+    """Where it runs: who is on the same machine can ask the system for it."""
+
     def packed(self) -> str:
         """Return it as text for the store."""
         return pack(astuple(self))
@@ -106,7 +110,8 @@ class Heartbeat:
     @classmethod
     def unpacked(cls, held: bytes) -> Heartbeat:
         """Read it from the store."""
-        return cls(*unpack(held))
+        count, seq, kind, name, activity, progress, process = unpack(held)
+        return cls(count, seq, kind, name, activity, progress, ProcessKey(*process))
 
     def last_seen(self) -> str:
         """Return where the rank was."""

@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_elastic_zero.coordination.leader import Leader, warn_late
-from lightning_elastic_zero.coordination.liveness import Clock, RankMonitor
+from lightning_elastic_zero.coordination.liveness import Clock, RankMonitor, StateOf
 from lightning_elastic_zero.coordination.messages import (
     DECIDED_BY_LEADER,
     Heartbeat,
@@ -36,6 +36,7 @@ from lightning_elastic_zero.coordination.messages import (
 )
 from lightning_elastic_zero.coordination.timeouts import Timeouts
 from lightning_elastic_zero.errors import ElasticZeroError, error_class
+from lightning_elastic_zero.processes import ProcessKey
 
 CHECK_INTERVAL_S = 1.0
 """How often a rank at work looks whether the step has failed meanwhile."""
@@ -115,12 +116,16 @@ class RankSession:
         world_size: int,
         times: Timeouts,
         clock: Clock = time.monotonic,
+        state_of: StateOf = ProcessKey.state,
     ) -> None:
         """Come to the session, and show the others that this rank lives."""
         self.store = store
-        self.leader = Leader(store, world_size, times, clock) if rank == 0 else None
+        self.leader = Leader(store, world_size, times, clock, state_of) if rank == 0 else None
+        self.leader_process: ProcessKey | None = None
+        """Where rank 0 runs, as soon as this rank has heard of it."""
         self._rank, self._world_size, self._times, self._clock = rank, world_size, times, clock
-        self._leader_monitor = RankMonitor(times, clock)
+        self._leader_monitor = RankMonitor(times, clock, state_of)
+        self._process = ProcessKey.of_this_process()
         self._behind = self._warned_late = False
         self._at = Step("", "")
         self._at.end(None)
@@ -214,7 +219,9 @@ class RankSession:
         self._activity = activity or self._activity
         self._count += 1
         at = self._at
-        heartbeat = Heartbeat(self._count, at.seq, at.kind, at.name, self._activity, at.progress)
+        heartbeat = Heartbeat(
+            self._count, at.seq, at.kind, at.name, self._activity, at.progress, self._process
+        )
         self.store.set(f"beat/{self._rank}", heartbeat.packed())
         self._next_heartbeat_s = self._clock() + self._times.heartbeat_interval_s
 
@@ -222,11 +229,9 @@ class RankSession:
         """End the step if there is a verdict, or if rank 0 can give none any more."""
         key = f"{step.seq}/verdict"
         if heartbeat and self.leader is None:
-            there = self.store.check(["beat/0"])
-            why = self._leader_monitor.lost_reason(
-                Heartbeat.unpacked(self.store.get("beat/0")) if there else None
-            )
-            if not there:
+            leader_heartbeat = self._leader_heartbeat()
+            why = self._leader_monitor.lost_reason(leader_heartbeat)
+            if leader_heartbeat is None:
                 self._warn_late(step)
             if why:
                 failure = lost_ranks_failure(step.name, {0: why}, self._world_size)
@@ -237,11 +242,21 @@ class RankSession:
         if step.report_held and DECIDED_BY_LEADER in decision:
             self.store.delete_key(f"{step.seq}/report/{self._rank}")
         self._send_heartbeat("done")
+        if self.leader is None and self.leader_process is None:
+            self._leader_heartbeat()
         if "error" in decision:
             step.end(error_class(decision["error"])(decision["message"]))
         else:
             step.values = self.leader.values if self.leader else decision["values"]
             step.end(None)
+
+    def _leader_heartbeat(self) -> Heartbeat | None:
+        """Return what rank 0 last said, and keep where it runs; None before its first word."""
+        if not self.store.check(["beat/0"]):
+            return None
+        heartbeat = Heartbeat.unpacked(self.store.get("beat/0"))
+        self.leader_process = heartbeat.process
+        return heartbeat
 
     def _warn_late(self, step: Step) -> None:
         """Log, on one rank, that rank 0 has not come; rank 0 logs the others."""

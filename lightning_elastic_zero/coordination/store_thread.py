@@ -4,21 +4,30 @@ A store may fall silent and answer again: its host was stopped, and goes on. Mea
 waits gives its step up and raises, but the thread only waits, in the call that is not answered
 (``rank_session`` says what follows). Only a connection that breaks, a process group that is
 destroyed or ``close`` end the thread for good.
+
+The thread may also be held up although the store's host runs, by a machine under pressure or by a
+finalizer that the garbage collector happens to run in it. Where the system says that the host runs,
+the caller waits on, and the log says where the thread is.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
+import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from lightning_elastic_zero.coordination.meeting import SHARED
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     LAST_POLL_S,
@@ -29,6 +38,9 @@ from lightning_elastic_zero.coordination.rank_session import (
 from lightning_elastic_zero.coordination.store_connection import shared_connection
 from lightning_elastic_zero.coordination.timeouts import Timeouts
 from lightning_elastic_zero.errors import RanksError
+from lightning_elastic_zero.processes import ProcessKey, ProcessState
+
+log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
 """The longest wait for others to read a last word: two glances."""
@@ -36,6 +48,10 @@ LINGER_S = 2.0
 _SILENT = (
     "the job's store has not answered for {:g} s: rank 0, or whatever process hosts it, died or is "
     "stopped"
+)
+_HELD_UP = (
+    "this rank's thread that talks to the other ranks has not come to run for {:g} s, although the "
+    "store's host runs; the log says where it is"
 )
 
 
@@ -63,6 +79,7 @@ class StoreThread(threading.Thread):
         self._closing = False
         self._grouped = dist.is_initialized()
         self._answered_at = time.monotonic()
+        self._told_at = 0.0
 
     def enter_step(self, step: Step) -> None:
         """Come to a step; return once it is known whether it has failed already."""
@@ -91,15 +108,45 @@ class StoreThread(threading.Thread):
             raise RanksError(why)
 
     def _unresponsive_reason(self) -> str:
-        answered_at = self._answered_at
-        if time.monotonic() - answered_at <= self._times.heartbeat_timeout_s:
+        """Return why not to wait for the thread any more, if so; after a while, log where it is."""
+        silent_s = self._silent_s()
+        if silent_s <= self._times.heartbeat_timeout_s:
             return ""
-        # All of this process may have been stopped: give the thread the time to go on.
-        time.sleep(2 * self._times.heartbeat_interval_s)
-        return (
-            _SILENT.format(self._times.heartbeat_timeout_s)
-            if self._answered_at == answered_at
-            else ""
+        if not self._store_host_runs():
+            return _SILENT.format(self._times.heartbeat_timeout_s)
+        if silent_s <= self._times.held_up_timeout_s:
+            self._log_where_it_is(silent_s)
+            return ""
+        return _HELD_UP.format(self._times.held_up_timeout_s)
+
+    def _silent_s(self) -> float:
+        """Return for how long the thread has not come back from a turn."""
+        answered_at = self._answered_at
+        silent_s = time.monotonic() - answered_at
+        if silent_s > self._times.heartbeat_timeout_s:
+            # All of this process may have been stopped: give the thread the time to go on.
+            time.sleep(2 * self._times.heartbeat_interval_s)
+        return silent_s if self._answered_at == answered_at else 0.0
+
+    def _store_host_runs(self) -> bool:
+        """Whether the store's host is known to run: then it is this thread that is held up."""
+        if os.environ.get(SHARED) == str(True) or not hasattr(self, "session"):
+            return False  # an agent hosts the store, of which nothing is known
+        process = ProcessKey.of_this_process() if self._rank == 0 else self.session.leader_process
+        return process is not None and process.state() is ProcessState.RUNNING
+
+    def _log_where_it_is(self, silent_s: float) -> None:
+        if self._told_at == self._answered_at:
+            return
+        self._told_at = self._answered_at
+        frame = sys._current_frames().get(self.ident or 0)  # noqa: SLF001 - it is documented
+        stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
+        log.warning(
+            "rank %d: the thread that talks to the other ranks has not come to run for %.0f s, "
+            "although the store's host runs; waiting on. It is at:\n%s",
+            self._rank,
+            silent_s,
+            stack,
         )
 
     def serve(self) -> None:
@@ -123,7 +170,7 @@ class StoreThread(threading.Thread):
         A thread that came back from C++ to a finalized interpreter would abort the process.
         """
         self.close()
-        while self.is_alive() and not self._unresponsive_reason():
+        while self.is_alive() and self._silent_s() <= self._times.heartbeat_timeout_s:
             self.join(CHECK_INTERVAL_S)
 
     def run(self) -> None:

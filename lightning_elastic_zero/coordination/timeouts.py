@@ -17,14 +17,21 @@ class Timeouts:
     """How long ranks wait for each other, in seconds.
 
     With the defaults, all ranks raise within 10 s where one raised, and within 60 s where one died
-    or stalled.
+    or stalled; 200 s where a thread of this library is held up in a process that runs.
     """
 
     heartbeat_interval_s: float = 2.0
     """From one sign of life of a rank to its next."""
 
-    heartbeat_timeout_s: float = 30.0
-    """Without a sign of life for so long, a rank died or is stopped, or the store's host is."""
+    heartbeat_timeout_s: float = 50.0
+    """Without a sign of life for so long, a rank died or is stopped, or the store's host is.
+
+    On the same machine the system is asked as well: who has ended is not waited for at all, and who
+    runs is waited for longer.
+    """
+
+    held_up_timeout_s: float = 200.0
+    """The same for a process that the system says runs, but that does not come to say so itself."""
 
     stall_timeout_s: float = STALL_TIMEOUT_S
     """At work on a step for so long without ``progress()``, a rank has stalled."""
@@ -68,11 +75,13 @@ class Timeouts:
         """Refuse times that would take a living rank for a dead one."""
         if (
             self.heartbeat_interval_s <= 0
+            or self.held_up_timeout_s < self.heartbeat_timeout_s
             or min(self.heartbeat_timeout_s, self.stall_timeout_s, self.absent_timeout_s)
             < 4 * self.heartbeat_interval_s
         ):
             msg = (
                 f"{self}: heartbeat_timeout_s, stall_timeout_s and absent_timeout_s must be "
-                f"at least 4 * heartbeat_interval_s > 0"
+                f"at least 4 * heartbeat_interval_s > 0, held_up_timeout_s at least "
+                f"heartbeat_timeout_s"
             )
             raise ValueError(msg)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from contextlib import suppress
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_elastic_zero.json_records import from_json
+from lightning_elastic_zero.processes import exists, machine, start_time
 from lightning_elastic_zero.storage.periodic_thread import PeriodicThread
 
 TOUCH_INTERVAL_S = 10.0
@@ -52,7 +52,7 @@ class ProcessIdentity:
     @classmethod
     def of_this_process(cls, target: str) -> ProcessIdentity:
         """Describe the process that runs this."""
-        return cls(target, _machine(), os.getpid(), _started(os.getpid()) or "", beats=True)
+        return cls(target, machine(), os.getpid(), start_time(os.getpid()) or "", beats=True)
 
     @classmethod
     def read(cls, path: Path) -> ProcessIdentity | None:
@@ -75,7 +75,7 @@ class ProcessIdentity:
 
     def is_on_this_machine(self) -> bool:
         """Whether it is of this machine, so that the system can be asked for it."""
-        return self.machine == _machine()
+        return self.machine == machine()
 
     def is_same_process(self, other: ProcessIdentity) -> bool:
         """Whether both are one process, whatever it publishes."""
@@ -90,13 +90,9 @@ class ProcessIdentity:
         """
         if not self.is_on_this_machine():
             return self.beats and untouched_s > DEAD_AFTER_S
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
+        if not exists(self.pid):
             return True
-        except PermissionError:
-            return False
-        started = _started(self.pid)
+        started = start_time(self.pid)
         return started is not None and started != self.started
 
 
@@ -133,27 +129,3 @@ def filesystem_time_s(probe: Path) -> float:
 def new_id() -> str:
     """Return an id that no save has."""
     return uuid.uuid4().hex
-
-
-def _machine() -> str:
-    parts = [socket.gethostname()]
-    try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    except OSError:
-        parts.append("unknown")
-    return " ".join(parts)
-
-
-def _started(pid: int) -> str | None:
-    """Return the start time of a process, or None where the system does not tell.
-
-    It is the system's own count since boot. psutil's ``create_time()`` is of the wall clock, which
-    may be set between two looks: a living process would then be taken for a dead one.
-    """
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The second field is the program's name in parentheses, which may hold spaces.
-    return status.rpartition(")")[2].split()[19]

@@ -23,6 +23,7 @@ from lightning_elastic_zero.coordination.rank_session import (
     join_session,
 )
 from lightning_elastic_zero.errors import RanksError
+from lightning_elastic_zero.processes import ProcessState
 
 T = TypeVar("T")
 Pauses: TypeAlias = Generator[None, None, T]
@@ -35,6 +36,7 @@ SHORT = Timeouts(
     heartbeat_timeout_s=1.6,
     stall_timeout_s=1.6,
     absent_timeout_s=2.4,
+    held_up_timeout_s=5.0,
     failure_grace_s=0.3,
     late_warning_s=1.0,
 )
@@ -64,7 +66,9 @@ class Rank:
         cluster, self.orders = self.cluster, deque[Order]()
         keys = join_session(cluster.store, name, self.rank, call)
         size, times = cluster.world_size, cluster.times
-        self.session = RankSession(keys, self.rank, size, times, lambda: cluster.now_s)
+        self.session = RankSession(
+            keys, self.rank, size, times, lambda: cluster.now_s, lambda _: cluster.state
+        )
         self.answered_s = cluster.now_s
 
     def talk(self) -> None:
@@ -132,7 +136,9 @@ class Rank:
                 raise KeyboardInterrupt
             if self.cluster.now_s >= check_s:
                 answered_s, check_s = self.answered_s, self.cluster.now_s + CHECK_INTERVAL_S
-                if self.cluster.now_s - answered_s > times.heartbeat_timeout_s:
+                runs = self.cluster.state is ProcessState.RUNNING
+                limit_s = times.held_up_timeout_s if runs else times.heartbeat_timeout_s
+                if self.cluster.now_s - answered_s > limit_s:
                     yield from self.sleep(2 * times.heartbeat_interval_s)
                     if self.answered_s == answered_s and not ended():
                         msg = "the job's store has not answered"
@@ -145,6 +151,8 @@ class Cluster:
 
     def __init__(self, world_size: int, times: Timeouts = SHORT) -> None:
         self.world_size, self.times, self.now_s = world_size, times, 1000.0
+        self.state = ProcessState.UNKNOWN
+        """What the system says of each rank's process."""
         self.store = HashStore()
         self.store.set_timeout(timedelta(seconds=1))  # a key that is not there would be waited for
         self.stopped: set[int] = set()

@@ -6,8 +6,10 @@ What needs real processes is in ``tests/dist``: kills, stopped hosts, signals, e
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +27,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     SaveError,
 )
+from lightning_elastic_zero.processes import ProcessKey, ProcessState
 from tests.core._cluster import SHORT, TICK_S, Cluster, Pauses, Rank, Work, raising
 
 WORLD = 4
@@ -120,7 +123,8 @@ class TestResults:
         counting: Any = Counting()
         leader = Leader(counting, size, Timeouts(), lambda: now_s[0])
         for rank in range(size):
-            beat = Heartbeat(1, 1, "run_all", "write", "working", 0)
+            here = ProcessKey.of_this_process()
+            beat = Heartbeat(1, 1, "run_all", "write", "working", 0, here)
             store.set(f"beat/{rank}", beat.packed())
         store.set("1/step", pack(["run_all", "write"]))
         leader.poll()  # each beat is looked for once
@@ -296,6 +300,40 @@ class TestLostRanks:
         assert "without rank 3 of 4: no sign of life for 1.6 s (it died or is stopped)" in message
         assert "last seen at work in step 'sync files'" in message
         assert_in_step(job)
+
+    @pytest.mark.parametrize("lost", [0, 2])
+    @pytest.mark.parametrize(
+        ("state", "seconds", "why"),
+        [
+            (ProcessState.ENDED, 3 * SHORT.heartbeat_interval_s, "its process {} has ended"),
+            (ProcessState.STOPPED, SHORT.heartbeat_timeout_s, "1.6 s (its process {} is stopped)"),
+            (ProcessState.RUNNING, SHORT.held_up_timeout_s, "5 s (its process {} runs, but"),
+        ],
+    )
+    def test_the_system_is_asked_for_a_silent_rank(
+        self, state: ProcessState, seconds: float, why: str, lost: int
+    ) -> None:
+        """Who has ended is not waited for; who runs is waited for longer."""
+        job = Cluster(WORLD, replace(SHORT, absent_timeout_s=60.0))
+        job.state = state
+        job.run_step()
+        job.stopped = {lost}
+        found = [outcome for outcome in job.run_step("run_all", "sync") if outcome]
+        assert f"rank {lost} of 4: " in failure(found)[1]
+        assert why.format(os.getpid()) in failure(found)[1]
+        assert all(seconds <= outcome["seconds"] + 0.5 <= seconds + 1.5 for outcome in found), found
+
+    @pytest.mark.parametrize("held_s", [SHORT.heartbeat_timeout_s + 1, SHORT.held_up_timeout_s - 1])
+    def test_a_rank_that_is_held_up_for_a_while_fails_nothing(self, held_s: float) -> None:
+        """Its thread did not come to run, on a machine that says that the process does."""
+        job = Cluster(WORLD, replace(SHORT, stall_timeout_s=60.0, absent_timeout_s=60.0))
+        job.state = ProcessState.RUNNING
+        job.run_step()
+        job.held = {2}
+        job.start(lambda rank: rank.step("all_gather", "write"))
+        job.pass_time(held_s)
+        job.held = set()
+        assert [outcome["value"] for outcome in job.finish()] == [EVERYONE] * WORLD
 
     def test_time_in_which_nobody_looked_is_held_against_nobody(self) -> None:
         """A watcher that was stopped itself counts two beats of it at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import random
 import signal
@@ -10,11 +11,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from typing_extensions import override
 
 from lightning_elastic_zero.coordination import Ranks, StoreRanks, Timeouts, connect_ranks
 from tests.dist._launch import Job
@@ -74,6 +77,7 @@ def steps_of_living_ranks(job: Job) -> None:
     job.note("interrupt", interrupted(job, ranks.run_all))
     job.note("while waiting", interrupted_while_waiting(ranks))
     calls_of_some(job)
+    held_up(job)
     job.note("after all", ranks.all_gather("last", lambda: job.rank))
     times = [attempt(lambda: ranks.run_all("empty", lambda: None)) for _ in range(200)]
     job.note("latency_ms", 1000 * statistics.median(t["seconds"] for t in times))
@@ -127,6 +131,40 @@ def many_connections(job: Job) -> None:
     anew = connect_ranks()
     job.note("anew", anew.all_gather("meet", lambda: job.rank))
     anew.close()
+
+
+def held_up(job: Job) -> None:
+    """Hold the thread of one rank for longer than a silent rank is waited for, rank 0's at last."""
+    log = logging.getLogger("lightning_elastic_zero.coordination.store_thread")
+    lines = LinesKept()
+    log.addHandler(lines)
+    log.propagate = False
+    for rank in (2, 0):
+        heartbeat_timeout_s = 1.6 if rank else 6.0  # rank 0 notices itself that it was held up
+        times = replace(SHORT, heartbeat_timeout_s=heartbeat_timeout_s, absent_timeout_s=60.0)
+        ranks = StoreRanks(
+            _get_default_store(), job.rank, job.world_size, name=f"held {rank}", times=times
+        )
+        ranks.run_all("meet", lambda: None)
+        if job.rank == rank:
+            ranks._thread._orders.put(lambda: time.sleep(4.0))
+        note = attempt(lambda: ranks.all_gather("write", lambda: job.rank))  # noqa: B023
+        job.note(f"held {rank}", {**note, "log": lines.lines})
+        ranks.close()
+    log.removeHandler(lines)
+    log.propagate = True
+
+
+class LinesKept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def interrupted(job: Job, run_all: Callable[[str, Callable[[], None]], None]) -> dict[str, Any]:

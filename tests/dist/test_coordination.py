@@ -118,6 +118,17 @@ def test_a_call_on_one_rank_leaves_later_calls_in_step(living: list[RankResult])
     assert found == [list(range(WORLD))] * WORLD
 
 
+def test_a_thread_that_is_held_up_is_waited_for(living: list[RankResult]) -> None:
+    """Its process runs, as the system says: it is longer silent than a rank that may be dead."""
+    for rank in (2, 0):
+        found = notes(living, f"held {rank}")
+        assert [note.get("value") for note in found] == [list(range(WORLD))] * WORLD, found
+        assert min(note["seconds"] for note in found) > 3.0
+    (line,) = notes(living, "held 2")[2]["log"]
+    assert "rank 2: the thread that talks to the other ranks has not come to run" in line
+    assert "time.sleep(4.0)" in line, "it does not say where the thread is"
+
+
 def test_a_process_has_one_connection_beside_torchs(living: list[RankResult]) -> None:
     """However many ranks are made in it; those that are closed take it from no others."""
     assert notes(living, "connections") == [1] * WORLD
@@ -156,15 +167,17 @@ def test_progress_raises_early_when_another_rank_failed(lost: list[RankResult]) 
 def test_a_stopped_rank_is_named_and_goes_on(lost: list[RankResult]) -> None:
     """It does not beat; when it goes on it hears that the others have gone on without it."""
     message = raised(lost, "stopped")[1]
-    assert "without rank 3 of 4: no sign of life for 1.6 s (it died or is stopped)" in message
+    assert "without rank 3 of 4: no sign of life for 1.6 s (its process" in message
+    assert "is stopped), last seen" in message
     assert notes(lost[:3], "after stopped") == [list(range(WORLD))] * 3
 
 
 def test_a_killed_rank_is_named(lost: list[RankResult]) -> None:
-    """The others raise once its beats stay away."""
+    """The others raise at once: the system says that its process has ended."""
     assert lost[3].returncode == -signal.SIGKILL
     message = raised(lost[:3], "killed")[1]
-    assert "step 'publish' cannot be finished without rank 3 of 4: no sign of life" in message
+    assert "step 'publish' cannot be finished without rank 3 of 4: its process" in message
+    assert "has ended, last seen at work in" in message
 
 
 def test_a_closed_rank_is_named_at_once(lost: list[RankResult]) -> None:
@@ -206,7 +219,9 @@ def test_the_limit_is_that_of_the_process(caplog: pytest.LogCaptureFixture) -> N
 def test_times_that_would_bury_the_living_are_refused() -> None:
     """A rank must be able to miss some beats."""
     with pytest.raises(ValueError, match="at least 4"):
-        Timeouts(heartbeat_interval_s=10)
+        Timeouts(heartbeat_interval_s=13)
+    with pytest.raises(ValueError, match="held_up_timeout_s at least"):
+        Timeouts(held_up_timeout_s=49)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), True, "50", None])
