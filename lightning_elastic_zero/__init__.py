@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from lightning_elastic_zero.trainer.checkpoint_monitor import CheckpointMonitor
     from lightning_elastic_zero.trainer.dataloaders import ResumesAtSample
+    from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     __version__: str
@@ -55,6 +56,7 @@ __all__ = [
     "ElasticZeroError",
     "LoadResult",
     "Manifest",
+    "PreemptionCheckpoint",
     "RanksError",
     "ResumesAtSample",
     "SaveError",
@@ -80,6 +82,7 @@ _MODULE_OF_NAME = {
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
     "LoadResult": "lightning_elastic_zero.checkpoint",
     "Manifest": "lightning_elastic_zero.manifest",
+    "PreemptionCheckpoint": "lightning_elastic_zero.trainer.preemption",
     "ResumesAtSample": "lightning_elastic_zero.trainer.dataloaders",
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
     "describe_dumps": "lightning_elastic_zero.formats.dumps",

@@ -70,7 +70,7 @@ class FaultRun:
     @property
     def stopped_s(self) -> float:
         """How long a rank is stopped, where nobody notices: longer than it is waited for."""
-        return 8.0 if self.short else 45.0
+        return 8.0 if self.short else Timeouts().heartbeat_timeout_s + 15.0
 
 
 class SaveWithFault(Callback):

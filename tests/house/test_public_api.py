@@ -31,6 +31,7 @@ PUBLIC = {
     "load_checkpoint",
     "save_checkpoint",
     "CheckpointMonitor",
+    "PreemptionCheckpoint",
     "CheckpointStats",
     "LoadResult",
     "Manifest",

@@ -1,0 +1,95 @@
+"""A batch after which all ranks stop, agreed upon beside training.
+
+A rank that hears that its machine is going to be taken away cannot just stop: the others would wait
+for it in their next collective. Nor can it wait for them where it is, since they may be in one that
+waits for it. So threads agree, one on each rank. Every few seconds they ask each other whether one
+has heard something. Once one has, each keeps its rank from beginning another batch until all have
+said how many batches they have begun, which takes no training thread's help: the ranks stop after
+the next batch that none of them has ended. In the meantime training pays for nothing but a lock.
+
+JAX agrees in this way (``PreemptionSyncManager``, tsl/distributed_runtime/preemption).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning_elastic_zero.errors import RanksError
+
+if TYPE_CHECKING:
+    from lightning_elastic_zero.coordination import Ranks
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+"""How often the ranks ask each other."""
+
+_END_S = 5.0
+"""How long the end waits for the thread."""
+
+
+class StopAgreement:
+    """Tells a rank after which batch to stop, so that all ranks stop after the same one.
+
+    All ranks make one at the same point of their runs, pass the same batches, and close it before
+    they destroy the process group.
+    """
+
+    def __init__(
+        self,
+        ranks: Callable[[], Ranks],
+        heard: Callable[[], str],
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """Start to ask.
+
+        Args:
+            ranks: makes the ranks to agree with, which are this agreement's own.
+            heard: what this rank has heard, empty as long as that is nothing; called in a thread.
+            interval_s: seconds between two questions.
+        """
+        self.reason = ""
+        """What was heard, and by which rank; empty until all ranks know."""
+        self._heard, self._interval_s = heard, interval_s
+        self._batches, self._stop_after = 0, 0
+        self._passing = threading.Lock()
+        self._closing = threading.Event()
+        self._ranks = ranks()
+        self._thread = threading.Thread(
+            target=self._ask, name=f"elastic-zero stop rank {self._ranks.rank}", daemon=True
+        )
+        self._thread.start()
+
+    def pass_batch(self) -> bool:
+        """Count a batch that this rank has ended; return whether to stop after it."""
+        with self._passing:
+            self._batches += 1
+            return bool(self._stop_after) and self._batches >= self._stop_after
+
+    def close(self) -> None:
+        """Ask no more; may be called twice."""
+        self._closing.set()
+        self._ranks.close()
+        self._thread.join(_END_S)
+
+    def _ask(self) -> None:
+        while not (self.reason or self._closing.wait(self._interval_s)):
+            try:
+                self._ask_once()
+            except RanksError as error:
+                # The others end their runs a little earlier, or training itself will fail.
+                log.debug("rank %d: not agreed on a stop: %s", self._ranks.rank, error)
+
+    def _ask_once(self) -> None:
+        heard = self._heard()
+        answers = self._ranks.all_gather("has a rank been told to stop", lambda: heard)
+        told = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+        if not told:
+            return
+        with self._passing:  # until all know
+            begun = self._ranks.all_gather("after which batch to stop", lambda: self._batches)
+            self._stop_after = max(begun) + 1
+            self.reason = "; ".join(told)

@@ -1,0 +1,168 @@
+"""A callback that saves and ends the run when its machine is going to be taken away."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_elastic_zero.coordination import connect_ranks
+from lightning_elastic_zero.coordination.stop_agreement import StopAgreement
+from lightning_elastic_zero.trainer.preemption_notice import Notice, notice_of
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
+
+NAME = "last-preempted.ckpt"
+"""Where the state goes, beside the other checkpoints: Lightning's ``ckpt_path="last"`` takes the
+newest whose name begins with ``last``."""
+
+_HIGHEST_CODE = 255
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a temporary failure, to be tried again."""
+
+log = logging.getLogger(__name__)
+
+
+class PreemptionCheckpoint(Callback):
+    """Saves at once and ends the run when one of its machines is going to be taken away.
+
+    Any rank may hear of it; all ranks stop after the same batch, a few seconds later, save to
+    ``last-preempted.ckpt`` and end with an exit code that says "start me again". The same command
+    with ``ckpt_path="last"`` goes on from there, on any number of devices. It works with every
+    strategy; with ``ElasticDeepSpeedStrategy`` saves in the background are waited for.
+
+    Args:
+        notice: beside the signals, where to look every two seconds: ``"aws"`` or ``"gcp"`` for
+            their spot machines, the URL of a metadata server, the path of a file that appears, or
+            a function that returns whether the machine is going to be taken away.
+        signals: names of the signals that mean it. Lightning's own handlers of these are
+            replaced while the run trains: neither is there a collective in a signal handler, nor
+            is a SLURM job requeued from within.
+        dirpath: where to save; by default where the first ``ModelCheckpoint`` does, or the
+            Trainer's ``default_root_dir``.
+        exit_code: of the process of each rank, 1 to 255. torchrun's agent answers any but 0 with a
+            restart.
+
+    Raises:
+        ValueError: there is no such signal, or the exit code is none that says "again".
+    """
+
+    def __init__(
+        self,
+        notice: str | Notice | None = None,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        dirpath: str | None = None,
+        exit_code: int = EXIT_CODE,
+    ) -> None:
+        """Look for nothing yet."""
+        unknown = [name for name in signals if name not in signal.Signals.__members__]
+        if unknown:
+            msg = f"signals={list(signals)!r}: there is no signal {unknown[0]!r} on this system"
+            raise ValueError(msg)
+        if not 1 <= exit_code <= _HIGHEST_CODE:
+            msg = (
+                f"exit_code={exit_code!r}: it is from 1 to 255, since 0 says that the run has ended"
+            )
+            raise ValueError(msg)
+        self._notice: Notice | None = notice_of(notice) if isinstance(notice, str) else notice
+        self._signals = tuple(signals)
+        self._dirpath = dirpath
+        self._exit_code = exit_code
+        self._heard, self._heard_at = "", 0.0
+        self._agreement: StopAgreement | None = None
+        self._handlers: dict[int, Any] = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen, on all ranks."""
+        self._close()
+        self._heard = ""
+        if threading.current_thread() is threading.main_thread():
+            for name in self._signals:
+                number = signal.Signals[name]
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        self._agreement = StopAgreement(
+            lambda: connect_ranks(name="preemption", call="fit"), self._listen
+        )
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Save and end the run, if all ranks have agreed on this batch.
+
+        Raises:
+            SIGTERMException: a ``SystemExit`` with the exit code, once the state is on disk.
+        """
+        if self._agreement is not None and self._agreement.pass_batch():
+            self._save_and_end(trainer, self._agreement.reason)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen no more."""
+        self._close()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Listen no more."""
+        self._close()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Listen no more."""
+        self._close()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        """Note it; a second one changes nothing, whoever sends it will send SIGKILL in the end."""
+        self._note(signal.Signals(number).name)
+
+    def _listen(self) -> str:
+        """Return what this rank has heard."""
+        if not self._heard and self._notice is not None and self._notice():
+            self._note("the notice of its machine")
+        return self._heard
+
+    def _note(self, what: str) -> None:
+        if not self._heard:
+            self._heard_at = time.monotonic()
+            self._heard = f"{what} on {socket.gethostname()}"
+
+    def _save_and_end(self, trainer: pl.Trainer, reason: str) -> None:
+        path = self._path(trainer)
+        rank_zero_info(f"This run is going to be preempted ({reason}): saving to {path}.")
+        trainer.save_checkpoint(path)
+        if isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
+            trainer.strategy.wait_for_save()
+        if self._heard:
+            seconds = time.monotonic() - self._heard_at
+            log.info("rank %d: saved %.1f s after the notice", trainer.global_rank, seconds)
+        rank_zero_info(
+            f"Saved at step {trainer.global_step}; ending with exit code {self._exit_code}. Start "
+            'the same command again with ckpt_path="last".'
+        )
+        raise SIGTERMException(self._exit_code)
+
+    def _path(self, trainer: pl.Trainer) -> str:
+        """Return where to save: where ``ckpt_path="last"`` looks."""
+        saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        folders = [str(c.dirpath) for c in saving if c.dirpath]
+        return os.fspath(Path(self._dirpath or (folders or [trainer.default_root_dir])[0]) / NAME)
+
+    def _close(self) -> None:
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
+        handlers, self._handlers = self._handlers, {}
+        for number, handler in handlers.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -1,0 +1,108 @@
+"""Notices of machines that are going to be taken away, asked of real servers and files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from lightning_elastic_zero.trainer.preemption_notice import (
+    aws_notice,
+    gcp_notice,
+    notice_of,
+    url_notice,
+)
+
+TOKEN = "a-token"  # noqa: S105 - of this server alone
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """Answers as the metadata servers of clouds are documented to."""
+
+    told = False
+
+    def do_PUT(self) -> None:
+        """Hand out a token for the asking with a time to live."""
+        known = self.path == "/latest/api/token"
+        lives = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+        self._answer(200 if known and lives else 400, TOKEN)
+
+    def do_GET(self) -> None:
+        """Say whether the machine is taken away, to who asks as it is documented."""
+        if self.path == "/latest/meta-data/spot/instance-action":
+            allowed = self.headers.get("X-aws-ec2-metadata-token") == TOKEN
+            document = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
+            self._answer((200 if type(self).told else 404) if allowed else 401, document)
+        elif self.path == "/computeMetadata/v1/instance/preempted":
+            allowed = self.headers.get("Metadata-Flavor") == "Google"
+            self._answer(200 if allowed else 403, "TRUE\n" if type(self).told else "FALSE\n")
+        else:
+            self._answer(404, "")
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
+    """Run a server; return its address, and the class whose ``told`` it answers with."""
+    handler = type("Asked", (Metadata,), {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", handler
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_metadata_servers_are_asked_as_documented() -> None:
+    """No notice first, then one; a server that asks for a token or a header gets it."""
+    with metadata_server() as (address, answers):
+        notices = {
+            "aws": aws_notice(address),
+            "gcp": gcp_notice(address),
+            "url": url_notice(
+                f"{address}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
+            ),
+        }
+        assert {name: notice() for name, notice in notices.items()} == dict.fromkeys(notices, False)
+        answers.told = True
+        assert {name: notice() for name, notice in notices.items()} == dict.fromkeys(notices, True)
+
+
+def test_no_answer_is_no_notice() -> None:
+    """A server that is gone, refuses, or knows nothing of it, ends no run."""
+    with metadata_server() as (address, _):
+        refused = notice_of(f"{address}/computeMetadata/v1/instance/preempted")  # without header
+        unknown = notice_of(f"{address}/nothing")
+        assert not refused()
+        assert not unknown()
+    assert not aws_notice(address)()
+    assert not gcp_notice(address)()
+
+
+def test_a_file_that_appears(tmp_path: Path) -> None:
+    """As a daemon or a scheduler's script puts it."""
+    notice = notice_of(str(tmp_path / "preempted"))
+    assert not notice()
+    (tmp_path / "preempted").touch()
+    assert notice()
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_clouds_have_names(name: str) -> None:
+    """They are no files."""
+    assert notice_of(name).__qualname__ != Path.exists.__qualname__

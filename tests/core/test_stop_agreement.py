@@ -1,0 +1,87 @@
+"""Ranks that train in step stop after the same batch, whoever hears of it, and whenever."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from lightning_elastic_zero.coordination import OneRank, StoreRanks
+from lightning_elastic_zero.coordination.stop_agreement import StopAgreement
+from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+
+BATCHES = 400
+
+
+def train(rank: int, world: int, store: HashStore, meet: threading.Barrier, told: Any) -> int:  # noqa: ANN401
+    """Train in step with the others, as collectives make ranks do; return how many batches."""
+    own = random.Random(rank)
+    agreement = StopAgreement(
+        lambda: StoreRanks(store, rank, world, name="stop"), lambda: told[rank], interval_s=0.05
+    )
+    try:
+        for batch in range(1, BATCHES + 1):
+            meet.wait(HANG_TIMEOUT_S)  # what a collective does: nobody is more than a batch ahead
+            time.sleep(own.uniform(0.0, 0.01))
+            if batch == told["at"] and rank == told["by"]:
+                told[rank] = "told"
+            if agreement.pass_batch():
+                assert agreement.reason == f"rank {told['by']}: told"
+                return batch
+    finally:
+        agreement.close()
+    return 0
+
+
+@pytest.mark.parametrize(("world", "by", "at"), [(2, 1, 3), (3, 0, 20), (4, 2, 60)])
+def test_all_stop_after_the_same_batch(world: int, by: int, at: int) -> None:
+    """Nobody waits for somebody who has stopped, and it takes few batches."""
+    store, meet = HashStore(), threading.Barrier(world)
+    told: dict[Any, Any] = {**dict.fromkeys(range(world), ""), "by": by, "at": at}
+    stopped: dict[int, int] = {}
+
+    def run(rank: int) -> None:
+        stopped[rank] = train(rank, world, store, meet, told)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_TIMEOUT_S)
+    (batch,) = set(stopped.values())
+    assert len(stopped) == world
+    assert at < batch < BATCHES
+
+
+def test_one_rank_stops_too() -> None:
+    """It has nobody to agree with."""
+    heard = [""]
+    agreement = StopAgreement(OneRank, lambda: heard[0], interval_s=0.01)
+    assert not agreement.pass_batch()
+    heard[0] = "told"
+    end = time.monotonic() + HANG_TIMEOUT_S
+    while not agreement.reason and time.monotonic() < end:
+        time.sleep(0.01)
+    assert agreement.pass_batch()
+    agreement.close()
+    agreement.close()
+
+
+def test_a_rank_that_ends_earlier_holds_nobody_up() -> None:
+    """The others hear that it has closed, and end when they do."""
+    store = HashStore()
+    first, second = (
+        StopAgreement(lambda r=r: StoreRanks(store, r, 2, name="s"), str, interval_s=0.05)  # type: ignore[misc]
+        for r in (0, 1)
+    )
+    time.sleep(0.3)
+    began = time.monotonic()
+    second.close()
+    time.sleep(0.3)
+    assert not first.pass_batch()
+    first.close()
+    assert time.monotonic() - began < PROMPT_TIMEOUT_S

@@ -1,0 +1,222 @@
+"""A run whose machine is going to be taken away saves, ends, and goes on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from typing_extensions import override
+
+from lightning_elastic_zero import PreemptionCheckpoint
+from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import (
+    EventRecorder,
+    RecordingNet,
+    RunRecord,
+    RunSpec,
+    fit,
+    from_step,
+    gather_record,
+    trainer_of,
+)
+
+pytestmark = [pytest.mark.engine]
+
+STEPS = 10
+GRACE_S = 30.0
+"""Between the notice and the end: what Kubernetes, Google Cloud and torchrun's agent give."""
+
+
+class SlowsDown(Callback):
+    """Gives the ranks' threads the time to agree that a run of real size has."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.4)
+
+
+class SendsSignals(Callback):
+    """Sends this rank signals after a step, and in the midst of the saves that follow."""
+
+    def __init__(self, names: tuple[str, ...], step: int, in_save: bool) -> None:
+        self.names, self.step, self.in_save = names, step, in_save
+        self.sent = 0
+
+    def _send(self) -> None:
+        for name in self.names:
+            os.kill(os.getpid(), signal.Signals[name])
+        self.sent += 1
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not self.in_save:
+            self._send()
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= self.step and self.in_save:
+            self._send()  # also while the preempted run is saved: once more
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """How a run ended."""
+
+    code: int
+    step: int
+    seconds: float
+    """From the notice until the run had ended; 0 on ranks that heard of it from others."""
+    handlers_kept: bool
+
+
+def fit_beside(run: RunSpec, make: Callable[[], list[Callback]]) -> RunRecord:
+    """Fit with more callbacks."""
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    net, watch = RecordingNet(run), EventRecorder(run)
+    trainer = trainer_of(run, [watch, *make()])
+    trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
+    return gather_record(trainer, net, watch)
+
+
+def saves_of(run: RunSpec) -> ModelCheckpoint:
+    """Return what saves every second step, as Lightning does."""
+    return ModelCheckpoint(
+        run.root,
+        every_n_train_steps=2,
+        save_top_k=-1,
+        save_last="link",
+        save_on_train_epoch_end=False,
+    )
+
+
+def with_preemption(run: RunSpec) -> RunRecord:
+    """Fit with the callback, to which nothing happens."""
+    return fit_beside(run, lambda: [PreemptionCheckpoint()])
+
+
+def without_preemption(run: RunSpec) -> RunRecord:
+    """Fit without it."""
+    return fit_beside(run, list)
+
+
+def go_on(run: RunSpec) -> RunRecord:
+    """Fit from the newest checkpoint with the same callbacks, undisturbed."""
+    return fit_beside(run, lambda: [PreemptionCheckpoint(), saves_of(run)])
+
+
+def fit_until_preempted(
+    run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False
+) -> Preempted:
+    """Fit; the last rank is told after step 3, by a file or by signals."""
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    before = {name: signal.getsignal(signal.Signals[name]) for name in ("SIGTERM", "SIGUSR1")}
+    is_told = comm.get_rank() == comm.get_world_size() - 1
+    net = RecordingNet(run)
+    file = Path(run.root) / "notice"
+    tells = [Appears(file, 3)] if is_told and not names else []
+    sends = [SendsSignals(names, 3, in_save)] if is_told and names else []
+    preemption = PreemptionCheckpoint(str(file) if is_told else None)
+    trainer = trainer_of(run, [*tells, *sends, SlowsDown(), preemption, saves_of(run)])
+    code = 0
+    try:
+        trainer.fit(net, run.loaders())
+    except SystemExit as error:
+        code = int(str(error.code))
+    seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
+    after = {name: signal.getsignal(signal.Signals[name]) for name in before}
+    return Preempted(code, trainer.global_step, seconds, after == before)
+
+
+class Appears(Callback):
+    """Puts a file after a step."""
+
+    def __init__(self, file: Path | None, step: int) -> None:
+        self.file, self.step = file, step
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.file is not None and trainer.global_step == self.step:
+            self.file.touch()
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize(
+    ("names", "in_save"),
+    [
+        ((), False),
+        (("SIGTERM",), False),
+        (("SIGUSR1",), False),
+        (("SIGCONT", "SIGTERM"), False),
+        (("SIGTERM", "SIGTERM"), False),
+        (("SIGTERM",), True),
+        (("SIGTERM", "SIGUSR1", "SIGTERM"), True),
+    ],
+    ids=["file", "TERM", "USR1", "CONT and TERM", "TERM twice", "TERM in a save", "many in a save"],
+)
+@pytest.mark.parametrize(
+    ("stage", "background", "ranks", "others"), [(2, False, 2, 3), (3, True, 2, 1), (1, True, 1, 2)]
+)
+def test_it_goes_on_where_it_was_preempted(
+    names: tuple[str, ...],
+    in_save: bool,
+    stage: int,
+    background: bool,
+    ranks: int,
+    others: int,
+    worlds: Pools,
+    tmp_path: Path,
+) -> None:
+    """All ranks end by the code after the same step, within the grace; another world goes on."""
+    strategy = {"async_save": background}
+    run = RunSpec(stage=stage, root=str(tmp_path / "run"), strategy=strategy)
+    reference = worlds.run(others, partial(fit, replace(run, root="", strategy={})))
+    ended = worlds.run(ranks, partial(fit_until_preempted, run, names, in_save))
+    assert {e.code for e in ended} == {EXIT_CODE}
+    (step,) = {e.step for e in ended}
+    assert 3 <= step < STEPS
+    assert 0.0 < max(e.seconds for e in ended) < GRACE_S
+    assert all(e.handlers_kept for e in ended)
+    (file := tmp_path / "run" / "notice").unlink(missing_ok=True)
+    assert not file.exists()
+    assert (tmp_path / "run" / NAME).is_dir()
+    again = partial(go_on, replace(run, ckpt_path="last", strategy={}))
+    for resumed, whole in zip(worlds.run(others, again), reference, strict=True):
+        assert resumed.steps == from_step(whole.steps, step)
+        assert resumed.global_step == STEPS
+        for at, loss in resumed.losses.items():
+            assert loss == pytest.approx(whole.losses[at], rel=1e-4), at
+
+
+def test_a_run_that_hears_nothing_is_as_without(worlds: Pools, tmp_path: Path) -> None:
+    """Losses, samples and random numbers are those of a run without the callback, bit for bit."""
+    run = RunSpec(stage=2, dropout=0.2, noise=0.1, root=str(tmp_path))
+    without = worlds.run(2, partial(without_preemption, run))
+    for record, other in zip(worlds.run(2, partial(with_preemption, run)), without, strict=True):
+        assert record.losses == other.losses
+        assert record.steps == other.steps
+        assert record.drawn == other.drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"signals": ("SIGTREM",)}, "there is no signal 'SIGTREM'"),
+        ({"exit_code": 0}, "exit_code=0: it is from 1 to 255"),
+        ({"exit_code": 256}, "exit_code=256: it is from 1 to 255"),
+    ],
+)
+def test_options_are_checked_where_they_are_given(options: dict[str, Any], message: str) -> None:
+    """Not when the machine is taken away."""
+    with pytest.raises(ValueError, match=message):
+        PreemptionCheckpoint(**options)
