@@ -13,21 +13,19 @@ the caller waits on, and the log says where the thread is.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
-import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from lightning_elastic_zero.coordination.meeting import SHARED
+from lightning_elastic_zero.coordination.order_queue import OrderQueue
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     LAST_POLL_S,
@@ -74,7 +72,7 @@ class StoreThread(threading.Thread):
         self._source: Any = store
         self._rank, self._world_size, self._prefix, self._times = rank, world_size, name, times
         self._call = call
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._orders = OrderQueue()
         self._lost = ""  # why this rank can talk no more
         self._closing = False
         self._grouped = dist.is_initialized()
@@ -200,9 +198,7 @@ class StoreThread(threading.Thread):
         self._answered_at = time.monotonic()
 
     def _run_once(self) -> None:
-        order = None
-        with contextlib.suppress(queue.Empty):
-            order = self._orders.get(timeout=self.session.pause_s())
+        order = self._orders.get(self.session.pause_s())
         if self._grouped and not dist.is_initialized():
             # The store may be gone: a call to it would have torch print a warning.
             self._lost = "the process group has been destroyed"

@@ -23,7 +23,7 @@ class Timeouts:
     heartbeat_interval_s: float = 2.0
     """From one sign of life of a rank to its next."""
 
-    heartbeat_timeout_s: float = 50.0
+    heartbeat_timeout_s: float = 30.0
     """Without a sign of life for so long, a rank died or is stopped, or the store's host is.
 
     On the same machine the system is asked as well: who has ended is not waited for at all, and who

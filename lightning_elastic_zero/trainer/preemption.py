@@ -140,7 +140,7 @@ class PreemptionCheckpoint(Callback):
     def _save_and_end(self, trainer: pl.Trainer, reason: str) -> None:
         path = self._path(trainer)
         rank_zero_info(f"This run is going to be preempted ({reason}): saving to {path}.")
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
             trainer.strategy.wait_for_save()
         if self._heard:

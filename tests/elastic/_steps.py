@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -44,6 +45,10 @@ class Step:
     """Of all ranks, sorted."""
 
     loss: float
+
+
+Undisturbed: TypeAlias = dict[int, Step]
+"""The steps of a run to which nothing happens, by number."""
 
 
 def read_lines(folder: Path) -> list[Line]:

@@ -60,10 +60,11 @@ class Recorder(Callback):
 
     def write(self, line: dict[str, Any], trainer: pl.Trainer) -> None:
         """Add a line, with the time and with what tells this world from others."""
+        restart = os.environ.get("SLURM_RESTART_COUNT", "")  # a job keeps its port
         about = {
             "rank": trainer.global_rank,
             "world": trainer.world_size,
-            "met_at": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            "met_at": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} {restart}",
             "pid": os.getpid(),
             "time": time.time(),
         }

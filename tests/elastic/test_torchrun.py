@@ -6,31 +6,23 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.elastic._job import EXAMPLE, SAVE_EVERY, STEPS, Job, arguments, job
+from tests.elastic._job import SAVE_EVERY, STEPS, Job, job
 from tests.elastic._namespaces import can_make_namespaces, job_in_namespaces
 from tests.elastic._steps import (
-    Step,
+    Undisturbed,
     check_steps,
-    read_lines,
     seconds_to_next_step,
-    steps_of,
     steps_taken_again,
 )
-from tests.engine._worker_pool import ForkServer
-from tests.examples._cli_programs import run_cli
-from tests.ports import free_port
 from tests.tables import ELASTIC
-from tests.timeouts import HANG_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
-Undisturbed = dict[int, Step]
 FIRST, SECOND, THIRD = 0, 1, 2
 """Nodes; the first one that starts has rank 0, by its address."""
 
@@ -44,21 +36,6 @@ TIMEOUT = "--trainer.strategy.init_args.timeout=0:00:20"
 """How long ranks wait for one whose node is silent: shorter than anybody would set it."""
 
 MINUTE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Return the steps of a run on one device, without torchrun, to which nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    command = ["fit", "--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = fork_server.start_program(partial(run_cli, command, folder, meeting), folder, "run")
-    try:
-        status = program.wait(time.monotonic() + HANG_TIMEOUT_S)
-        assert status == 0, program.stderr.read_text()[-4000:]
-    finally:
-        program.kill()
-    return {number: step for (_, number), step in steps_of(read_lines(folder)).items()}
 
 
 def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) -> None:

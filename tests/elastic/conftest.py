@@ -1,0 +1,30 @@
+"""What the jobs of all launchers are compared with."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+
+from tests.elastic._job import EXAMPLE, arguments
+from tests.elastic._steps import Undisturbed, read_lines, steps_of
+from tests.engine._worker_pool import ForkServer
+from tests.examples._cli_programs import run_cli
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S
+
+
+@pytest.fixture(scope="session")
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Return the steps of a run on one device, without torchrun, to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = ["fit", "--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    program = fork_server.start_program(partial(run_cli, command, folder, meeting), folder, "run")
+    try:
+        status = program.wait(time.monotonic() + HANG_TIMEOUT_S)
+        assert status == 0, program.stderr.read_text()[-4000:]
+    finally:
+        program.kill()
+    return {number: step for (_, number), step in steps_of(read_lines(folder)).items()}

@@ -1,0 +1,104 @@
+"""The SLURM example, run under SLURM: preempted, requeued, gone on elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.elastic._job import STEPS, arguments
+from tests.elastic._slurm import SPOT, URGENT, SlurmCluster, can_run_slurm, slurm_cluster
+from tests.elastic._steps import (
+    Undisturbed,
+    check_steps,
+    read_lines,
+    seconds_to_next_step,
+    steps_taken_again,
+)
+from tests.engine._worker_pool import ROOT, environment
+from tests.tables import ELASTIC
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.skipif(not can_run_slurm(), reason="slurm-wlm and munge are not installed"),
+]
+
+EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
+AT = 12
+
+
+def submit(cluster: SlurmCluster, run: Path, *options: str) -> str:
+    """Submit the example to nodes that may be preempted; it waits after a step."""
+    run.mkdir()
+    (run / f"hold-{AT}").touch()
+    settings = {
+        **environment(),
+        "PYTHON": sys.executable,
+        "RUN_DIR": str(run),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SLURM_CONF": cluster.environment["SLURM_CONF"],
+    }
+    command = (f"--partition={SPOT}", *options, str(EXAMPLE), *arguments(run))
+    job = cluster.submit(*command, **settings)
+    cluster.wait_until(lambda: at_step(run, AT), f"step {AT}", job)
+    return job
+
+
+def at_step(run: Path, step: int) -> bool:
+    """Whether a rank has taken a step."""
+    return any(line.is_step and line.step >= step for line in read_lines(run))
+
+
+def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """From three nodes to two, while an urgent job has the third: no step is lost or changed."""
+    run = tmp_path / "run"
+    with slurm_cluster(tmp_path / "slurm", 3) as cluster:
+        job = submit(cluster, run, "--nodes=2-3")
+        assert cluster.state(job)["NumNodes"] == "3"
+        since = time.time()
+        urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
+        time.sleep(3.0)  # they agree while they are held
+        (run / f"hold-{AT}").unlink()
+        cluster.wait_until(
+            lambda: (
+                cluster.state(job)["JobState"] == "RUNNING"
+                and cluster.state(job)["Restarts"] == "1"
+            ),
+            "requeued",
+            job,
+        )
+        assert cluster.state(job)["NumNodes"] == "2"
+        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
+        assert cluster.state(urgent)["JobState"] == "RUNNING"
+        printed = cluster.output(job)
+    assert "This run is going to be preempted (rank 0: SIGTERM on" in printed
+    assert "last-preempted.ckpt (saved on 3 devices with ZeRO-3) on 2 devices" in printed
+    lines = read_lines(run)
+    check_steps(lines, undisturbed)
+    assert max(line.step for line in lines) == STEPS
+    again = steps_taken_again(lines)
+    assert list(again.values()) == [0]
+    ELASTIC.count("a SLURM job is preempted", "tried")
+    ELASTIC.count("a SLURM job is preempted", "steps taken again", 0)
+    seconds = round(seconds_to_next_step(lines, since))
+    ELASTIC.count("a SLURM job is preempted", "seconds to the next step", seconds)
+
+
+def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """SIGUSR1, as ``--signal`` sends it, to all tasks of the step; twice, and SIGCONT before."""
+    run = tmp_path / "run"
+    with slurm_cluster(tmp_path / "slurm", 2) as cluster:
+        job = submit(cluster, run, "--nodes=2")
+        for name in ("CONT", "USR1", "USR1"):
+            cluster.run("scancel", f"--signal={name}", job)
+        time.sleep(3.0)
+        (run / f"hold-{AT}").unlink()
+        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
+        assert cluster.state(job)["Restarts"] == "1"
+        assert "SIGUSR1" in cluster.output(job)
+    lines = read_lines(run)
+    check_steps(lines, undisturbed)
+    assert list(steps_taken_again(lines).values()) == [0]

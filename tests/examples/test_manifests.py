@@ -1,0 +1,38 @@
+"""The Kubernetes manifests, checked by the schemas of the APIs that they are of."""
+
+from __future__ import annotations
+
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.engine._worker_pool import ROOT, environment
+from tests.examples import _check_manifests
+from tests.examples._process import output_of
+
+EXAMPLES = ROOT / "examples" / "kubernetes"
+SCHEMAS = ("kubernetes-validate", "kubeflow-trainer-api", "pyyaml")
+
+
+@pytest.mark.long
+def test_manifests_follow_their_schemas(tmp_path: Path) -> None:
+    """No field is unknown, missing or of another kind; the packages are installed for the test."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    output_of((python, "-m", "pip", "install", "--quiet", *SCHEMAS), tmp_path, environment())
+    program = Path(_check_manifests.__file__)
+    manifests = (EXAMPLES / "job.yaml", EXAMPLES / "trainjob.yaml")
+    assert "both are known" in output_of((python, program, *manifests), tmp_path, environment())
+
+
+def test_the_job_asks_for_the_exit_code_that_the_callback_ends_with() -> None:
+    """One that is not ignored counts as a failure, and the Job ends after a few preemptions."""
+    code = (
+        "from lightning_elastic_zero.trainer.preemption import EXIT_CODE; print(EXIT_CODE, end='')"
+    )
+    found = output_of((sys.executable, "-c", code), ROOT, environment()).splitlines()[-1]
+    assert f"values: [{found}]" in (EXAMPLES / "job.yaml").read_text()
+    script = (ROOT / "examples" / "slurm" / "train.sbatch").read_text()
+    assert f'[ "$code" -eq {found} ]' in script
