@@ -73,7 +73,7 @@ MATRIX = Table(
     ("cases", "tensors compared", "differing", "differing bits"),
 )
 ELASTIC = Table(
-    "jobs of torchrun that lose and gain nodes",
+    "jobs that lose and gain nodes",
     ("tried", "steps taken again", "seconds to the next step"),
 )
 RELEASES = Table(

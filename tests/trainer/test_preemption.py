@@ -150,7 +150,7 @@ class Appears(Callback):
             self.file.touch()
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("names", "in_save"),
     [
