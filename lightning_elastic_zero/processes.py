@@ -45,7 +45,7 @@ class ProcessKey:
     def of_this_process(cls) -> ProcessKey:
         """Return that of the process that runs this, also of one that was forked."""
         pid = os.getpid()
-        return cls(_machine_digest(), pid, start_time(pid) or "")
+        return cls(_machine_digest(), pid, start_time(pid) or "" if _sees_itself() else "")
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -71,6 +71,14 @@ def machine() -> str:
     except OSError:
         parts.append("unknown")
     return " ".join(parts)
+
+
+def _sees_itself() -> bool:
+    """Whether ``/proc`` is that of this process's own namespace: else its numbers are others'."""
+    try:
+        return str(Path("/proc/self").readlink()) == str(os.getpid())
+    except OSError:
+        return False
 
 
 @functools.cache

@@ -55,6 +55,7 @@ class StopAgreement:
         """What was heard, and by which rank; empty until all ranks know."""
         self._heard, self._interval_s = heard, interval_s
         self._batches, self._stop_after = 0, 0
+        self._warned = False
         self._passing = threading.Lock()
         self._closing = threading.Event()
         self._ranks = ranks()
@@ -78,13 +79,26 @@ class StopAgreement:
     def _ask(self) -> None:
         while not (self.reason or self._closing.wait(self._interval_s)):
             try:
-                self._ask_once()
+                self._ask_once(self._listen())
             except RanksError as error:
                 # The others end their runs a little earlier, or training itself will fail.
-                log.debug("rank %d: not agreed on a stop: %s", self._ranks.rank, error)
+                if not self._closing.is_set():
+                    self._warn("the ranks could not agree whether to stop; they try again", error)
 
-    def _ask_once(self) -> None:
-        heard = self._heard()
+    def _listen(self) -> str:
+        """Return what this rank has heard; whoever fails to listen has heard nothing."""
+        try:
+            return self._heard()
+        except Exception as error:  # noqa: BLE001 - a user's function, a disk, a server
+            self._warn("whether this machine is taken away could not be asked", error)
+            return ""
+
+    def _warn(self, what: str, error: Exception) -> None:
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        log.log(level, "rank %d: %s: %s: %s", self._ranks.rank, what, type(error).__name__, error)
+
+    def _ask_once(self, heard: str) -> None:
         answers = self._ranks.all_gather("has a rank been told to stop", lambda: heard)
         told = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
         if not told:

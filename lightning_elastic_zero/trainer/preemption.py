@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_elastic_zero.coordination import connect_ranks
 from lightning_elastic_zero.coordination.stop_agreement import StopAgreement
+from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.trainer.preemption_notice import Notice, notice_of
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -40,8 +42,7 @@ class PreemptionCheckpoint(Callback):
 
     Any rank may hear of it; all ranks stop after the same batch, a few seconds later, save to
     ``last-preempted.ckpt`` and end with an exit code that says "start me again". The same command
-    with ``ckpt_path="last"`` goes on from there, on any number of devices. It works with every
-    strategy; with ``ElasticDeepSpeedStrategy`` saves in the background are waited for.
+    with ``ckpt_path="last"`` goes on from there, on any number of devices.
 
     Args:
         notice: beside the signals, where to look every two seconds: ``"aws"`` or ``"gcp"`` for
@@ -52,8 +53,9 @@ class PreemptionCheckpoint(Callback):
             is a SLURM job requeued from within.
         dirpath: where to save; by default where the first ``ModelCheckpoint`` does, or the
             Trainer's ``default_root_dir``.
-        exit_code: of the process of each rank, 1 to 255. torchrun's agent answers any but 0 with a
-            restart.
+        exit_code: of the process of each rank, 1 to 255; of one that Lightning itself has started
+            beside the first one, 0, since Lightning kills the others for any other. torchrun's
+            agent answers any but 0 with a restart.
 
     Raises:
         ValueError: there is no such signal, or the exit code is none that says "again".
@@ -83,18 +85,57 @@ class PreemptionCheckpoint(Callback):
         self._heard, self._heard_at = "", 0.0
         self._agreement: StopAgreement | None = None
         self._handlers: dict[int, Any] = {}
+        self._fits, self._ending = 0, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return it as it is between two fits, to be copied or sent to another process."""
+        return {**vars(self), "_agreement": None, "_handlers": {}}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check where it stands, and come after the callbacks whose work belongs to a batch.
+
+        Raises:
+            UnsupportedError: the strategy is another one.
+            ValueError: it is given twice.
+        """
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
+            found = type(trainer.strategy).__name__
+            msg = f"PreemptionCheckpoint needs ElasticDeepSpeedStrategy; the strategy is {found}"
+            raise UnsupportedError(msg)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, PreemptionCheckpoint) for callback in callbacks) > 1:
+            msg = "PreemptionCheckpoint is given twice (in a configuration and by `callbacks+=`?)"
+            raise ValueError(msg)
+        if not self._dirpath and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+            rank_zero_warn(
+                "PreemptionCheckpoint: there is no ModelCheckpoint in whose folder "
+                'ckpt_path="last" would look; resume from the path that the run tells when it ends.'
+            )
+        # A new list: Lightning walks over the old one now. It keeps checkpoint callbacks last.
+        others = [callback for callback in callbacks if callback is not self]
+        first_last = next(
+            (i for i, c in enumerate(others) if isinstance(c, Checkpoint)), len(others)
+        )
+        others.insert(first_last, self)
+        trainer.callbacks = others  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Listen, on all ranks."""
         self._close()
-        self._heard = ""
-        if threading.current_thread() is threading.main_thread():
+        self._heard, self._ending = "", False
+        self._fits += 1
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn("PreemptionCheckpoint hears no signals: fit() runs in another thread.")
+        else:
             for name in self._signals:
                 number = signal.Signals[name]
                 self._handlers[number] = signal.signal(number, self._on_signal)
         self._agreement = StopAgreement(
-            lambda: connect_ranks(name="preemption", call="fit"), self._listen
+            lambda: connect_ranks(name="preemption", call=f"fit {self._fits}"), self._listen
         )
 
     @override
@@ -113,8 +154,12 @@ class PreemptionCheckpoint(Callback):
         self._close()
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Listen no more."""
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Listen no more; a SIGTERM before training started says "again" by the exit code too."""
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = self._code_of(trainer)
         self._close()
 
     @override
@@ -138,19 +183,34 @@ class PreemptionCheckpoint(Callback):
             self._heard = f"{what} on {socket.gethostname()}"
 
     def _save_and_end(self, trainer: pl.Trainer, reason: str) -> None:
+        self._ending = True  # signals from now on change nothing: the handlers stay
+        strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # setup() has looked
         path = self._path(trainer)
         rank_zero_info(f"This run is going to be preempted ({reason}): saving to {path}.")
+        try:
+            strategy.wait_for_save()
+        except ElasticZeroError as error:
+            rank_zero_warn(f"An earlier save in the background has failed: {error}")
         trainer.save_checkpoint(path, weights_only=False)
-        if isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
-            trainer.strategy.wait_for_save()
+        strategy.wait_for_save()
         if self._heard:
             seconds = time.monotonic() - self._heard_at
             log.info("rank %d: saved %.1f s after the notice", trainer.global_rank, seconds)
         rank_zero_info(
-            f"Saved at step {trainer.global_step}; ending with exit code {self._exit_code}. Start "
-            'the same command again with ckpt_path="last".'
+            f"Saved {path} at step {trainer.global_step}; ending with exit code "
+            f'{self._exit_code}. Start the same command again with ckpt_path="last".'
         )
-        raise SIGTERMException(self._exit_code)
+        raise SIGTERMException(self._code_of(trainer))
+
+    def _code_of(self, trainer: pl.Trainer) -> int:
+        """Return the exit code of this rank's process.
+
+        Lightning kills all ranks of a node with SIGKILL as soon as one that it has started ends
+        with another code than 0 (``_ChildProcessObserver``), the first one, too.
+        """
+        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        by_lightning = isinstance(environment, LightningEnvironment)
+        return 0 if by_lightning and trainer.local_rank else self._exit_code
 
     def _path(self, trainer: pl.Trainer) -> str:
         """Return where to save: where ``ckpt_path="last"`` looks."""
@@ -162,6 +222,8 @@ class PreemptionCheckpoint(Callback):
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
             agreement.close()
+        if self._ending:
+            return  # Lightning's own would be a collective; its teardown restores the first ones
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
             if signal.getsignal(number) == self._on_signal:

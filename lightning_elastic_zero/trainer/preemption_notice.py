@@ -7,7 +7,9 @@ asked has no notice: a metadata server that does not answer must not end a run.
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,50 +29,61 @@ _ANSWER_S = 2.0
 _TOKEN_S = 21600
 
 
-def notice_of(source: str) -> Notice:
-    """Return the notice that an option names: ``aws``, ``gcp``, a URL or a file's path."""
-    if source == "aws":
-        return aws_notice()
-    if source == "gcp":
-        return gcp_notice()
-    if source.startswith(("http://", "https://")):
-        return url_notice(source)
-    return file_notice(source)
+@dataclass(frozen=True)
+class FileNotice:
+    """A file that is there, as a host's daemon or a scheduler's script puts it."""
+
+    path: str
+
+    def __call__(self) -> bool:
+        """Return whether it is there."""
+        return Path(self.path).exists()
 
 
-def file_notice(path: str) -> Notice:
-    """Return whether a file is there, as a host's daemon or a scheduler's script puts it."""
-    return Path(path).exists
+@dataclass(frozen=True)
+class UrlNotice:
+    """A URL that answers with success, and not with ``FALSE`` or ``NONE``."""
 
+    url: str
+    headers: tuple[tuple[str, str], ...] = ()
 
-def url_notice(url: str, headers: Mapping[str, str] | None = None) -> Notice:
-    """Return whether a URL answers with success, and not with ``FALSE`` or ``NONE``."""
-
-    def is_told() -> bool:
-        answer = _answer(url, dict(headers or {}))
+    def __call__(self) -> bool:
+        """Return whether it answers so."""
+        answer = _answer(self.url, dict(self.headers))
         return answer is not None and answer.strip().upper() not in {"FALSE", "NONE"}
 
-    return is_told
 
+@dataclass(frozen=True)
+class AwsNotice:
+    """What AWS says of a spot instance, to who has asked for a token."""
 
-def gcp_notice(server: str = GCP) -> Notice:
-    """Return whether Google Cloud is going to take the machine away."""
-    url = f"{server}/computeMetadata/v1/instance/preempted"
-    return url_notice(url, {"Metadata-Flavor": "Google"})
+    server: str = AWS
 
-
-def aws_notice(server: str = AWS) -> Notice:
-    """Return whether AWS is going to take the spot instance away."""
-
-    def is_told() -> bool:
+    def __call__(self) -> bool:
+        """Return whether it is going to be taken away."""
         seconds = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-        token = _answer(f"{server}/latest/api/token", seconds, "PUT")
+        token = _answer(f"{self.server}/latest/api/token", seconds, "PUT")
         if token is None:
             return False
         headers = {"X-aws-ec2-metadata-token": token}
-        return _answer(f"{server}/latest/meta-data/spot/instance-action", headers) is not None
+        return _answer(f"{self.server}/latest/meta-data/spot/instance-action", headers) is not None
 
-    return is_told
+
+def gcp_notice(server: str = GCP) -> UrlNotice:
+    """Return what Google Cloud says of a machine."""
+    url = f"{server}/computeMetadata/v1/instance/preempted"
+    return UrlNotice(url, (("Metadata-Flavor", "Google"),))
+
+
+def notice_of(source: str) -> Notice:
+    """Return the notice that an option names: ``aws``, ``gcp``, a URL or a file's path."""
+    if source == "aws":
+        return AwsNotice()
+    if source == "gcp":
+        return gcp_notice()
+    if source.startswith(("http://", "https://")):
+        return UrlNotice(source)
+    return FileNotice(source)
 
 
 def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
@@ -81,5 +94,5 @@ def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str | Non
     try:
         with opener.open(request, timeout=_ANSWER_S) as answer:
             return str(answer.read(65536).decode(errors="replace"))
-    except OSError:  # also HTTPError, URLError and timeouts
+    except (OSError, HTTPException, ValueError):  # also HTTPError, URLError and timeouts
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
+from lightning_elastic_zero import PreemptionCheckpoint
 from lightning_elastic_zero.trainer.preemption_notice import (
-    aws_notice,
+    AwsNotice,
+    FileNotice,
+    Notice,
+    UrlNotice,
     gcp_notice,
     notice_of,
-    url_notice,
 )
 
 TOKEN = "a-token"  # noqa: S105 - of this server alone
@@ -71,11 +75,11 @@ def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
 def test_metadata_servers_are_asked_as_documented() -> None:
     """No notice first, then one; a server that asks for a token or a header gets it."""
     with metadata_server() as (address, answers):
-        notices = {
-            "aws": aws_notice(address),
+        notices: dict[str, Notice] = {
+            "aws": AwsNotice(address),
             "gcp": gcp_notice(address),
-            "url": url_notice(
-                f"{address}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
+            "url": UrlNotice(
+                f"{address}/computeMetadata/v1/instance/preempted", (("Metadata-Flavor", "Google"),)
             ),
         }
         assert {name: notice() for name, notice in notices.items()} == dict.fromkeys(notices, False)
@@ -90,7 +94,7 @@ def test_no_answer_is_no_notice() -> None:
         unknown = notice_of(f"{address}/nothing")
         assert not refused()
         assert not unknown()
-    assert not aws_notice(address)()
+    assert not AwsNotice(address)()
     assert not gcp_notice(address)()
 
 
@@ -102,7 +106,29 @@ def test_a_file_that_appears(tmp_path: Path) -> None:
     assert notice()
 
 
-@pytest.mark.parametrize("name", ["aws", "gcp"])
-def test_clouds_have_names(name: str) -> None:
-    """They are no files."""
-    assert notice_of(name).__qualname__ != Path.exists.__qualname__
+@pytest.mark.parametrize("name", ["aws", "gcp", "http://127.0.0.1:1/x", "/a/file"])
+def test_notices_travel(name: str) -> None:
+    """A Trainer is copied, and sent to other processes, with its callbacks; clouds are no files."""
+    callback = pickle.loads(pickle.dumps(PreemptionCheckpoint(name)))  # noqa: S301 - from here
+    assert callback._notice == notice_of(name)
+    assert isinstance(callback._notice, FileNotice) == (name == "/a/file")
+
+
+class Garbage(BaseHTTPRequestHandler):
+    """Answers with what is no HTTP."""
+
+    def do_GET(self) -> None:
+        """Say something."""
+        self.wfile.write(b"garbage\n")
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+def test_garbage_is_no_notice() -> None:
+    """Nor is what raises no OSError."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Garbage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert not UrlNotice(f"http://127.0.0.1:{server.server_port}/x")()
+        server.shutdown()

@@ -85,3 +85,23 @@ def test_a_rank_that_ends_earlier_holds_nobody_up() -> None:
     assert not first.pass_batch()
     first.close()
     assert time.monotonic() - began < PROMPT_TIMEOUT_S
+
+
+def test_who_fails_to_listen_has_heard_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It is warned of once, and what is heard later counts."""
+    answers = [OSError(116, "Stale file handle"), RuntimeError("a user's"), "told"]
+
+    def heard() -> str:
+        answer = answers[0] if len(answers) == 1 else answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    agreement = StopAgreement(OneRank, heard, interval_s=0.01)
+    end = time.monotonic() + PROMPT_TIMEOUT_S
+    while not agreement.reason and time.monotonic() < end:
+        time.sleep(0.01)
+    agreement.close()
+    assert agreement.reason == "rank 0: told"
+    (record,) = caplog.records
+    assert "could not be asked: OSError: [Errno 116] Stale file handle" in record.getMessage()

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,9 +177,9 @@ class SlurmCluster:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, nodes: int) -> Iterator[SlurmCluster]:
-    """Run a cluster within."""
-    folder.mkdir()
+def slurm_cluster(nodes: int) -> Iterator[SlurmCluster]:
+    """Run a cluster within, in a folder with a short name: it has sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="ez-slurm-"))
     cluster = SlurmCluster(folder, nodes)
     try:
         cluster.start()
@@ -192,3 +193,4 @@ def slurm_cluster(folder: Path, nodes: int) -> Iterator[SlurmCluster]:
         yield cluster
     finally:
         cluster.end()
+        shutil.rmtree(folder, ignore_errors=True)

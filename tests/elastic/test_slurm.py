@@ -55,7 +55,7 @@ def at_step(run: Path, step: int) -> bool:
 def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """From three nodes to two, while an urgent job has the third: no step is lost or changed."""
     run = tmp_path / "run"
-    with slurm_cluster(tmp_path / "slurm", 3) as cluster:
+    with slurm_cluster(3) as cluster:
         job = submit(cluster, run, "--nodes=2-3")
         assert cluster.state(job)["NumNodes"] == "3"
         since = time.time()
@@ -90,7 +90,7 @@ def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_pa
 def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """SIGUSR1, as ``--signal`` sends it, to all tasks of the step; twice, and SIGCONT before."""
     run = tmp_path / "run"
-    with slurm_cluster(tmp_path / "slurm", 2) as cluster:
+    with slurm_cluster(2) as cluster:
         job = submit(cluster, run, "--nodes=2")
         for name in ("CONT", "USR1", "USR1"):
             cluster.run("scancel", f"--signal={name}", job)

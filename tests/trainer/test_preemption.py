@@ -128,7 +128,7 @@ def fit_until_preempted(
     sends = [SendsSignals(names, 3, in_save)] if is_told and names else []
     preemption = PreemptionCheckpoint(str(file) if is_told else None)
     trainer = trainer_of(run, [*tells, *sends, SlowsDown(), preemption, saves_of(run)])
-    code = 0
+    code = -1
     try:
         trainer.fit(net, run.loaders())
     except SystemExit as error:
@@ -182,7 +182,8 @@ def test_it_goes_on_where_it_was_preempted(
     run = RunSpec(stage=stage, root=str(tmp_path / "run"), strategy=strategy)
     reference = worlds.run(others, partial(fit, replace(run, root="", strategy={})))
     ended = worlds.run(ranks, partial(fit_until_preempted, run, names, in_save))
-    assert {e.code for e in ended} == {EXIT_CODE}
+    # Lightning kills all ranks when one that it has started beside the first ends with a code.
+    assert [e.code for e in ended] == [EXIT_CODE, *[0] * (ranks - 1)]
     (step,) = {e.step for e in ended}
     assert 3 <= step < STEPS
     assert 0.0 < max(e.seconds for e in ended) < GRACE_S

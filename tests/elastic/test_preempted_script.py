@@ -1,0 +1,69 @@
+"""A script whose ranks Lightning starts itself: SIGTERM to the first one, then the same again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.elastic._job import EXAMPLE, STEPS, arguments
+from tests.elastic._steps import Undisturbed, check_steps, read_lines, steps_taken_again
+from tests.engine._worker_pool import ROOT, environment
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+AT = 12
+
+
+def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
+    """Start the example on as many ranks, all of them in one process group."""
+    command = [
+        *(sys.executable, str(ROOT / "examples" / "cli.py"), "fit"),
+        *("--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)),
+        f"--trainer.devices={devices}",
+        "--trainer.callbacks+=lightning_elastic_zero.PreemptionCheckpoint",
+    ]
+    settings = {"RUN_DIR": str(folder), "MASTER_PORT": str(free_port())}
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment(), **settings},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def test_the_script_ends_by_the_code_and_goes_on(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """No rank is killed for the code of another; three devices go on where two have ended."""
+    (hold := tmp_path / f"hold-{AT}").touch()
+    processes = [start(tmp_path, 2)]
+    try:
+        end = time.monotonic() + HANG_TIMEOUT_S
+        while not any(line.is_step and line.step >= AT for line in read_lines(tmp_path)):
+            assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(0.1)
+        os.kill(processes[0].pid, signal.SIGTERM)
+        time.sleep(3.0)  # they agree while they are held
+        hold.unlink()
+        code = processes[0].wait(HANG_TIMEOUT_S)
+        assert code == 75, (tmp_path / "log").read_text()[-4000:]
+        processes.append(start(tmp_path, 3))
+        assert processes[1].wait(HANG_TIMEOUT_S) == 0, (tmp_path / "log").read_text()[-4000:]
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = read_lines(tmp_path)
+    check_steps(lines, undisturbed)
+    assert max(line.step for line in lines) == STEPS
+    assert list(steps_taken_again(lines).values()) == [0]
