@@ -107,3 +107,5 @@ class StopAgreement:
             begun = self._ranks.all_gather("after which batch to stop", lambda: self._batches)
             self._stop_after = max(begun) + 1
             self.reason = "; ".join(told)
+        if self._ranks.rank == 0:
+            log.warning("told to stop (%s): all ranks stop after their next batch", self.reason)

@@ -208,7 +208,7 @@ class PreemptionCheckpoint(Callback):
         Lightning kills all ranks of a node with SIGKILL as soon as one that it has started ends
         with another code than 0 (``_ChildProcessObserver``), the first one, too.
         """
-        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        environment = getattr(trainer.strategy, "cluster_environment", None)
         by_lightning = isinstance(environment, LightningEnvironment)
         return 0 if by_lightning and trainer.local_rank else self._exit_code
 

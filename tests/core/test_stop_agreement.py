@@ -103,5 +103,6 @@ def test_who_fails_to_listen_has_heard_nothing(caplog: pytest.LogCaptureFixture)
         time.sleep(0.01)
     agreement.close()
     assert agreement.reason == "rank 0: told"
-    (record,) = caplog.records
+    record, agreed = caplog.records
+    assert "told to stop (rank 0: told)" in agreed.getMessage()
     assert "could not be asked: OSError: [Errno 116] Stale file handle" in record.getMessage()

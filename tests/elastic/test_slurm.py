@@ -29,6 +29,9 @@ pytestmark = [
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
 AT = 12
 
+AGREED = "all ranks stop after their next batch"
+"""What rank 0 logs as soon as they have agreed."""
+
 
 def submit(cluster: SlurmCluster, run: Path, *options: str) -> str:
     """Submit the example to nodes that may be preempted; it waits after a step."""
@@ -60,7 +63,7 @@ def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_pa
         assert cluster.state(job)["NumNodes"] == "3"
         since = time.time()
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
-        time.sleep(3.0)  # they agree while they are held
+        cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
         (run / f"hold-{AT}").unlink()
         cluster.wait_until(
             lambda: (
@@ -94,7 +97,7 @@ def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_p
         job = submit(cluster, run, "--nodes=2")
         for name in ("CONT", "USR1", "USR1"):
             cluster.run("scancel", f"--signal={name}", job)
-        time.sleep(3.0)
+        cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
         (run / f"hold-{AT}").unlink()
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
         assert cluster.state(job)["Restarts"] == "1"
