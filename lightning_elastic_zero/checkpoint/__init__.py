@@ -8,6 +8,12 @@ of them, before anything is published and before anything live is changed.
 from __future__ import annotations
 
 from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.directory_check import (
+    TRIAL_BYTES,
+    CheckedDirectory,
+    check_directories,
+    find_unseen,
+)
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle, load_engine
 from lightning_elastic_zero.checkpoint.loading import load
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
@@ -24,7 +30,9 @@ from lightning_elastic_zero.checkpoint.types import (
 
 __all__ = [
     "DRAIN_TIMEOUT_S",
+    "TRIAL_BYTES",
     "AsyncCheckpointer",
+    "CheckedDirectory",
     "CheckpointManager",
     "CheckpointStats",
     "EngineHandle",
@@ -33,6 +41,8 @@ __all__ = [
     "LoadResult",
     "SaveOptions",
     "ShowBytes",
+    "check_directories",
+    "find_unseen",
     "load",
     "load_engine",
     "save_engine",

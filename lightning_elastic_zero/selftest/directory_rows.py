@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_elastic_zero.checkpoint import find_unseen
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.selftest.abilities import SYNC_FILE, SYNC_NAMES, probe_abilities
-from lightning_elastic_zero.selftest.own_folder import leave_token, token_name
 from lightning_elastic_zero.selftest.report import Result, Row
 from lightning_elastic_zero.selftest.setting import Setting
-from lightning_elastic_zero.storage import await_shared
+from lightning_elastic_zero.storage import probe_abilities
+from lightning_elastic_zero.storage.directory_abilities import SYNC_FILE, SYNC_NAMES
 
 SEEN = "directory: visible between hosts"
 
@@ -26,7 +25,7 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
         folder: the selftest's own, which rank 0 has made.
         setting: where this runs.
     """
-    unseen = _unseen(ranks, folder)
+    unseen = find_unseen(ranks, folder, range(ranks.world_size), "selftest")
     if unseen or setting.hosts > 1:
         seen = [Row(SEEN, "FAILS" if unseen else "holds", unseen)]
     else:
@@ -34,34 +33,6 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
     if unseen:
         return seen
     return seen + _abilities(ranks, folder, setting)
-
-
-def _unseen(ranks: Ranks, folder: Path) -> str:
-    """Return which rank does not see what another one wrote; empty where all do."""
-
-    def leave() -> str:
-        try:
-            if ranks.rank == 0:
-                leave_token(folder, 0)
-            else:
-                await_shared(folder, token_name(0))
-                leave_token(folder, ranks.rank)
-        except (OSError, SaveError) as error:
-            return str(error)
-        return ""
-
-    def look() -> str:
-        try:
-            for rank in range(ranks.world_size):
-                await_shared(folder, token_name(rank))
-                ranks.progress()
-        except SaveError as error:
-            return str(error)
-        return ""
-
-    told = ranks.all_gather("selftest: leave a file", leave)
-    told += ["" if any(told) else text for text in [ranks.broadcast("selftest: see all", look)]]
-    return next(filter(None, told), "")
 
 
 def _abilities(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
@@ -73,7 +44,7 @@ def _abilities(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
             own.mkdir()
         except OSError as error:
             return [("directory: write", "FAILS", f"{own.name}: {error.strerror or error}")]
-        return [(row.what, row.result, row.details) for row in probe_abilities(own)]
+        return [(found.what, found.outcome, found.details) for found in probe_abilities(own)]
 
     found: dict[str, Row] = {}
     for of_rank in ranks.all_gather("selftest: try the directory out", probe):

@@ -4,9 +4,10 @@
 of its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory
 under a hidden name and publishes it in one step; ``deleting`` removes one in one step, ``copying``
 copies it. ``paths`` knows which paths can be used at all; ``shared_directory`` proves that all
-ranks see the same one. Only what this library wrote is ever replaced or removed: ``file_ownership``
-recognises it, and ``existing_target`` says what lies where something is to be saved. ``leftovers``
-restores or removes what a kill left; ``concurrent_runs`` warns of another run in the same folder.
+ranks see the same one, ``directory_abilities`` what it can do, tried in a ``trial_folder``. Only
+what this library wrote is ever replaced or removed: ``file_ownership`` recognises it, and
+``existing_target`` says what lies where something is to be saved. ``leftovers`` restores or removes
+what a kill left; ``concurrent_runs`` warns of another run in the same folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lightning_elastic_zero.storage.deleting import (
     delete_checkpoint,
     ignore_progress,
 )
+from lightning_elastic_zero.storage.directory_abilities import Ability, probe_abilities
 from lightning_elastic_zero.storage.existing_target import (
     check_replaceable,
     inspect_target,
@@ -52,6 +54,7 @@ from lightning_elastic_zero.storage.shared_directory import (
     remove_shared,
 )
 from lightning_elastic_zero.storage.staging import STAGING_PREFIX, StagedDirectory, staging_path
+from lightning_elastic_zero.storage.trial_folder import leave_token, token_name, trial_folder
 from lightning_elastic_zero.storage.verified_file import VerifiedFile
 
 __all__ = [
@@ -64,6 +67,7 @@ __all__ = [
     "SUMS_SUFFIX",
     "TABLE_PREFIX",
     "TOKEN_PREFIX",
+    "Ability",
     "ChecksummedWriter",
     "ConcurrentRunMonitor",
     "PeriodicThread",
@@ -81,7 +85,9 @@ __all__ = [
     "ignore_progress",
     "inspect_target",
     "is_checkpoint",
+    "leave_token",
     "make_link",
+    "probe_abilities",
     "read_file",
     "remove_leftovers",
     "remove_shared",
@@ -89,5 +95,7 @@ __all__ = [
     "repair_target",
     "staging_path",
     "sync_directory",
+    "token_name",
+    "trial_folder",
     "write_durably",
 ]

@@ -26,14 +26,16 @@ def await_shared(
     name: str,
     is_whole: Callable[[bytes], bool] = lambda _: True,
     wait_s: float = 10.0,
+    writer: int = 0,
 ) -> bytes:
-    """Read what rank 0 left in the directory.
+    """Read what another rank left in the directory.
 
     Args:
         directory: the directory, as this rank names it.
-        name: the name of the file that rank 0 left.
-        is_whole: whether data are what rank 0 wrote.
+        name: the name of the file that was left.
+        is_whole: whether data are what was written.
         wait_s: how long to look: network filesystems show the work of others with a delay.
+        writer: the rank that left it.
 
     Raises:
         SaveError: the file is not there, or is something else. The directory may be another one,
@@ -45,9 +47,14 @@ def await_shared(
             if (data := _read(directory / name)) is not None and is_whole(data):
                 return data
         if time.monotonic() >= stop_s:
+            unseen = (
+                f"what rank {writer} wrote into {directory} ({name})"
+                if writer
+                else f"the directory that rank 0 made, {directory}, with what rank 0 wrote into it "
+                f"({name})"
+            )
             msg = (
-                f"{socket.gethostname()} does not see the directory that rank 0 made, {directory}, "
-                f"with what rank 0 wrote into it ({name}), after {wait_s:g} s. All ranks must "
+                f"{socket.gethostname()} does not see {unseen}, after {wait_s:g} s. All ranks must "
                 "write into one directory: save on a filesystem that all machines share, that "
                 "shows all of them the same, and give it the same path on each."
             )

@@ -11,13 +11,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import (
+    TRIAL_BYTES,
+    CheckedDirectory,
     CheckpointManager,
     EngineHandle,
     LoadOptions,
     SaveOptions,
+    check_directories,
 )
 from lightning_elastic_zero.coordination import Ranks, Timeouts
 from lightning_elastic_zero.data_progress import with_loader_states
@@ -72,12 +76,17 @@ class CheckpointSaver:
 
         Raises:
             UnsupportedError: weights of a rank lie elsewhere in DeepSpeed's buffers than computed.
-            SaveError: a ``ModelCheckpoint`` would replace what this library did not write.
+            SaveError: a ``ModelCheckpoint`` would replace what this library did not write, or saves
+                where not all ranks can.
         """
         # The module may belong to another Trainer by the time of a save.
         self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if is_fitting(trainer) else []
-        dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
+        dirpaths = [
+            getattr(callback, "dirpath", None) for callback in callbacks if _saves(callback)
+        ]
+        for checked in check_directories(dirpaths, self._get_ranks()):
+            _tell(checked)
         # Only one rank's may differ, of a layout that this library does not know.
         self._get_ranks().run_all(
             "compare where weights lie", lambda: LiveEngine(engine).verify_places(fresh=True)
@@ -210,3 +219,16 @@ def make_manager(
 def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
     """Whether SLURM ends the job right after this save, by Lightning's name for it."""
     return Path(path).name.startswith("hpc_ckpt_")
+
+
+def _saves(callback: Any) -> bool:
+    """Whether a checkpoint callback saves at all."""
+    return getattr(callback, "save_top_k", 1) != 0 or bool(getattr(callback, "save_last", False))
+
+
+def _tell(checked: CheckedDirectory) -> None:
+    """Say what was found of a directory on several hosts."""
+    if checked.hosts > 1:
+        fast = f"; the slowest wrote and synced {TRIAL_BYTES >> 20} MiB there in "
+        fast = f"{fast}{checked.write_s:.2g} s" if checked.write_s else ""
+        rank_zero_info(f"{checked.path} is one directory on all {checked.hosts} hosts{fast}.")

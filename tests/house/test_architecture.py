@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "checkpoint": {
         "formats",
+        "processes",
         "compatibility",
         "unrestored",
         "group_matching",

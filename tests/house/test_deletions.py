@@ -118,16 +118,20 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/copying.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),
+    # -- before training: in one folder, likewise; only empty folders that were not there go
+    ("checkpoint/directory_check.py", "remove", "place.rmdir"): (
+        "tests/core/test_directory_check.py::test_a_users_files_stay"
+    ),
     # -- selftest: in one folder, which it has made under a name that nothing else has
-    ("selftest/abilities.py", "_write_new", "path.open to write"): SELFTEST,
-    ("selftest/abilities.py", "_rename", "hidden.rename"): SELFTEST,
-    ("selftest/abilities.py", "_rename", "(place / 'new').replace"): SELFTEST,
-    ("selftest/abilities.py", "_exchange", "exchange_names"): SELFTEST,
-    ("selftest/abilities.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("selftest/own_folder.py", "leave_token", "(folder / token_name(rank)).open to write"): (
+    ("storage/directory_abilities.py", "_write_new", "path.open to write"): SELFTEST,
+    ("storage/directory_abilities.py", "_rename", "hidden.rename"): SELFTEST,
+    ("storage/directory_abilities.py", "_rename", "(place / 'new').replace"): SELFTEST,
+    ("storage/directory_abilities.py", "_exchange", "exchange_names"): SELFTEST,
+    ("storage/directory_abilities.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
+    ("storage/trial_folder.py", "leave_token", "(folder / token_name(rank)).open to write"): (
         SELFTEST
     ),
-    ("selftest/own_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
+    ("storage/trial_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest/speeds.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest/raw_write.py", "write_raw", "path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps

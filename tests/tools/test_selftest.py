@@ -18,13 +18,6 @@ from hypothesis import strategies as st
 
 from lightning_elastic_zero import SaveError
 from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.selftest.abilities import (
-    EXCHANGE,
-    LINKS,
-    RENAME,
-    SYNC_FILE,
-    SYNC_NAMES,
-)
 from lightning_elastic_zero.selftest.checks import DYING
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
 from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows, unchecked_rows
@@ -33,6 +26,13 @@ from lightning_elastic_zero.selftest.own_folder import PREFIX, own_folder, usabl
 from lightning_elastic_zero.selftest.report import Row, SelftestReport, report_lines
 from lightning_elastic_zero.selftest.setting import Setting, file_system
 from lightning_elastic_zero.selftest.worlds import plan_worlds, ranks_started_by
+from lightning_elastic_zero.storage.directory_abilities import (
+    EXCHANGE,
+    LINKS,
+    RENAME,
+    SYNC_FILE,
+    SYNC_NAMES,
+)
 from tests.timeouts import HANG_TIMEOUT_S
 from tests.tools._bad_disk import bad_disk, bad_disk_library
 
@@ -43,9 +43,9 @@ QUICK = settings(deadline=None, max_examples=50)
 PROBE = """
 import json, sys
 from pathlib import Path
-from lightning_elastic_zero.selftest.abilities import probe_abilities
+from lightning_elastic_zero.storage.directory_abilities import probe_abilities
 rows = probe_abilities(Path(sys.argv[1]))
-print(json.dumps([[row.what, row.result, row.details] for row in rows]))
+print(json.dumps([[row.what, row.outcome, row.details] for row in rows]))
 """
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.selftest.report import Result, Row
-from lightning_elastic_zero.storage import make_link, sync_directory, write_durably
 from lightning_elastic_zero.storage.atomic import exchange_names
+from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.links import make_link
+from lightning_elastic_zero.storage.paths import sync_directory
 
 RENAME, EXCHANGE, LINKS = "directory: rename", "directory: exchange of names", "directory: links"
 SYNC_FILE, SYNC_NAMES = "directory: sync of files", "directory: sync of names"
@@ -18,10 +21,24 @@ SYNC_FILE, SYNC_NAMES = "directory: sync of files", "directory: sync of names"
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 """What a system says that does not have something. Any other error is a failure."""
 
-Found = tuple[Result, str]
+Outcome = Literal["holds", "does without", "FAILS"]
+"""``does without`` is what saves need less, and have another way for."""
+
+Found = tuple[Outcome, str]
 
 
-def probe_abilities(folder: Path) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """One thing that saves need of a directory, and what became of trying it."""
+
+    what: str
+    outcome: Outcome
+    details: str = ""
+    """Of ``FAILS``, what the system said and what that means for a run; of ``does without``, what
+    is done instead."""
+
+
+def probe_abilities(folder: Path) -> list[Ability]:
     """Try out a new folder; what is written stays in it.
 
     Args:
@@ -34,16 +51,16 @@ def probe_abilities(folder: Path) -> list[Row]:
         SYNC_FILE: _sync_file,
         SYNC_NAMES: _sync_names,
     }
-    rows = []
+    found = []
     for number, (what, probe) in enumerate(probes.items()):
         place = folder / str(number)
         try:
             place.mkdir()
-            result, details = probe(place)
+            outcome, details = probe(place)
         except (OSError, SaveError) as error:
-            result, details = "FAILS", _why(what, error)
-        rows.append(Row(what, result, details))
-    return rows
+            outcome, details = "FAILS", _why(what, error)
+        found.append(Ability(what, outcome, details))
+    return found
 
 
 def _why(what: str, error: Exception) -> str:

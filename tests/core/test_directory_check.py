@@ -1,0 +1,130 @@
+"""A directory is checked before training: what it finds, what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from lightning_elastic_zero import SaveError, UnsupportedError
+from lightning_elastic_zero.checkpoint import check_directories, directory_check, find_unseen
+from lightning_elastic_zero.coordination import OneRank, Ranks, Timeouts
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.storage import await_shared
+from tests.timeouts import HANG_TIMEOUT_S
+
+
+@pytest.fixture(autouse=True)
+def is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test be the first that meets a device."""
+    monkeypatch.setattr(directory_check, "_tried_devices", set())
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[list[Ranks]]:
+    """Yield two ranks, for two threads."""
+    store, times = HashStore(), Timeouts()
+    with ExitStack() as opened:
+        ranks = [StoreRanks(store, rank, 2, name="a", times=times) for rank in range(2)]
+        for of_rank in ranks:
+            opened.callback(of_rank.close)
+        yield [*ranks]
+
+
+def on_both(ranks: list[Ranks], work: Callable[[Ranks], object]) -> list[object]:
+    """Return what each rank returned, or raised."""
+
+    def outcome(of_rank: Ranks) -> object:
+        try:
+            return work(of_rank)
+        except SaveError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        told = [threads.submit(outcome, of_rank) for of_rank in ranks]
+        return [future.result(timeout=HANG_TIMEOUT_S) for future in told]
+
+
+def test_what_was_not_there_is_gone_again(tmp_path: Path) -> None:
+    """The directory and its parents are made for the trial only."""
+    (checked,) = check_directories([tmp_path / "logs" / "checkpoints", None, ""], OneRank())
+    assert (checked.path, checked.hosts) == (str(tmp_path / "logs" / "checkpoints"), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_users_files_stay(tmp_path: Path) -> None:
+    """All that was there is there, empty folders too; what came meanwhile stays as well."""
+    there = tmp_path / "checkpoints"
+    (there / "empty").mkdir(parents=True)
+    (there / "mine.txt").write_text("mine")
+    check_directories([there], OneRank())
+    assert sorted(path.name for path in there.rglob("*")) == ["empty", "mine.txt"]
+    with ExitStack() as opened:
+        new = tmp_path / "a" / "b"
+        directory_check._make(new, opened)
+        (tmp_path / "a" / "came").touch()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["came"]
+
+
+def test_one_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    """A file lies in the way: the error names the path, and the file stays."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SaveError, match=str(tmp_path / "file" / "checkpoints")):
+        check_directories([tmp_path / "file" / "checkpoints"], OneRank())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_remote_storage_is_refused() -> None:
+    """With what to do instead."""
+    with pytest.raises(UnsupportedError, match="copy the checkpoint from there"):
+        check_directories(["s3://bucket/run"], OneRank())
+
+
+def test_what_a_directory_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by what the system says; it is asked again the next time."""
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refuse)
+        with pytest.raises(SaveError, match="directory: rename: the system says Operation not"):
+            check_directories([tmp_path], OneRank())
+        with pytest.raises(SaveError, match="no checkpoint can be published there"):
+            check_directories([tmp_path], OneRank())
+    assert list(tmp_path.iterdir()) == []
+    assert check_directories([tmp_path], OneRank())
+
+
+def test_ranks_agree_on_rank_zeros(two_ranks: list[Ranks], tmp_path: Path) -> None:
+    """Whatever folders the others name: all are told the same."""
+    first, second = on_both(
+        two_ranks, lambda ranks: check_directories([tmp_path / "0"][ranks.rank :], ranks)
+    )
+    assert first == second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_sees_other_files(
+    two_ranks: list[Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are told who does not see whose file, in both directions."""
+    soon = partial(await_shared, wait_s=0.2)
+    monkeypatch.setattr(directory_check, "await_shared", soon)
+    folders = [tmp_path / name / "folder" for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    told = on_both(two_ranks, lambda r: find_unseen(r, folders[r.rank], (0, 1), "check"))
+    assert told[0] == told[1]
+    assert "does not see the directory that rank 0 made" in str(told[0])
+    (folders[1] / "seen-by-0").touch()  # as an overlay shows what lies below it
+    for path in folders[0].iterdir():
+        path.unlink()
+    told = on_both(two_ranks, lambda r: find_unseen(r, folders[r.rank], (0, 1), "check"))
+    assert told[0] == told[1]
+    assert f"does not see what rank 1 wrote into {folders[0]}" in str(told[0])
