@@ -232,14 +232,14 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, *more: str) -> Iterator[Job]:
+def job(folder: Path, *more: str, kind: type[Job] = Job) -> Iterator[Job]:
     """Yield a job that has no nodes yet; its store is on none of them, and outlives all."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=15)
     )
-    nodes = Job(folder, port, more)
+    nodes = kind(folder, port, more)
     try:
         yield nodes
     finally:

@@ -1,0 +1,160 @@
+"""Checkpoint directories on several hosts: mounts of one directory with caches, or of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.elastic._job import SAVE_EVERY
+from tests.elastic._mounts import cached, caches_end, can_mount, in_own_mounts, job_with_caches
+from tests.elastic._steps import Undisturbed
+from tests.elastic.test_torchrun import AT, FIRST, LATER, SECOND, check_job
+from tests.engine._worker_pool import ROOT, environment
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S
+
+CHECK = """
+import json, sys
+from lightning_elastic_zero import ElasticZeroError
+from lightning_elastic_zero.checkpoint import check_directories
+from lightning_elastic_zero.coordination import Timeouts
+from lightning_elastic_zero.coordination.launched_ranks import launched_ranks
+with launched_ranks(Timeouts(), "a test") as ranks:
+    try:
+        (checked,) = check_directories([sys.argv[1]], ranks)
+        told = [checked.hosts, checked.write_s > 0]
+    except ElasticZeroError as error:
+        told = [type(error).__name__, str(error)]
+print(json.dumps(told))
+"""
+
+
+def told_by_ranks(
+    directory: Path, mounts: Callable[[int], list[tuple[str, ...]]], world_size: int = 3
+) -> list[list[object]]:
+    """Return what ranks with mounts of their own are told of a directory."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks: list[subprocess.Popen[str]] = []
+    for rank in range(world_size):
+        own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **meeting}
+        ranks.append(
+            subprocess.Popen(
+                [*in_own_mounts([*mounts(rank), ("true",)]), *PYTHON, CHECK, str(directory)],
+                cwd=ROOT,
+                env={**environment(), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=HANG_TIMEOUT_S) for process in ranks]
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert [process.returncode for process in ranks] == [0] * world_size, outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+PYTHON = (sys.executable, "-c")
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="no rights to make mounts")
+needs_bindfs = pytest.mark.skipif(not can_mount("bindfs"), reason="no bindfs, or no rights")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return a directory on a disk that all ranks have."""
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.long
+@needs_mounts
+def test_one_directory_on_all_hosts(directory: Path) -> None:
+    """All ranks are told on how many hosts it is the same, and that it was written to."""
+    assert told_by_ranks(directory, lambda _: []) == [[3, True]] * 3
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.long
+@needs_mounts
+def test_a_disk_of_its_own(directory: Path) -> None:
+    """One host has its own disk at that path: all ranks are told, and nothing is left on either."""
+
+    def mounts(rank: int) -> list[tuple[str, ...]]:
+        return [("mount", "-t", "tmpfs", "none", str(directory))] if rank == 1 else []
+
+    first, *others = told_by_ranks(directory, mounts)
+    assert first[0] == "SaveError"
+    assert f"does not see the directory that rank 0 made, {directory}/" in str(first[1])
+    assert "save on a filesystem that all machines share" in str(first[1])
+    assert others == [first] * 2
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.long
+@needs_mounts
+def test_a_disk_of_its_own_above_the_shared_one(directory: Path, tmp_path: Path) -> None:
+    """A host that sees the others' files, but whose own stay with it, as overlays have it."""
+    mine = tmp_path / "mine"
+
+    def mounts(rank: int) -> list[tuple[str, ...]]:
+        if rank != 2:
+            return []
+        layers = f"lowerdir={directory},upperdir={mine}/upper,workdir={mine}/work"
+        return [
+            ("mkdir", "-p", str(mine)),
+            ("mount", "-t", "tmpfs", "none", str(mine)),
+            ("mkdir", f"{mine}/upper", f"{mine}/work"),
+            ("mount", "-t", "overlay", "overlay", "-o", layers, str(directory)),
+        ]
+
+    first, *others = told_by_ranks(directory, mounts)
+    assert first[0] == "SaveError"
+    assert f"does not see what rank 2 wrote into {directory}/" in str(first[1])
+    assert others == [first] * 2
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.long
+@needs_bindfs
+def test_caches_are_waited_for(tmp_path: Path) -> None:
+    """Hosts that see one directory through caches of their own see each other's files in time."""
+    server, directory = tmp_path / "server", tmp_path / "checkpoints"
+    server.mkdir()
+    directory.mkdir()
+    with caches_end(tmp_path):
+        told = told_by_ranks(directory, lambda _: [cached(server, directory)])
+    assert told == [[3, True]] * 3
+    assert list(server.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@needs_bindfs
+def test_a_worker_killed_where_names_are_cached(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """What other hosts have published since is found, and what they have deleted is not missed."""
+    with job_with_caches(tmp_path / "run") as nodes:
+        nodes.hold(AT)
+        nodes.hold(LATER)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        nodes.signal(SECOND, signal.SIGKILL, agent=False)
+        nodes.go_on(AT)
+        nodes.wait_for_step(LATER, world=2)
+        # The other one this time: each host's cache has been the last one to learn of a save.
+        since = nodes.signal(FIRST, signal.SIGKILL, agent=False)
+        nodes.go_on(LATER)
+        nodes.finish()
+        assert nodes.last_step() % SAVE_EVERY == 0
+        check_job(nodes, undisturbed, "lose a worker where names are cached", since)
