@@ -70,17 +70,17 @@ class Job:
             self.killed.discard(node)
             with (self.folder / f"node-{node}.log").open("ab") as log:
                 self.agents[node] = subprocess.Popen(
-                    [
-                        *self.entered(node),
-                        *("sh", str(EXAMPLE / "start.sh")),
-                        *arguments(self.folder, *self.more),
-                    ],
+                    [*self.entered(node), *self.command()],
                     cwd=ROOT,
                     env={**environment(), **self.settings(node)},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+
+    def command(self) -> list[str]:
+        """Return what a node runs: the example's script."""
+        return ["sh", str(EXAMPLE / "start.sh"), *arguments(self.folder, *self.more)]
 
     def entered(self, node: int) -> tuple[str, ...]:
         """Return what is put before a node's command: nothing, on loopback addresses."""

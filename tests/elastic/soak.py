@@ -1,0 +1,324 @@
+"""Kill and restart a run in random ways for a given time, and check each restart bit for bit.
+
+    python -m tests.elastic.soak --minutes 60 --seed 1 --plot soak.png
+
+A job under torchrun's elastic agent, of one to four nodes on this machine, trains a model whose
+state after each step is known in advance on any number of devices. Workers and nodes are killed, at
+any time and in the midst of saves, nodes join, all are killed and go on in another ZeRO stage with
+another way to save, and newest checkpoints are damaged. Each world that starts tells what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from typing_extensions import override
+
+from tests.elastic._job import RENDEZVOUS, Job, job
+from tests.elastic._soak_run import SoakRun
+from tests.elastic._steps import Line
+from tests.engine._worker_pool import ROOT, environment
+from tests.timeouts import HANG_TIMEOUT_S
+
+MOST_NODES = 4
+SCRIPT = Path(__file__).with_name("_soak_run.py")
+
+KILL_WORKER, KILL_NODE = "a worker is killed", "a node is killed"
+KILL_IN_SAVE = "a node is killed in a save"
+JOIN, OTHER_STAGE = "a node joins", "all are killed, another stage"
+DAMAGE = "all are killed, the newest checkpoint is damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What was done to the job, and what it cost."""
+
+    kind: str
+    at: float
+    """By the clock, in seconds."""
+
+    world: int
+    """Nodes that were to go on."""
+
+    step: int
+    """The last that any rank had taken."""
+
+    published: int
+    """The step of the newest sound checkpoint just after it."""
+
+    resumed: int = -1
+    """The step from which the next world went on."""
+
+    seconds: float = 0.0
+    """Until the next world's first step."""
+
+    @property
+    def lost(self) -> int:
+        """Return how many steps were taken again."""
+        return self.step - self.resumed
+
+
+@dataclass
+class SoakJob(Job):
+    """A job of the soak's own script."""
+
+    run: SoakRun = field(default_factory=lambda: SoakRun(""))
+    generation: int = 0
+    """Jobs started so far: each meets under a name of its own."""
+
+    @override
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes=1:{MOST_NODES}", "--nproc-per-node=1", "--max-restarts=1000"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"),
+            f"--rdzv-id=soak-{self.generation}",
+            f"--rdzv-conf=is_host=0,{RENDEZVOUS}",
+            *(str(SCRIPT), self.run.write()),
+        ]
+
+    @override
+    def settings(self, node: int) -> dict[str, str]:
+        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+        return {**super().settings(node), **own}
+
+    @override
+    def start(self, *nodes: int) -> None:
+        """Start nodes, each at an address of its own."""
+        super().start(*nodes)
+
+    @property
+    def alive(self) -> list[int]:
+        """The nodes that run."""
+        return [node for node in self.agents if node not in self.killed]
+
+
+class Soak:
+    """The driver: does things to a job until its time is up, and looks at what came of them."""
+
+    def __init__(self, nodes: SoakJob, seed: int) -> None:
+        self.nodes, self.random = nodes, random.Random(seed)
+        self.events: list[Event] = []
+
+    def run(self, seconds: float) -> None:
+        """Start a job, and do one thing after another to it."""
+        until = time.monotonic() + seconds
+        self._start_all()
+        self._wait_for_step(since=0.0, world=len(self.nodes.alive))
+        while time.monotonic() < until:
+            # In any step, and before or after any save.
+            time.sleep(self.random.uniform(0.0, 3.0))
+            event = self._do(self._choose())
+            start = self._wait_for_step(event.at, event.world)
+            first = min(line.time for line in self._steps() if line.met_at == start.met_at)
+            event = replace(event, resumed=start.step, seconds=first - event.at)
+            self.events.append(event)
+            print(
+                f"{event.kind}: {event.world} nodes, ZeRO-{self.nodes.run.stage}, went on from "
+                f"step {event.resumed} of {event.step} after {event.seconds:.0f} s",
+                flush=True,
+            )
+        self.nodes.end()
+
+    def _choose(self) -> str:
+        kinds = [KILL_WORKER, OTHER_STAGE, DAMAGE]
+        alive = len(self.nodes.alive)
+        if alive > 1:
+            kinds += [KILL_NODE, KILL_NODE, KILL_IN_SAVE]
+        if alive < MOST_NODES:
+            kinds += [JOIN, JOIN]
+        return self.random.choice(kinds)
+
+    def _do(self, kind: str) -> Event:
+        """Do it; return what is known of it at once."""
+        nodes = self.nodes
+        node = self.random.choice(nodes.alive)
+        if kind == KILL_IN_SAVE:
+            nodes.stop_in_a_save(node)
+        at = time.time()
+        if kind == KILL_WORKER:
+            nodes.signal(node, signal.SIGKILL, agent=False)
+        elif kind in {KILL_NODE, KILL_IN_SAVE}:
+            nodes.kill(node)
+        elif kind in {OTHER_STAGE, DAMAGE}:
+            nodes.kill(*nodes.alive)
+        step = max((line.step for line in self._steps()), default=0)
+        published = nodes.last_step()
+        if kind == DAMAGE:
+            published = self._damage_newest()
+        if kind in {OTHER_STAGE, DAMAGE}:
+            self._start_all()
+        elif kind == JOIN:
+            nodes.start(min(set(range(MOST_NODES)) - set(nodes.alive)))
+        return Event(kind, at, len(nodes.alive), step, published)
+
+    def _start_all(self) -> None:
+        """Start a job of another size, stage and way to save."""
+        nodes = self.nodes
+        nodes.generation += 1
+        nodes.run = replace(
+            nodes.run,
+            stage=self.random.choice([1, 2, 3]),
+            async_save=self.random.random() < 0.5,
+            module_weights=self.random.random() < 0.5,
+        )
+        nodes.start(*range(self.random.randint(1, MOST_NODES)))
+
+    def _damage_newest(self) -> int:
+        """Change a byte of the newest checkpoint; return the step of the one before it."""
+        steps = sorted(int(p.stem.rpartition("=")[2]) for p in self._published())
+        if len(steps) < 2:
+            return max(steps, default=0)
+        newest = self.nodes.checkpoints / f"step={steps[-1]}.ckpt" / "checkpoint"
+        path = self.random.choice(sorted(newest.glob("*_optim_states.pt")))
+        data = bytearray(path.read_bytes())
+        # In the second half lie the tensors.
+        data[self.random.randrange(len(data) // 2, len(data) * 3 // 4)] ^= 0x10
+        path.write_bytes(data)
+        return steps[-2]
+
+    def _published(self) -> list[Path]:
+        folders = self.nodes.checkpoints.glob("step=*.ckpt")
+        return [path for path in folders if (path / "manifest.json").is_file()]
+
+    def _steps(self) -> list[Line]:
+        return [line for line in self.nodes.lines() if line.is_step]
+
+    def _wait_for_step(self, since: float, world: int) -> Line:
+        """Wait until a world of so many ranks, begun after an instant, has taken a step."""
+        found: list[Line] = []
+
+        def taken() -> bool:
+            lines = self.nodes.lines()
+            new = [line for line in lines if line.time > since and not line.is_step]
+            met = {line.met_at for line in new if line.world == world}
+            began = {line.met_at for line in lines if line.is_step and line.met_at in met}
+            found[:] = [line for line in new if line.met_at in began]
+            return bool(found)
+
+        self.nodes.wait_until(taken, f"step of a world of {world} ranks")
+        return found[-1]
+
+
+def wrong_restarts(soak: Soak, folder: Path) -> list[str]:
+    """Return a sentence for each restart that was not from the newest sound save, bit for bit."""
+    wrong = [
+        f"{event.kind}: went on from step {event.resumed}, although {event.published} was published"
+        for event in soak.events
+        if event.resumed < event.published
+    ]
+    told = _told(folder)
+    undisturbed = _undisturbed(folder / "undisturbed", {step for step, _ in told})
+    for step, held in told:
+        differs = sorted(key for key, value in undisturbed[step].items() if held.get(key) != value)
+        if differs or set(held) != set(undisturbed[step]):
+            wrong.append(f"the state at step {step} differs in {differs[:3]}")
+    return wrong
+
+
+def _told(folder: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return what worlds have told of what they hold, by step."""
+    found = []
+    for path in folder.glob("held-*.jsonl"):
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):
+                plain = json.loads(line)
+                found.append((int(plain["step"]), dict(plain["held"])))
+    return found
+
+
+def _undisturbed(folder: Path, steps: Iterable[int]) -> dict[int, dict[str, str]]:
+    """Return what a run on one device holds after these steps, to which nothing happens."""
+    wanted = tuple(sorted(steps))
+    if not wanted:
+        return {}
+    folder.mkdir()
+    run = SoakRun(str(folder), stage=1, told_at=wanted)
+    alone = {**environment(), "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, str(SCRIPT), run.write()],
+        check=True,
+        cwd=ROOT,
+        env=alone,
+        timeout=HANG_TIMEOUT_S + max(wanted),
+    )
+    return dict(_told(folder))
+
+
+@contextmanager
+def soak_job(folder: Path) -> Iterator[SoakJob]:
+    """Yield a job that has no nodes yet."""
+    with job(folder, kind=SoakJob) as nodes:
+        assert isinstance(nodes, SoakJob)
+        nodes.run = SoakRun(str(folder))
+        yield nodes
+
+
+def report(events: list[Event]) -> Iterator[str]:
+    """Yield a table of what was done, and what it cost."""
+    yield "| | restarts | steps lost, in all | most | seconds to the next step, median | most |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for kind in sorted({event.kind for event in events}):
+        of_kind = [event for event in events if event.kind == kind]
+        yield _row(kind, of_kind)
+    if events:
+        yield _row("**all**", events)
+
+
+def _row(name: str, events: list[Event]) -> str:
+    lost, seconds = [e.lost for e in events], [e.seconds for e in events]
+    return (
+        f"| {name} | {len(events)} | {sum(lost)} | {max(lost)} | {median(seconds):.0f} | "
+        f"{max(seconds):.0f} |"
+    )
+
+
+def plot(lines: list[Line], events: list[Event], path: Path) -> None:
+    """Draw the steps over time, by the number of nodes, and what was done."""
+    from matplotlib.figure import Figure
+
+    began = min(line.time for line in lines)
+    axes = (figure := Figure(figsize=(11, 5), layout="constrained")).subplots()
+    for world in range(1, MOST_NODES + 1):
+        of_world = [line for line in lines if line.is_step and line.world == world]
+        minutes = [(line.time - began) / 60 for line in of_world]
+        steps = [line.step for line in of_world]
+        axes.plot(minutes, steps, ".", markersize=2, label=f"{world} nodes")
+    for event in events:
+        axes.axvline((event.at - began) / 60, color="0.8", linewidth=0.5, zorder=0)
+    axes.set(xlabel="minutes", ylabel="optimizer step", title="Each line is a loss or a gain")
+    axes.legend(markerscale=6)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Run the soak from a command line; 1 where a restart was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="a picture of the steps over time")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, soak_job(Path(folder) / "run") as nodes:
+        soak = Soak(nodes, options.seed)
+        soak.run(options.minutes * 60)
+        wrong = wrong_restarts(soak, nodes.folder)
+        if options.plot:
+            plot(nodes.lines(), soak.events, options.plot)
+    print(*report(soak.events), *wrong, f"silent errors: {len(wrong)}", sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

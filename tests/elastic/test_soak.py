@@ -1,0 +1,29 @@
+"""Random losses and gains, one after another: each restart is from the newest sound save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.elastic._soak_run import SAVE_EVERY
+from tests.elastic.soak import DAMAGE, Soak, report, soak_job, wrong_restarts
+from tests.rotation import Rotation
+
+MINUTES = 3
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_minutes_of_it(rotation: Rotation, tmp_path: Path) -> None:
+    """The hour's short form; each turn does other things."""
+    with soak_job(tmp_path / "run") as nodes:
+        soak = Soak(nodes, rotation.turn)
+        soak.run(MINUTES * 60)
+        wrong = wrong_restarts(soak, nodes.folder)
+    print(*report(soak.events), sep="\n")
+    assert not wrong
+    assert soak.events
+    for event in soak.events:
+        # One save may still be on its way in the background, and one be damaged.
+        assert event.lost <= SAVE_EVERY * (3 if event.kind == DAMAGE else 2), event
