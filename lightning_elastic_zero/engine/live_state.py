@@ -40,6 +40,7 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.offloaded_states import refuse_offloaded, weights_are_offloaded
 from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
+    count_by_group,
     split_state,
 )
 from lightning_elastic_zero.engine.param_groups import describe_groups
@@ -217,7 +218,10 @@ class LiveEngine:
         """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
         stepped = self._engine.global_steps > self._engine.skipped_steps
         held = partial(held_state, self._optimizer, self._wrapper, stepped=stepped)
-        return tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
+        found = tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
+        if self._stage:
+            return found
+        return count_by_group(self._inner, found, [buffer.group for buffer in self._buffers])
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.

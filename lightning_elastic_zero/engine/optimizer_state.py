@@ -101,6 +101,33 @@ def _is_scalar(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
+def count_by_group(
+    optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    states: Sequence[tuple[Mapping[str, torch.Tensor], Mapping[str, Scalar]]],
+    groups: Sequence[int],
+) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
+    """Return the states of stage 0's parameters, their steps counted by group.
+
+    DeepSpeed's FusedAdam steps a group at once, and counts on the last parameter of it that has a
+    gradient (``deepspeed/ops/adam/fused_adam.py``): on the others stays what they began with.
+
+    Args:
+        optimizer: whose they are.
+        states: of each parameter, element-wise ones and scalars.
+        groups: of each parameter, the index of its group.
+    """
+    if type(optimizer).__name__ != "FusedAdam":
+        return tuple((dict(tensors), dict(scalars)) for tensors, scalars in states)
+    counted: dict[int, Scalar] = {}
+    for group, (_, scalars) in zip(groups, states, strict=True):
+        if "step" in scalars:
+            counted[group] = max(counted.get(group, 0), scalars["step"])  # type: ignore[type-var]
+    return tuple(
+        (dict(tensors), {k: counted[group] if k == "step" else v for k, v in scalars.items()})
+        for group, (tensors, scalars) in zip(groups, states, strict=True)
+    )
+
+
 def state_keys(
     elementwise: Mapping[str, torch.Tensor], scalars: Mapping[str, Scalar]
 ) -> tuple[StateKey, ...]:

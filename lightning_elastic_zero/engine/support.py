@@ -39,6 +39,9 @@ RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 CUT_OPTIMIZERS = ("FusedLamb", "Lamb", "LAMB")
 """Their update depends on how the parameters are cut, which stage 0 does not do."""
 
+MATRIX_OPTIMIZERS = ("Adafactor",)
+"""Their state depends on the weights' shapes, which flat buffers do not have."""
+
 NVME_WEIGHTS = "zero_optimization.offload_param.device = nvme: offload weights to cpu instead"
 UNUSABLE_OPTIMIZERS = {
     "LBFGS": "its step calls a closure, which ZeRO does not pass",
@@ -176,18 +179,13 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
     """Yield what is unfit about the optimizer inside a known wrapper."""
     inner = inner_optimizer(engine.optimizer)
     name = type(inner).__name__
-    if name in RANK_LOCAL_OPTIMIZERS:
-        yield f"the optimizer {name}: its state is each rank's own"
-    if name in CUT_OPTIMIZERS and wrapper not in REPLICATED:
-        yield f"the optimizer {name}: its update depends on how the parameters are cut; use stage 0"
+    yield from _by_class(inner, wrapper)
     if _is_quantized(inner):
         yield (
             f"the optimizer {type(inner).__module__.partition('.')[0]}.{name}: its state is "
             "quantized in blocks of the flat buffer, which cannot be cut elsewhere bit for bit; "
             "use one with 16 or 32 bits"
         )
-    if name in UNUSABLE_OPTIMIZERS:
-        yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
     offloaded = wrapper == "DeepSpeedZeroOptimizer" and engine.optimizer.cpu_offload
     if offloaded and any(group.get("use_muon") for group in inner.param_groups):
         yield from _offloaded_muon(engine.optimizer)
@@ -199,6 +197,27 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
             f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
             f"{len(inner.param_groups)} when it starts; put all parameters into one group"
         )
+
+
+def _by_class(inner: torch.optim.Optimizer, wrapper: str) -> Iterator[str]:
+    """Yield what is unfit about the optimizer's class."""
+    name = type(inner).__name__
+    if name in RANK_LOCAL_OPTIMIZERS:
+        yield f"the optimizer {name}: its state is each rank's own"
+    if name in CUT_OPTIMIZERS and wrapper not in REPLICATED:
+        yield f"the optimizer {name}: its update depends on how the parameters are cut; use stage 0"
+    if wrapper == PLAIN and name in MATRIX_OPTIMIZERS and _has_matrices(inner):
+        yield (
+            f"the optimizer {name} in stage 0: it keeps factors of each matrix there, which cannot "
+            "be cut for another number of devices; use stage 1, 2 or 3"
+        )
+    if name in UNUSABLE_OPTIMIZERS:
+        yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
+
+
+def _has_matrices(inner: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has parameters of two dimensions or more."""
+    return any(p.ndim > 1 for group in inner.param_groups for p in group["params"])
 
 
 def _offloaded_muon(optimizer: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,32 @@ def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
     else:
         assert not bound.unmatched
         assert list(bound.states) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "read"),
+    [
+        ((0, 0, 7), [7, 7, 7]),  # DeepSpeed's FusedAdam without ZeRO
+        ((3, 3, 7), [7, 7, 7]),  # the same, after a resume
+        ((7, 7, 7), [7, 7, 7]),
+        ((5, 7, 7), [5, 7, 7]),  # a parameter that has missed steps
+        ((7, 7, 5), [7, 7, 5]),
+        ((torch.tensor(0.0), torch.tensor(0.0), torch.tensor(7.0)), [0.0, 0.0, 7.0]),  # torch's
+    ],
+    ids=str,
+)
+def test_steps_that_one_parameter_counts_for_its_group(
+    steps: tuple[int | torch.Tensor, ...], read: list[float], tmp_path: Path
+) -> None:
+    """Such a count is that of the whole group; all others are read as they are."""
+    names = ["a", "b", "c"]
+    weights = {name: torch.ones(2, 2) for name in names}
+    state = {i: {"step": s, "exp_avg": torch.zeros(2, 2)} for i, s in enumerate(steps)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    path = tmp_path / "model.ckpt"
+    torch.save({"state_dict": weights, "optimizer_states": [optimizer]}, path)
+    with closing(open_checkpoint(path)) as source:
+        source.bind(live_of(weights, set(names)))
+        found = [source.scalars(next(iter(source.layout().covering(n, 0, 1)))) for n in names]
+    assert [float(scalars["step"] or 0) for scalars in found] == read
+    assert {type(scalars["step"]) for scalars in found} == {type(steps[0])}

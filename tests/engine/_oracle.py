@@ -117,7 +117,28 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
         found.append((flat.detach().clone(), states))
         if swapped:
             optimizer._release_swap_buffers(index)
+    if setup.optimizer == "FusedAdam" and len(found) > len(inner_of(engine).param_groups):
+        _count_by_group(engine, setup, [states for _, states in found])
     return found
+
+
+def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -> None:
+    """Give all states of a group the step by which FusedAdam goes: its last parameter's.
+
+    In stage 0 the others' counts are never looked at. In ZeRO-3 all of them count.
+    """
+    group_of = {
+        id(parameter): group
+        for group in inner_of(engine).param_groups
+        for parameter in group["params"]
+    }
+    last: dict[int, dict[str, Any]] = {}
+    for flat, states in zip(flat_buffers(engine, setup), found, strict=True):
+        if setup.zero == "0" and states:
+            last[id(group_of[id(flat)])] = states
+    for flat, states in zip(flat_buffers(engine, setup), found, strict=True):
+        if setup.zero == "0" and states:
+            states["step"] = last[id(group_of[id(flat)])]["step"]
 
 
 def take_whole_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:

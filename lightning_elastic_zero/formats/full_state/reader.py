@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class FullStateReader(CheckpointReader):
                 raise CheckpointMismatchError(msg)
         self._weights = full_state.weights
         self._bound = bound
-        self._scalars: Mapping[str, Mapping[str, Scalar]] | None = None
+        self._scalars: Mapping[str, dict[str, Scalar]] | None = None
         self.manifest = bound.manifest
         without_state = (NO_STATE,) if bound.manifest.weights_only else ()
         self.info = SourceInfo(
@@ -122,6 +122,8 @@ class FullStateReader(CheckpointReader):
                     for name, state in self._bound.states.items()
                 }
             )
+            for group in self.manifest.groups:
+                count_by_group([self._scalars[n] for n in group.names if n in self._scalars])
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
@@ -142,3 +144,21 @@ class FullStateReader(CheckpointReader):
     def load_client_state(self) -> dict[str, Any]:
         """Return all that is neither weights nor optimizer state."""
         raise NotImplementedError
+
+
+def count_by_group(scalars: Sequence[dict[str, Scalar]]) -> None:
+    """Give the parameters of a group one step count, where only the last one has counted.
+
+    So does DeepSpeed's FusedAdam without ZeRO, which goes by that one for all of them
+    (``deepspeed/ops/adam/fused_adam.py``). Its counts are Python's, torch's are tensors.
+
+    Args:
+        scalars: of each parameter in the optimizer's order; changed in place.
+    """
+    counted = [state for state in scalars if type(state.get("step")) is int]
+    if len(counted) < len(scalars) or not counted:
+        return
+    *others, last = [int(state["step"] or 0) for state in counted]
+    if len(set(others)) == 1 and others[0] < last:
+        for state in counted:
+            state["step"] = last
