@@ -17,6 +17,7 @@ from lightning_elastic_zero.storage.checksums import (
     ChecksummedWriter,
     as_save_error,
     ignore_bytes,
+    sidecar_bytes,
     write_durably,
 )
 from lightning_elastic_zero.storage.concurrent_runs import RUN_MARKER_PREFIX, ConcurrentRunMonitor
@@ -87,6 +88,7 @@ __all__ = [
     "remove_shared",
     "repair",
     "repair_target",
+    "sidecar_bytes",
     "staging_path",
     "sync_directory",
     "write_durably",
