@@ -15,7 +15,9 @@ from lightning_elastic_zero.errors import (
     CheckpointNotFoundError,
     ElasticZeroError,
 )
+from lightning_elastic_zero.formats.dcp.detection import is_dcp
 from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
+from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
 from lightning_elastic_zero.tools.opened import opened
@@ -103,6 +105,8 @@ def _may_be_checkpoint(path: Path) -> bool:
     """Whether something may be what is left of a checkpoint, and is no mistyped path."""
     if path.is_dir():
         return looks_like_checkpoint(path)
+    if is_deepspeed(path.parent) or is_dcp(path.parent):
+        return False  # It is one of the files of a checkpoint, which was not asked for.
     with suppress(OSError), path.open("rb") as file:
         return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
     return True  # It cannot be read: what opened it has said why.
