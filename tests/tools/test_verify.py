@@ -166,6 +166,15 @@ def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
         assert verify_checkpoint(path / tag).note == ""  # Which tag is meant is clear.
 
 
+def test_the_one_model_file_is_missing(tmp_path: Path) -> None:
+    """It is named as ZeRO-2 has it, and as ZeRO-3: the shards tell no stage."""
+    path = unpack("zero2-ds0.19", tmp_path).checkpoint
+    (model,) = path.rglob("*_model_states.pt")
+    model.unlink()
+    problem = verify_checkpoint(path).problem
+    assert f"{model.name} (of ZeRO-1/2) or zero_pp_rank_0_mp_rank_00_model_states.pt" in problem
+
+
 def test_masters_that_are_not_the_weights(tmp_path: Path) -> None:
     """What ds_to_universal cuts in the wrong places is found, without a model."""
     found = verify_checkpoint(unpack("universal-corrupt", tmp_path).checkpoint)
