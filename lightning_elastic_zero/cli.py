@@ -23,7 +23,6 @@ from lightning_elastic_zero.tools.terminal import show
 if TYPE_CHECKING:
     from lightning_elastic_zero.selftest.report import SelftestReport
     from lightning_elastic_zero.tools.progress import ProgressLine
-    from lightning_elastic_zero.tools.verification import Verification
 
 YES, NO, FAILED = 0, 1, 2
 _THREADS = "0: as many as processors"
@@ -146,6 +145,7 @@ def _add_verify(parser: ArgumentParser) -> None:
 
 
 def _verify(args: Namespace) -> int:
+    from lightning_elastic_zero.tools.tables import verdict
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
     if bool(args.paths) == bool(args.newest_sound):
@@ -157,7 +157,7 @@ def _verify(args: Namespace) -> int:
                 args.newest_sound,
                 threads=args.threads,
                 on_bytes=line,
-                on_verified=lambda v: show(_verdict(v), sys.stderr),
+                on_verified=lambda v: show(verdict(v), sys.stderr),
             )
         if found is None:
             print(f"no sound checkpoint in {args.newest_sound}", file=sys.stderr)
@@ -173,27 +173,11 @@ def _verify(args: Namespace) -> int:
             _show_error(f"{path}:", str(error))
             code = FAILED
             continue
-        show(_verdict(verified), sys.stdout if verified.is_sound else sys.stderr)
+        show(verdict(verified), sys.stdout if verified.is_sound else sys.stderr)
+        if verified.note:
+            print(f"{path}: {verified.note}", file=sys.stderr)
         code = max(code, YES if verified.is_sound else NO)
     return code
-
-
-def _verdict(verified: Verification) -> str:
-    from lightning_elastic_zero.tools.progress import format_bytes
-
-    if verified.problem:
-        return f"{verified.path}: NOT SOUND: {verified.problem}"
-    if not verified.bytes:
-        return (
-            f"{verified.path}: complete: {verified.kind} of step {verified.steps}; it has no "
-            "checksums, so its bytes were NOT verified"
-        )
-    rate = format_bytes(verified.bytes / max(verified.seconds, 1e-9))
-    masters = ", masters round to the weights beside them" if verified.compared_masters else ""
-    return (
-        f"{verified.path}: sound: {verified.kind} of step {verified.steps}, "
-        f"{format_bytes(verified.bytes)} verified at {rate}/s{masters}"
-    )
 
 
 def _progress(doing: str) -> ProgressLine:
@@ -281,6 +265,7 @@ def _diff(args: Namespace) -> int:
 
 # Named here too: what writes them imports torch.
 _TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "elastic", "adapter")
+_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def _add_convert(parser: ArgumentParser) -> None:
@@ -293,7 +278,7 @@ def _add_convert(parser: ArgumentParser) -> None:
     add("--rename", type=str, nargs="+", default=[], help="beginnings of names: model.= old.=new.")
     untold = "patterns of buffers, of a source of whole tensors: others are cast like weights"
     add("--buffers", type=str, nargs="+", default=[], help=untold)
-    add("--dtype", type=str, default="", help="fp32, bf16, fp16; else as they are stored")
+    add("--dtype", choices=_DTYPES, help="of the weights; else as they are stored")
     add("--optimizer", choices=("auto", "yes", "no"), default="auto", help="its state too")
     add("--max-shard-gb", type=PositiveFloat, default=5.0, help="largest file of safetensors")
     add("--adapter-config", type=str, default="", help="PEFT's adapter_config.json")
@@ -313,7 +298,7 @@ def _convert(args: Namespace) -> int:
         exclude=args.exclude,
         rename=dict(pair.split("=", 1) for pair in args.rename),
         buffers=args.buffers,
-        dtype=args.dtype or None,
+        dtype=args.dtype,
         optimizer={"yes": True, "no": False}.get(args.optimizer),
         max_shard_bytes=int(args.max_shard_gb * 1e9),
         adapter_config=args.adapter_config or None,
@@ -331,11 +316,13 @@ def _convert(args: Namespace) -> int:
 
 # -- plan ------------------------------------------------------------------------------------------
 
+_STAGES = ("0", "1", "2", "3")
+
 
 def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=str, help="a checkpoint of any kind")
     parser.add_argument("--devices", type=int, required=True, help="data-parallel ranks")
-    parser.add_argument("--stage", type=int, required=True, help="of ZeRO: 0 to 3")
+    parser.add_argument("--stage", choices=_STAGES, required=True, help="of ZeRO")
     parser.add_argument("--json", action="store_true", help="all of it as JSON")
 
 
@@ -345,7 +332,7 @@ def _plan(args: Namespace) -> int:
     from lightning_elastic_zero.tools.resume_plan import plan_resume
     from lightning_elastic_zero.tools.tables import plan_lines
 
-    plan = plan_resume(args.path, args.devices, args.stage)
+    plan = plan_resume(args.path, args.devices, int(args.stage))
     print(json.dumps(asdict(plan), indent=1) if args.json else "\n".join(plan_lines(plan)))
     return YES if plan.is_possible else NO
 

@@ -62,11 +62,23 @@ def open_checkpoint(
         on_progress: called after every read, now and later: thousands of files take minutes.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
+        CheckpointNotFoundError: nothing is there, or the system does not let it be looked into.
         CheckpointFormatError: something is there, but no checkpoint that can be read.
         CheckpointCorruptedError: a checkpoint is there that is not whole.
         UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
+    try:
+        return _opened(path, allow_pickle=allow_pickle, on_progress=on_progress)
+    except OSError as error:
+        msg = (
+            f"{path} cannot be read: the system says {error.strerror or error} of "
+            f"{error.filename or path}. See the permissions of it and of the folders above it, and "
+            "whether its disk is there"
+        )
+        raise CheckpointNotFoundError(msg) from error
+
+
+def _opened(path: Path, *, allow_pickle: bool, on_progress: Callable[[], None]) -> CheckpointReader:
     if not path.exists():
         dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
         msg = f"there is no checkpoint at {path}{dangling or describe_similar_paths(path)}"

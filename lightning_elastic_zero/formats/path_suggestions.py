@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 from pathlib import Path
 
 from lightning_elastic_zero.formats.dcp.detection import METADATA_NAME
@@ -68,6 +69,7 @@ def _checkpoints(folder: Path) -> list[str]:
 
 def looks_like_checkpoint(entry: Path) -> bool:
     """Return whether a directory has a mark of some kind, or a file the suffix of Lightning's."""
-    if not entry.is_dir():
+    if not os.path.isdir(entry):  # noqa: PTH112 (no error where it cannot be looked into)
         return entry.suffix == SUFFIX
-    return any((entry / mark).is_file() for mark in MARKS) or is_deepspeed(entry)
+    marks = (entry / mark for mark in MARKS)
+    return any(map(os.path.isfile, marks)) or is_deepspeed(entry)

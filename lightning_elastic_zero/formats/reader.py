@@ -164,6 +164,10 @@ class CheckpointReader(ABC):
         """Return the files that belong to it, relative to its folder."""
         return ()
 
+    def recorded_bytes(self, name: str) -> int | None:  # noqa: ARG002 (as a format has it)
+        """Return the size that one of its files had when it was written; None: nothing says."""
+        return None
+
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Verify this rank's share of what is not verified while it is read.
 

@@ -73,6 +73,10 @@ class RenamedReader(CheckpointReader):
         """Return the files that belong to it."""
         return self._source.names()
 
+    def recorded_bytes(self, name: str) -> int | None:
+        """Return the size that one of its files had when it was written; None: nothing says."""
+        return self._source.recorded_bytes(name)
+
     def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Verify this rank's share of all bytes."""
         self._source.verify_whole(rank, world_size, on_bytes)

@@ -18,6 +18,7 @@ from lightning_elastic_zero.storage.checksums import (
     ChecksummedWriter,
     as_save_error,
     ignore_bytes,
+    sidecar_bytes,
     write_durably,
 )
 from lightning_elastic_zero.storage.concurrent_runs import RUN_MARKER_PREFIX, ConcurrentRunMonitor
@@ -93,6 +94,7 @@ __all__ = [
     "remove_shared",
     "repair",
     "repair_target",
+    "sidecar_bytes",
     "staging_path",
     "sync_directory",
     "token_name",

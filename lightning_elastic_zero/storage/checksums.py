@@ -53,6 +53,17 @@ class Sidecar:
     """The checksums of all chunks, in hexadecimal."""
 
 
+def sidecar_bytes(size_bytes: int, save_id: str) -> int:
+    """Return the size of the sidecar of a file of so many bytes."""
+    chunks = -(-size_bytes // CHUNK_BYTES)
+    empty = Sidecar(ALGORITHM, CHUNK_BYTES, size_bytes, save_id, "")
+    return len(_sidecar_data(empty)) + 2 * SUM_BYTES * chunks
+
+
+def _sidecar_data(sidecar: Sidecar) -> bytes:
+    return json.dumps(asdict(sidecar)).encode()
+
+
 class ChecksummedWriter:
     """A binary file that is open for writing, once, and knows the checksums of its chunks.
 
@@ -150,7 +161,7 @@ class ChecksummedWriter:
             self._writeback.finish()
         self.close()
         sidecar = Sidecar(ALGORITHM, CHUNK_BYTES, self.size_bytes, save_id, self._sums.hex())
-        data = json.dumps(asdict(sidecar)).encode()
+        data = _sidecar_data(sidecar)
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
         self._on_bytes(0)
         return FileEntry(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))

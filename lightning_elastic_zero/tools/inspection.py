@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, Writer
 from lightning_elastic_zero.tools.opened import OpenCheckpoint, holds_whole_tensors, opened
 
@@ -98,6 +99,8 @@ class CheckpointReport:
     """What a run has and this checkpoint does not hold."""
     doubts: tuple[str, ...]
     """Why its optimizer state may not be of use; empty as a rule."""
+    note: str
+    """What other software cannot do with it, though it is whole; empty as a rule."""
     excluded: tuple[str, ...]
     groups: tuple[GroupReport, ...]
     parameters: tuple[ParameterReport, ...]
@@ -168,6 +171,7 @@ def report_of(checkpoint: OpenCheckpoint) -> CheckpointReport:
         weights_only=manifest.weights_only,
         lacks=info.lacks,
         doubts=tuple(text for text in (info.mixed, info.unmatched) if text),
+        note=describe_missing_latest(checkpoint.path),
         excluded=manifest.excluded,
         groups=tuple(_group(manifest, index) for index in range(len(manifest.groups))),
         parameters=tuple(_parameter(manifest, p) for p in manifest.parameters),
@@ -218,10 +222,9 @@ def _itemsize(dtype: str) -> int:
 
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
-    folder = checkpoint.reader.files.folder
-    recorded = {entry.name: entry.size_bytes for entry in checkpoint.manifest.files}
-    for name in checkpoint.reader.names():
-        yield FileReport(name, _size(folder / name), recorded.get(name))
+    reader = checkpoint.reader
+    for name in reader.names():
+        yield FileReport(name, _size(reader.files.folder / name), reader.recorded_bytes(name))
 
 
 def _size(path: Path) -> int | None:

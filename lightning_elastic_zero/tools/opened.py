@@ -325,7 +325,8 @@ def opened(
         msg = "the path is empty, as of a variable that is not set: give a checkpoint"
         raise CheckpointNotFoundError(msg)
     found = check_local_path(path)
-    real = Path(os.path.realpath(found)) if found.exists() else found
+    is_there = os.path.exists(found)  # noqa: PTH110 (what cannot be asked is said when it is opened)
+    real = Path(os.path.realpath(found)) if is_there else found
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_alone()

@@ -13,6 +13,39 @@ PATHS = ("path", "paths", "first", "second", "source", "target", "newest_sound",
 FOLDER = "dir"
 """The argument that is completed by the names of folders."""
 
+_WHOLE_WORDS = """
+# bash cuts words at = and :, which names of checkpoints have (step=10.ckpt): they are joined again.
+_whole_words__{function}() {{
+  local -a joined=() words=()
+  local rest=$COMP_LINE index=0 whole=0 begins word
+  for word in "${{COMP_WORDS[@]}}"; do
+    begins=${{rest#"${{rest%%[![:space:]]*}}"}}
+    if (( ${{#joined[@]}} > 1 )) && [[ $begins == "$rest" ]]; then
+      joined[${{#joined[@]}}-1]+=$word
+    else
+      joined+=("$word")
+    fi
+    rest=${{begins#"$word"}}
+    (( index++ == COMP_CWORD )) && break
+  done
+  for word in "${{joined[@]}}"; do
+    if [[ $word == --*=* ]]; then
+      words+=("${{word%%=*}}" "${{word#*=}}")
+    else
+      words+=("$word")
+    fi
+  done
+  whole=$(( ${{#words[@]}} - 1 ))
+  word=${{words[whole]}}
+  local COMP_WORDS=("${{words[@]}}") COMP_CWORD=$whole
+  {function} "$1" "$word" "${{words[whole-1]}}"
+  # What is offered replaces the part behind the last cut.
+  local given=${{word%"${{word##*[=:]}}"}}
+  COMPREPLY=("${{COMPREPLY[@]#"$given"}}")
+}}
+complete -o bashdefault -F _whole_words__{function} {command}
+"""
+
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return what a shell sources to complete a command line.
@@ -32,7 +65,11 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.dest in PATHS:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    return str(shtab.complete(parser, shell))
+    script = str(shtab.complete(parser, shell))
+    if shell == "bash":
+        function = f"_shtab_{parser.prog.replace('-', '_')}"
+        script += _WHOLE_WORDS.format(function=function, command=parser.prog)
+    return script
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -1,4 +1,4 @@
-"""What ``inspect`` prints: tables and trees of parameters, as plain text."""
+"""What verbs print: tables and trees of parameters, plans and verdicts, as plain text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport
 from lightning_elastic_zero.tools.progress import format_bytes
 from lightning_elastic_zero.tools.resume_plan import ResumePlan
+from lightning_elastic_zero.tools.verification import Verification
 
 SORTS = ("model", "name", "size", "dtype")
 """How parameters can be ordered: as the model has them, by name, the largest first, by type."""
@@ -54,6 +55,7 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
             "left out": ", ".join(report.excluded),
             "DAMAGED": _damage(report),
             "doubts": "; ".join(report.doubts),
+            "note": report.note,
             "resumable on": "" if report.damage else report.resumable_on,
             "parameters": f"{len(report.parameters)}, {report.elements:,} elements, "
             f"{format_bytes(sum(p.size_bytes for p in report.parameters))}",
@@ -192,4 +194,21 @@ def plan_lines(plan: ResumePlan) -> Iterator[str]:
             else "",
             "in the way": "; ".join(plan.obstacles) or "nothing",
         }
+    )
+
+
+def verdict(verified: Verification) -> str:
+    """Return what ``verify`` says of a checkpoint."""
+    if verified.problem:
+        return f"{verified.path}: NOT SOUND: {verified.problem}"
+    if not verified.bytes:
+        return (
+            f"{verified.path}: complete: {verified.kind} of step {verified.steps}; it has no "
+            "checksums, so its bytes were NOT verified"
+        )
+    rate = format_bytes(verified.bytes / max(verified.seconds, 1e-9))
+    masters = ", masters round to the weights beside them" if verified.compared_masters else ""
+    return (
+        f"{verified.path}: sound: {verified.kind} of step {verified.steps}, "
+        f"{format_bytes(verified.bytes)} verified at {rate}/s{masters}"
     )

@@ -15,6 +15,9 @@ from lightning_elastic_zero.errors import (
     CheckpointNotFoundError,
     ElasticZeroError,
 )
+from lightning_elastic_zero.formats.dcp.detection import is_dcp
+from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
+from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
 from lightning_elastic_zero.tools.opened import opened
@@ -45,6 +48,8 @@ class Verification:
     bytes: int
     """That were read and verified."""
     seconds: float
+    note: str = ""
+    """What other software cannot do with it, though nothing is wrong with it; empty as a rule."""
 
     @property
     def is_sound(self) -> bool:
@@ -74,7 +79,7 @@ def verify_checkpoint(
         UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
     began, count = time.monotonic(), _Count(on_bytes)
-    kind, steps, rounded, problem = "", 0, False, ""
+    kind, steps, rounded, problem, note = "", 0, False, "", ""
     try:
         with opened(path) as checkpoint:
             kind, steps = checkpoint.reader.info.kind, checkpoint.manifest.progress.global_steps
@@ -82,6 +87,7 @@ def verify_checkpoint(
             checkpoint.check_tiling()
             rounded = checkpoint.has_rounded_weights()
             problem = checkpoint.reader.info.mixed
+            note = describe_missing_latest(checkpoint.path)
         if not problem:
             run_parts(_bytes_of(path, count), threads)
             if rounded:
@@ -91,13 +97,16 @@ def verify_checkpoint(
             raise
         problem = str(error)
     seconds = time.monotonic() - began
-    return Verification(str(path), kind, steps, problem, rounded, sum(count.told), seconds)
+    read_bytes = sum(count.told)
+    return Verification(str(path), kind, steps, problem, rounded, read_bytes, seconds, note)
 
 
 def _may_be_checkpoint(path: Path) -> bool:
     """Whether something may be what is left of a checkpoint, and is no mistyped path."""
     if path.is_dir():
         return looks_like_checkpoint(path)
+    if is_deepspeed(path.parent) or is_dcp(path.parent):
+        return False  # It is one of the files of a checkpoint, which was not asked for.
     with suppress(OSError), path.open("rb") as file:
         return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
     return True  # It cannot be read: what opened it has said why.

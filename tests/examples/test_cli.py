@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
+from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.engine._worker_pool import ForkServer, environment
 from tests.examples._cli_programs import CLI, print_configs, run_cli
+from tests.examples._event_files import checkpoint_scalars, logged_fingerprints
 from tests.examples._process import output_of
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
@@ -79,6 +82,38 @@ def test_every_config_parses(config: Path, printed: Printed) -> None:
     folder, said = printed
     assert "ElasticDeepSpeedStrategy" in said[str(config)]
     assert f"dirpath: {folder}/checkpoints" in said[str(config)]
+
+
+@pytest.mark.engine
+def test_the_monitor_in_yaml(fork_server: ForkServer, tmp_path: Path) -> None:
+    """CheckpointMonitor, named in the YAML, logs the saves of both worlds, and the load between.
+
+    The state that was loaded on 3 ranks has the fingerprint with which 2 ranks had saved it.
+    """
+    config = yaml.safe_load((ROOT / "configs" / "zero3.yaml").read_text())
+    trainer = config["trainer"]
+    trainer["strategy"]["init_args"]["fingerprint"] = True
+    trainer["callbacks"][0]["init_args"].update(every_n_train_steps=2, save_top_k=-1)
+    trainer["callbacks"].append({"class_path": "lightning_elastic_zero.CheckpointMonitor"})
+    (tmp_path / "monitored.yaml").write_text(yaml.safe_dump(config))
+    fit = partial(fit_on, fork_server, tmp_path)
+    command = ["--config", str(tmp_path / "monitored.yaml"), *SMALL]
+    fit(2, *command, "--trainer.max_steps=4")
+    fit(3, *command, "--ckpt_path=last", "--trainer.max_steps=6")
+    logged = checkpoint_scalars(tmp_path)
+    saved = {int(p.stem.rpartition("=")[2]): p for p in (tmp_path / "checkpoints").glob("*=*")}
+    assert set(saved) == {2, 4, 6}
+    of_saves = ("stall_s", "s", "write_s", "publish_s", "bytes", "gb_per_s")
+    of_loads = {"load_s", "load_bytes", "load_gb_per_s"}
+    assert set(logged) == {f"save_{n}" for n in of_saves} | of_loads | {"host_memory_peak_bytes"}
+    for name, values in logged.items():
+        assert set(values) == ({4} if name in of_loads else set(saved)), name
+        assert all(value > 0 for value in values.values()), name
+    on_disk = {n: sum(f.stat().st_size for f in p.rglob("*.pt")) for n, p in saved.items()}
+    assert logged["save_bytes"] == on_disk
+    recorded = {step: [recorded_fingerprint(path)] for step, path in saved.items()}
+    recorded[4] *= 2  # by its save, and by the load
+    assert logged_fingerprints(tmp_path) == recorded
 
 
 @pytest.mark.engine

@@ -17,6 +17,7 @@ import lightning_elastic_zero
 from lightning_elastic_zero.cli import _VERBS as VERBS
 from lightning_elastic_zero.cli import main
 from lightning_elastic_zero.tools.shell_completion import SHELLS
+from tests.foreign._fixtures import unpack
 from tests.timeouts import HANG_TIMEOUT_S
 from tests.tools._checkpoints import make_state, write_elastic
 
@@ -251,3 +252,47 @@ def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
     for size in ("0", "-1"):
         options = ["--to", "safetensors", "--max-shard-gb", size]
         assert run("convert", str(good), str(tmp_path / "out"), *options)[0] == 2
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path) -> Iterator[Path]:
+    """Return a checkpoint that may not be looked into, by a user whom permissions bind."""
+    path = write_elastic(tmp_path / "forbidden.ckpt", make_state())
+    inner = tmp_path / "forbidden.ckpt" / "checkpoint"
+    user, mode = os.geteuid(), path.stat().st_mode
+    path.chmod(0)
+    if not user:  # Nothing is forbidden to root; folders above are root's.
+        os.seteuid(65534)
+    yield path
+    if not user:
+        os.seteuid(user)
+    path.chmod(mode)
+    assert inner.is_dir()
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "plan", "diff", "fingerprint"])
+def test_what_may_not_be_read(verb: str, forbidden: Path, tmp_path: Path, run: Run) -> None:
+    """It is said in a sentence with what the system says; a script gets 2, no traceback."""
+    more = {"plan": ["--devices", "2", "--stage", "2"], "diff": [str(forbidden)]}.get(verb, [])
+    code, out, err = run(verb, forbidden, *more)
+    assert (code, out) == (2, "")
+    assert f"{forbidden} cannot be read: the system says Permission denied" in err
+    code, out, err = run(verb, tmp_path / ("x" * 300), *more)
+    assert (code, out) == (2, "")
+    assert "Permission denied" in err or "File name too long" in err
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "own"])
+def test_a_file_of_a_checkpoint_is_no_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
+    """To ask for it is a mistake in the command line, of ``verify`` too; a cut one is told so."""
+    own = name == "own"
+    path = write_elastic(tmp_path / "a", make_state()) if own else unpack(name, tmp_path).checkpoint
+    for file in sorted(path.rglob("*.pt")):
+        for verb in ("inspect", "verify"):
+            code, out, err = run(verb, file)
+            assert (code, out) == (2, "")
+            assert "pass the checkpoint's directory" in err
+    file.write_bytes(file.read_bytes()[:-100])
+    code, _, err = run("verify", path)
+    assert code == 1
+    assert own or "is cut short or damaged" in err

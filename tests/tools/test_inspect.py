@@ -160,10 +160,28 @@ def test_missing_and_cut_files_are_named(tmp_path: Path, run: Run) -> None:
     code, out, _ = run("inspect", path, "--files")
     (said,) = [line for line in out.splitlines() if line.startswith("DAMAGED")]
     assert code == 0
-    assert "2 of 4 files" in said
+    assert "2 of 8 files" in said
     assert all(name in said for name in names[:2])
     assert names[2] not in said
     assert json.loads(run("inspect", path, "--json")[1])["damage"] == [cut, gone]
+
+
+def test_missing_and_cut_checksums_are_named(tmp_path: Path, run: Run) -> None:
+    """Without its checksums no byte of a file is read: they are files of the checkpoint too."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
+    listed = {file.name for file in inspect_checkpoint(path).files}
+    held = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
+    assert held - listed == {"manifest.json", "latest"}
+    first, second, *_ = sorted(path.rglob("*_optim_states.pt.sums"))
+    size_bytes = first.stat().st_size
+    first.write_bytes(first.read_bytes()[:-1])
+    second.unlink()
+    names = [file.relative_to(path).as_posix() for file in (first, second)]
+    assert inspect_checkpoint(path).damage == (
+        f"{names[0]} has {size_bytes - 1} bytes, recorded are {size_bytes}",
+        f"{names[1]} is missing",
+    )
+    assert "2 of 8 files" in run("inspect", path)[1]
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])

@@ -113,6 +113,31 @@ def test_it_holds_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_it_holds_under_two_agents(tmp_path: Path) -> None:
+    """Of two nodes, each with an address of its own: one table, printed by the node of rank 0."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    launch += ["--master-addr=127.0.0.2", f"--master-port={free_port()}"]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [*SELFTEST[1:], "--dir", str(disk)]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        agents = [
+            stack.enter_context(
+                started(
+                    [*launch, f"--node-rank={n}", f"--local-addr=127.0.0.{n + 2}", *command],
+                    tmp_path,
+                )
+            )
+            for n in range(2)
+        ]
+        said = list(pool.map(lambda agent: agent.communicate(timeout=HANG_TIMEOUT_S), agents))
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [out.count("selftest: holds here") for out, _ in said] == [1, 0]
+    assert_held(rows_of(said[0][0]), 2, 1)
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.long
 def test_a_failure_under_torchrun_is_told(tmp_path: Path) -> None:
     """What fails is printed, and nothing stays, though removing takes longer than ranks are given.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zipfile
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from lightning_elastic_zero import CheckpointNotFoundError
+from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import (
     checkpoints_in,
     newest_sound_checkpoint,
@@ -132,6 +135,44 @@ def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
     shard = max(path.rglob("*exp_avg.pt" if name == "universal1" else "*optim_states.pt"))
     flip(shard, middle_of_the_largest_record(shard))
     assert not verify_checkpoint(path).is_sound
+
+
+@pytest.mark.parametrize(
+    "name", ["zero2-ds0.19", "zero3-ds0.19", "lightning2", "universal3", "own"]
+)
+def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
+    """It is whole and can be resumed from; that DeepSpeed itself will not find it is said."""
+    if name == "own":
+        path = write_elastic(tmp_path / "a.ckpt", make_state())
+    else:
+        path = unpack(name, tmp_path).checkpoint
+        path = path.parent if is_deepspeed(path) else path
+    named = path / ("latest_universal" if "universal" in name else "latest")
+    (tag,) = (p.name for p in path.iterdir() if p.is_dir())
+    named.write_text(tag)
+    assert (verify_checkpoint(path).note, inspect_checkpoint(path).note) == ("", "")
+    named.unlink()
+    for tool in (verify_checkpoint, inspect_checkpoint):
+        note = tool(path).note
+        assert f"there is no {named.name} that names the tag {tag!r}" in note
+        assert f"write {tag} into {named}" in note
+    code, out, err = run("verify", path)
+    assert (code, note in err) == (0, True)
+    assert f"{path}: sound" in out
+    code, out, _ = run("inspect", path)
+    assert (code, note in out) == (0, True)
+    assert json.loads(run("inspect", path, "--json")[1])["note"] == note
+    if name != "own":
+        assert verify_checkpoint(path / tag).note == ""  # Which tag is meant is clear.
+
+
+def test_the_one_model_file_is_missing(tmp_path: Path) -> None:
+    """It is named as ZeRO-2 has it, and as ZeRO-3: the shards tell no stage."""
+    path = unpack("zero2-ds0.19", tmp_path).checkpoint
+    (model,) = path.rglob("*_model_states.pt")
+    model.unlink()
+    problem = verify_checkpoint(path).problem
+    assert f"{model.name} (of ZeRO-1/2) or zero_pp_rank_0_mp_rank_00_model_states.pt" in problem
 
 
 def test_masters_that_are_not_the_weights(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ def is_deepspeed(folder: Path) -> bool:
     return any(folder.glob("*_model_states.pt")) or any(folder.glob("*_optim_states.pt"))
 
 
+def tags_in(folder: Path) -> list[str]:
+    """Return the names of the tags whose folders lie in a folder, sorted."""
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    return [name for name in found if is_deepspeed(folder / name)]
+
+
 def find_tag_folder(path: Path) -> Path | None:
     """Return the tag's folder that a path means, or None where there are no files of DeepSpeed's.
 
@@ -79,8 +85,7 @@ def find_tag_folder(path: Path) -> Path | None:
     """
     if is_deepspeed(path):
         return path
-    tags = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
-    tags = [tag for tag in tags if is_deepspeed(path / tag)]
+    tags = tags_in(path)
     latest = path / LATEST
     if not latest.is_file():
         latest = path / LATEST_UNIVERSAL

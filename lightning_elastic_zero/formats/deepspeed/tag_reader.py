@@ -59,6 +59,11 @@ class TagReader(CheckpointReader):
         """
         if self._folder.model:
             return self._folder.model
+        if not self._folder.models:  # Nothing here tells of which stage it was.
+            either = (
+                f"mp_rank_00_model_states.pt (of ZeRO-1/2) or {_name_in_zero_3(rank)} (of ZeRO-3)"
+            )
+            self._refuse_missing([either])
         if rank not in self._folder.models:
             self._refuse_missing([_name_in_zero_3(rank)])
         return self._folder.models[rank]

@@ -34,7 +34,12 @@ from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.partition import piece_numel
-from lightning_elastic_zero.storage import VerifiedFile, ignore_progress
+from lightning_elastic_zero.storage import (
+    SUMS_SUFFIX,
+    VerifiedFile,
+    ignore_progress,
+    sidecar_bytes,
+)
 from lightning_elastic_zero.tensor_state import Scalar
 
 
@@ -74,8 +79,17 @@ class ElasticReader(CheckpointReader):
         verify_files(self.files.folder, self.manifest, rank, world_size, on_bytes)
 
     def names(self) -> Sequence[str]:
-        """Return the files that the manifest names."""
-        return tuple(self._entries)
+        """Return the files that the manifest names, each with its checksums."""
+        return tuple(n for name in self._entries for n in (name, name + SUMS_SUFFIX))
+
+    def recorded_bytes(self, name: str) -> int | None:
+        """Return the size of a file as it was written; that of checksums follows from it."""
+        entry = self._entries.get(name.removesuffix(SUMS_SUFFIX))
+        if entry is None:
+            return None
+        if entry.name == name:
+            return entry.size_bytes
+        return sidecar_bytes(entry.size_bytes, self.manifest.save_id)
 
     # -- checks before the first byte is read ------------------------------------------------
 

@@ -115,6 +115,12 @@ class TorchIndex:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
+            reader.seek(0)
+            if reader.read(2) == b"PK":
+                self._refuse(
+                    f"begins as a file of torch.save, and is cut short or damaged: its index, at "
+                    f"the end, cannot be read ({str(error) or repr(error)})"
+                )
             self._refuse(f"is not a file of torch.save: {str(error) or repr(error)}")
         finally:
             # Else the stream would be closed together with its reader.
