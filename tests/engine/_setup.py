@@ -117,6 +117,18 @@ class Setup:
         return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
     @property
+    def momentum_dtype(self) -> torch.dtype:
+        """Of Muon's momentum: as gradients are communicated, where they are not made fp32 first."""
+        if self.zero == "3" or (self.zero in "12" and not self.offload):
+            return self.dtype
+        return self.master_dtype
+
+    def dtype_of_state(self, kind: str) -> torch.dtype:
+        """Return the type of an element-wise state, by its name."""
+        is_muons = self.optimizer == "Muon" and kind == "momentum_buffer"
+        return self.momentum_dtype if is_muons else self.state_dtype
+
+    @property
     def buffers_kept(self) -> tuple[str, ...]:
         """Names of the persistent buffers."""
         return BUFFERS
@@ -193,7 +205,10 @@ class Setup:
         return types
 
 
-BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach")
+CAPTURABLE = ("capturable", "foreach capturable", "fused capturable")
+"""torch's AdamW with its steps on the device; on a CPU only the fused one can step."""
+
+BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach", *CAPTURABLE)
 """Of torch's, those that are given others for each group."""
 
 ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,), "QuantizedState": (0,)}
@@ -265,6 +280,9 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         "Rprop": (torch.optim.Rprop, {}),
         "fused": (torch.optim.AdamW, {"fused": True}),
         "foreach": (torch.optim.AdamW, {"foreach": True, "maximize": True}),
+        "capturable": (torch.optim.AdamW, {"capturable": True}),
+        "foreach capturable": (torch.optim.AdamW, {"foreach": True, "capturable": True}),
+        "fused capturable": (torch.optim.AdamW, {"fused": True, "capturable": True}),
         "fused SGD": (torch.optim.SGD, {"fused": True, "momentum": 0.9, "maximize": True}),
         "differentiable": (torch.optim.Adam, {"foreach": False, "decoupled_weight_decay": True}),
     }
