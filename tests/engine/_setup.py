@@ -65,6 +65,8 @@ class Setup:
     """With DeepSpeed's own ``elastic_checkpoint``."""
     hpz: int = 1
     """Ranks that hold a second copy of the weights together (ZeRO-3)."""
+    quantized: str = ""
+    """What ``zero_quantized_...`` quantizes between ranks: ``weights`` or ``gradients``."""
     accumulation: int = 1
     """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
@@ -154,7 +156,7 @@ class Setup:
         # wide.
         precision = "bf16" if self.precision == "fp16" else self.precision
         plain = replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
-        return replace(plain, ratio=1.0, nvme="")
+        return replace(plain, ratio=1.0, nvme="", quantized="")
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -173,6 +175,8 @@ class Setup:
         if self.zero == "3":
             zero["sub_group_size"] = self.sub_group
             zero["stage3_param_persistence_threshold"] = self.persistence
+        if self.quantized:
+            zero[f"zero_quantized_{self.quantized}"] = True
         if self.hpz > 1:
             zero["zero_hpz_partition_size"] = self.hpz
         if self.optimizer == "Muon":
