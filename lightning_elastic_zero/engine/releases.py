@@ -1,8 +1,8 @@
 """Each name of DeepSpeed's that is relied upon: what for; and the releases that have it.
 
 Read in 0.16.0, 0.16.9, 0.17.6, 0.18.9, 0.19.0 and 0.19.8; those of gradients, of Muon's types, of
-offloaded weights and of ``DeepSpeedZeRoOffload`` in 0.19.8 only, so far. A name that only some of them have is
-asked for here, so that the rest of the engine need not know of releases.
+offloaded weights and of ``DeepSpeedZeRoOffload`` in 0.16.0 and 0.19.8. A name that only some of
+them have is asked for here, so that the rest of the engine need not know of releases.
 ``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere and does not stand here.
 """
 
