@@ -1,12 +1,14 @@
-"""Each name of DeepSpeed's that is relied upon, and the releases that have it.
+"""Each name of DeepSpeed's that is relied upon: what for; and the releases that have it.
 
-Read in 0.16.0, 0.16.9, 0.17.6, 0.18.9, 0.19.0 and 0.19.8. A name that only some of them have is
-asked for here, so that the rest of the engine need not know of releases.
+Read in 0.16.0, 0.16.9, 0.17.6, 0.18.9, 0.19.0 and 0.19.8; those of gradients, of Muon's types, of
+offloaded weights and of ``DeepSpeedZeRoOffload`` in 0.16.0 and 0.19.8. A name that only some of
+them have is asked for here, so that the rest of the engine need not know of releases.
+``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere and does not stand here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,96 +16,174 @@ import torch
 
 from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
 
-ENGINE_NAMES = (
-    "bfloat16_enabled",
-    "curriculum_learning_enabled",
-    "fp16_enabled",
-    "global_rank",
-    "global_samples",
-    "global_steps",
-    "gradient_accumulation_steps",
-    "has_moe_layers",
-    "lr_scheduler",
-    "micro_steps",
-    "module",
-    "mp_world_size",
-    "optimizer",
-    "random_ltd_enabled",
-    "seq_dp_world_size",
-    "set_gradient_accumulation_boundary",
-    "skipped_steps",
-    "train_batch_size",
-    "zero_load_from_fp32_weights",
-    "zero_optimization_stage",
-    "zero_quantized_nontrainable_weights",
-)
+Purposes = Mapping[str, str]
+"""Names, each with what this library needs it for: "to ..."."""
+
+PRECISION = "know in which type forward computes"
+CUTTING_GROUP = "know the ranks that a group is cut over"
+COUNTED = "go on counting where the saved run was"
+STEPS_INSIDE = "reach the optimizer that steps"
+LINKS = "have DeepSpeed link parameters to restored states"
+OFFLOADED_GRADIENTS = "drop offloaded gradients of a window that a load interrupts"
+GRADIENTS = "drop the gradients of a window that a load interrupts"
+MUON_TYPE = "restore Muon's momentum in the type of its stage"
+OFFLOADED_WEIGHTS = "read weights that offload_states() has put on the host"
+
+ENGINE_NAMES: dict[str, str] = {
+    "bfloat16_enabled": PRECISION,
+    "curriculum_learning_enabled": "refuse a curriculum, whose sampler has a state of its own",
+    "fp16_enabled": PRECISION,
+    "global_rank": "know which pieces this rank has",
+    "global_samples": COUNTED,
+    "global_steps": COUNTED,
+    "gradient_accumulation_steps": "go on at the start of a window of micro-batches",
+    "has_moe_layers": "refuse experts that not every rank has",
+    "lr_scheduler": "save and restore the schedule that DeepSpeed steps",
+    "micro_steps": "go on at the start of a window of micro-batches",
+    "module": "name the parameters and buffers",
+    "mp_world_size": "refuse tensor parallelism",
+    "optimizer": "reach masters and states",
+    "random_ltd_enabled": "refuse random-LTD, whose scheduler has a state of its own",
+    "seq_dp_world_size": "know how many ranks ZeRO cuts over",
+    "set_gradient_accumulation_boundary": "end the last window of an epoch with a step",
+    "skipped_steps": COUNTED,
+    "train_batch_size": "record the global batch that the run was trained with",
+    "zero_load_from_fp32_weights": "know whether masters are restored, or rounded to the weights",
+    "zero_optimization_stage": "know how the state is cut",
+    "zero_quantized_nontrainable_weights": "refuse frozen weights that are integers",
+}
 """Of ``DeepSpeedEngine``, since 0.16 or before."""
 
-OPTIMIZER_NAMES = {
-    "DeepSpeedZeroOptimizer": (
-        "_hp_optimizer_states_linked",
-        "_lazy_init_hp_params_optimizer_state",
-        "bit16_groups",
-        "optimizer",
-        "parallel_partitioned_bit16_groups",
-        "params_in_partition",
-        "real_dp_process_group",
-        "round_robin_bit16_groups",
-        "single_partition_of_fp32_groups",
-    ),
-    "BF16_Optimizer": (
-        "_hp_optimizer_states_linked",
-        "_lazy_init_hp_params_optimizer_state",
-        "bf16_groups",
-        "bf16_partitioned_groups",
-        "fp32_groups_flat_partition",
-        "optimizer",
-        "real_dp_process_group",
-    ),
-    "FP16_Optimizer": ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat", "optimizer"),
-    "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups", "optimizer"),
-    "DeepSpeedZeroOptimizer_Stage3": (
-        "_reassign_or_swap_out_partitioned_parameters",
-        "checkpoint_event_prologue",
-        "fp16_groups",
-        "fp16_partitioned_groups_flat",
-        "fp32_partitioned_groups_flat",
-        "optimizer",
-        "persistent_parameters",
-        "sub_group_to_group_id",
-    ),
+OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
+    "DeepSpeedZeroOptimizer": {
+        "_hp_optimizer_states_linked": LINKS,
+        "_lazy_init_hp_params_optimizer_state": LINKS,
+        "_release_ipg_buffers": GRADIENTS,
+        "averaged_gradients": GRADIENTS,
+        "bit16_groups": "know the parameters of each group in the order that they were given in",
+        "bit16_groups_flat": OFFLOADED_WEIGHTS,
+        "cpu_offload": "know whether gradients and Muon's momentum are on the host",
+        "dtype": MUON_TYPE,
+        "gradient_accumulation_dtype": MUON_TYPE,
+        "micro_step_id": GRADIENTS,
+        "optimizer": STEPS_INSIDE,
+        "parallel_partitioned_bit16_groups": "reach the weights of all ranks in a flat buffer",
+        "params_in_partition": "know whose whole momenta Muon keeps on this rank",
+        "partition_size": OFFLOADED_WEIGHTS,
+        "real_dp_process_group": CUTTING_GROUP,
+        "round_robin_bit16_groups": "know the order of the parameters in a flat buffer",
+        "single_partition_of_fp32_groups": "reach this rank's masters",
+    },
+    "BF16_Optimizer": {
+        "_hp_optimizer_states_linked": LINKS,
+        "_lazy_init_hp_params_optimizer_state": LINKS,
+        "bf16_groups": "know the order of the parameters in a flat buffer",
+        "bf16_partitioned_groups": "reach the weights of all ranks in a flat buffer",
+        "fp32_groups_flat_partition": "reach this rank's masters",
+        "optimizer": STEPS_INSIDE,
+        "real_dp_process_group": CUTTING_GROUP,
+    },
+    "FP16_Optimizer": {
+        "fp16_groups": "know the order of the parameters in a flat buffer",
+        "fp16_groups_flat": "reach the weights in a flat buffer",
+        "fp32_groups_flat": "reach the masters",
+        "optimizer": STEPS_INSIDE,
+    },
+    "FP16_UnfusedOptimizer": {
+        "fp16_groups": "reach the weights",
+        "fp32_groups": "reach the masters",
+        "optimizer": STEPS_INSIDE,
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "_reassign_or_swap_out_partitioned_parameters": "write restored masters into the weights",
+        "averaged_gradients": GRADIENTS,
+        "checkpoint_event_prologue": "have gathered weights cut before they are read",
+        "communication_data_type": MUON_TYPE,
+        "fp16_groups": "know the order of the parameters in a sub-group",
+        "fp16_partitioned_groups_flat": "reach this rank's weights",
+        "fp32_partitioned_groups_flat": "reach this rank's masters",
+        "grad_partitions_flat_buffer": GRADIENTS,
+        "offload_optimizer": "know whether gradients are on the host",
+        "optimizer": STEPS_INSIDE,
+        "persistent_parameters": "gather anew the weights that stay whole",
+        "sub_group_to_group_id": "know the parameter group of a sub-group",
+    },
+    "DeepSpeedZeRoOffload": {
+        "partition_all_parameters": "have gathered weights cut before they are read",
+    },
 }
-"""Of each optimizer wrapper, since 0.16 or before."""
+"""Of each optimizer wrapper, and of what stands in its place in a ZeRO-3 run without an optimizer,
+since 0.16 or before."""
 
-PARAMETER_NAMES = (
-    "ds_id",
-    "ds_numel",
-    "ds_process_group",
-    "ds_shape",
-    "ds_tensor",
-    "partition_numel",
-)
+PARAMETER_NAMES: dict[str, str] = {
+    "ds_id": "know what is swapped, and which weights are placeholders",
+    "ds_numel": "know how many elements the whole parameter has",
+    "ds_process_group": CUTTING_GROUP,
+    "ds_shape": "know the whole parameter's shape",
+    "ds_tensor": "reach this rank's piece of a weight",
+    "partition_numel": "know how many elements a rank's piece has",
+}
 """Of a parameter that ZeRO-3 has cut up, since 0.16 or before."""
 
-SWAPPER_NAMES = (
-    "dtype",
-    "purge_state",
-    "swap_folder",
-    "swap_params_info",
-)
+SWAPPER_NAMES: dict[str, str] = {
+    "dtype": "know the type of what is in files",
+    "purge_state": "forget the states in files before others are written",
+    "swap_folder": "receive state in files beside those",
+    "swap_params_info": "find the files of a sub-group",
+}
 """Of the optimizer swapper, where offload goes to NVMe."""
 
-OPTION_NAMES = {
-    "swap_optimizer": (
-        "_optimizer_states_and_gradient_swap_in",
-        "_optimizer_states_and_gradient_swap_out",
-        "_swappable_optimizer_subgroup",
-        "fp16_partitioned_groups_flat_numel",
-        "optimizer_swapper",
-    ),
-    "backup_optimizer": ("subgroup_to_device",),
+OPTION_NAMES: dict[str, dict[str, str]] = {
+    "swap_optimizer": {
+        "_optimizer_states_and_gradient_swap_in": "write restored state to files",
+        "_optimizer_states_and_gradient_swap_out": "write restored state to files",
+        "_swappable_optimizer_subgroup": "know which sub-groups are in files",
+        "fp16_partitioned_groups_flat_numel": "know how many elements a file holds",
+        "optimizer_swapper": "find the files of a sub-group",
+    },
+    "backup_optimizer": {"subgroup_to_device": "know which optimizer steps a sub-group"},
+    "cpu_offload": {
+        "accumulated_grads_in_cpu": OFFLOADED_GRADIENTS,
+        "reset_cpu_buffers": OFFLOADED_GRADIENTS,
+    },
+    "offload_optimizer": {"reset_cpu_buffers": OFFLOADED_GRADIENTS},
 }
 """Of an optimizer wrapper that has, and does not leave empty, the name on the left."""
+
+SOMETIMES: dict[str, str] = {
+    "_apply_muon_updates_cpu_offload": "refuse a release that keeps offloaded momentum elsewhere",
+    "_hp_mapping": "let go of links to states that are replaced",
+    "_muon_pending_momentum": "drop momentum that was staged for a step",
+    "_offload_accumulated_param_ids": OFFLOADED_GRADIENTS,
+    "_offload_boundary_param_ids": OFFLOADED_GRADIENTS,
+    "_unmanaged_backward_count": GRADIENTS,
+    "all_grad_tensors": GRADIENTS,
+    "backup_optimizer": "save what the second optimizer of partial offload holds",
+    "clear_hp_grads": GRADIENTS,
+    "compute_tensor": "know which state a file holds",
+    "ds_secondary_tensor": "drop hpZ's copies of weights that are replaced",
+    "loss_scale": "know by what the loss is scaled",
+    "loss_scale_config": "go on with the loss scale",
+    "loss_scaler": "go on with the loss scale",
+    "losses": GRADIENTS,
+    "lp_param_buffer": OFFLOADED_WEIGHTS,
+    "muon_momentum_buffer_partitioned_groups_flat": "restore momentum that is kept in memory",
+    "offloaded_states": "know what offload_states() has put on the host",
+    "optim_fragment": "let go of links to states that are replaced",
+    "params_in_nvme_and_cpu": "refuse weights in files",
+    "round_robin_bit16_padding": "know the padding that parameter_alignment puts in",
+    "swap_path": "find the files of a sub-group",
+    "swapped_gradients": "forget gradients on their way to files",
+    "tensors": "find the files of a sub-group",
+    "torch_autocast_gradscaler": "go on with the scale of torch's GradScaler",
+    "torch_autocast_z0_gradscaler": "go on with the scale of torch's GradScaler",
+    "use_grad_accum_attribute": MUON_TYPE,
+    "using_real_optimizer": "know an engine that evaluates",
+    "zenflow": "refuse ZenFlow",
+    "zero_grad": GRADIENTS,
+}
+"""Not checked at setup: only some releases or configurations have them, and what reads them does
+without; or they are there only once something is in files, or on the host."""
 
 
 def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa: ANN401
@@ -114,22 +194,28 @@ def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa
         wrapper: class name of its optimizer wrapper; empty without one.
         found: the installed release.
     """
-    checked: list[tuple[str, Any, tuple[str, ...]]] = [
-        (type(engine).__name__, engine, ENGINE_NAMES)
-    ]
-    if wrapper in OPTIMIZER_NAMES:
-        checked.append((wrapper, engine.optimizer, OPTIMIZER_NAMES[wrapper]))
-        for option, names in OPTION_NAMES.items():
-            if getattr(engine.optimizer, option, None):
-                checked.append((wrapper, engine.optimizer, names))
-    if swapper := getattr(engine.optimizer, "optimizer_swapper", None):
-        checked.append((type(swapper).__name__, swapper, SWAPPER_NAMES))
-    partitioned = next((p for p in engine.module.parameters() if hasattr(p, "ds_id")), None)
-    if partitioned is not None:
-        checked.append(("a partitioned parameter", partitioned, PARAMETER_NAMES))
-    for owner, live, names in checked:
-        if sentence := DEEPSPEED.missing_names_message(found, owner, missing_names(live, names)):
+    for owner, live, names in _owners(engine, wrapper):
+        lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
+        if sentence := DEEPSPEED.missing_names_message(found, owner, lost):
             yield sentence
+
+
+def _owners(engine: Any, wrapper: str) -> Iterator[tuple[str, Any, Purposes]]:  # noqa: ANN401
+    """Yield what is looked at: how it is called, the live object, and the names it is to have."""
+    yield type(engine).__name__, engine, ENGINE_NAMES
+    optimizer = getattr(engine, "optimizer", None)
+    kind = wrapper or type(optimizer).__name__
+    if kind in OPTIMIZER_NAMES and (wrapper or kind == "DeepSpeedZeRoOffload"):
+        yield kind, optimizer, OPTIMIZER_NAMES[kind]
+        for option, names in OPTION_NAMES.items():
+            if getattr(optimizer, option, None):
+                yield kind, optimizer, names
+    if swapper := getattr(optimizer, "optimizer_swapper", None):
+        yield type(swapper).__name__, swapper, SWAPPER_NAMES
+    module = getattr(engine, "module", None)
+    parameters = module.parameters() if module is not None else ()
+    if cut := [p for p in parameters if hasattr(p, "ds_id")]:
+        yield "a partitioned parameter", cut[0], PARAMETER_NAMES
 
 
 def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: ANN401 (untyped)

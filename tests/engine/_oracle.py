@@ -358,7 +358,7 @@ def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
         elif kind in ("weight", "frozen"):
             wanted[key] = value.to(target.dtype)
         elif kind != "buffer":
-            dtype = target.master_dtype if kind == "master" else target.state_dtype
+            dtype = target.master_dtype if kind == "master" else target.dtype_of_state(kind)
             wanted[key] = value.to(dtype) if isinstance(value, torch.Tensor) else value
     for rank in range(target.world):
         own = rank if source.world == target.world else 0

@@ -65,6 +65,8 @@ class Setup:
     """With DeepSpeed's own ``elastic_checkpoint``."""
     hpz: int = 1
     """Ranks that hold a second copy of the weights together (ZeRO-3)."""
+    quantized: str = ""
+    """What ``zero_quantized_...`` quantizes between ranks: ``weights`` or ``gradients``."""
     accumulation: int = 1
     """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
@@ -117,6 +119,18 @@ class Setup:
         return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
     @property
+    def momentum_dtype(self) -> torch.dtype:
+        """Of Muon's momentum: as gradients are communicated, where they are not made fp32 first."""
+        if self.zero == "3" or (self.zero in "12" and not self.offload):
+            return self.dtype
+        return self.master_dtype
+
+    def dtype_of_state(self, kind: str) -> torch.dtype:
+        """Return the type of an element-wise state, by its name."""
+        is_muons = self.optimizer == "Muon" and kind == "momentum_buffer"
+        return self.momentum_dtype if is_muons else self.state_dtype
+
+    @property
     def buffers_kept(self) -> tuple[str, ...]:
         """Names of the persistent buffers."""
         return BUFFERS
@@ -142,7 +156,7 @@ class Setup:
         # wide.
         precision = "bf16" if self.precision == "fp16" else self.precision
         plain = replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
-        return replace(plain, ratio=1.0, nvme="")
+        return replace(plain, ratio=1.0, nvme="", quantized="")
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -161,6 +175,8 @@ class Setup:
         if self.zero == "3":
             zero["sub_group_size"] = self.sub_group
             zero["stage3_param_persistence_threshold"] = self.persistence
+        if self.quantized:
+            zero[f"zero_quantized_{self.quantized}"] = True
         if self.hpz > 1:
             zero["zero_hpz_partition_size"] = self.hpz
         if self.optimizer == "Muon":
@@ -193,7 +209,10 @@ class Setup:
         return types
 
 
-BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach")
+CAPTURABLE = ("capturable", "foreach capturable", "fused capturable")
+"""torch's AdamW with its steps on the device; on a CPU only the fused one can step."""
+
+BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach", *CAPTURABLE)
 """Of torch's, those that are given others for each group."""
 
 ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,), "QuantizedState": (0,)}
@@ -265,6 +284,9 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
         "Rprop": (torch.optim.Rprop, {}),
         "fused": (torch.optim.AdamW, {"fused": True}),
         "foreach": (torch.optim.AdamW, {"foreach": True, "maximize": True}),
+        "capturable": (torch.optim.AdamW, {"capturable": True}),
+        "foreach capturable": (torch.optim.AdamW, {"foreach": True, "capturable": True}),
+        "fused capturable": (torch.optim.AdamW, {"fused": True, "capturable": True}),
         "fused SGD": (torch.optim.SGD, {"fused": True, "momentum": 0.9, "maximize": True}),
         "differentiable": (torch.optim.Adam, {"foreach": False, "decoupled_weight_decay": True}),
     }

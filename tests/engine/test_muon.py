@@ -50,8 +50,39 @@ def test_momentum_survives(
 
 
 @pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (muon(2, "3", "bf16"), muon(3, "0")),
+        (muon(3, "2", "bf16"), muon(2, "0", "bf16")),
+        (muon(2, "0", "bf16"), muon(3, "2", "bf16")),
+        (muon(2, "0"), muon(3, "3", "bf16")),
+        (muon(2, "1", "bf16"), muon(3, "B", "bf16")),
+        (muon(3, "B", "bf16"), muon(2, "3", "bf16", offload=True)),
+        (muon(3, "3", "bf16"), muon(2, "1", "bf16", offload=True)),
+        (muon(1, "2", "bf16"), muon(1, "0")),
+    ],
+    ids=str,
+)
+def test_momentum_takes_the_type_of_its_stage(
+    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Saved in bf16 it is fp32 in stage 0, or whatever the stage that loads it keeps; no other."""
+    saved = saved_by(source)
+    momenta = [value for key, value in saved.dump().items() if key.startswith("momentum_buffer/")]
+    assert {momentum.dtype for momentum in momenta} == {source.momentum_dtype}
+    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
+    assert verdict is not None
+    verdict.assert_same()
+    fresh = pools.run(target.world, partial(load, target, saved))[0]
+    assert fresh is not None
+    fresh.assert_same()
+
+
+@pytest.mark.parametrize(
     "setup",
     [
+        muon(2, "0"),
+        muon(2, "0", "bf16"),
         muon(2, "1", round_robin=True),
         muon(2, "2", "bf16"),
         muon(3, "2", alignment=True),

@@ -18,6 +18,7 @@ from lightning_elastic_zero.engine import releases
 from lightning_elastic_zero.trainer.lightning_internals import PRIVATE_NAMES
 
 LOST = "a_name_that_no_release_has"
+PURPOSE = "see that its purpose is told"
 
 
 def refusal() -> dict[str, object]:
@@ -46,13 +47,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     names = PRIVATE_NAMES["the fit loop"]
-    names[LOST] = "test"
+    names[LOST] = PURPOSE
     of_lightning = refusal()
     del names[LOST]
     wrapper = releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"]
-    releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"] = (*wrapper, LOST)
+    wrapper[LOST] = PURPOSE
     of_deepspeed = refusal()
-    releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"] = wrapper
+    del wrapper[LOST]
     print(json.dumps({"Lightning": of_lightning, "DeepSpeed": of_deepspeed, "none": refusal()}))
 
 

@@ -1,0 +1,94 @@
+"""torch's ``capturable``, which keeps the count of steps on the device, is the live run's own.
+
+On a CPU torch refuses such a step, but for the fused kernel, which takes it: there it saves and
+resumes like any other. The others load, and save what they have loaded, without a step between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine._capturable_programs import (
+    EXPECTED_COUNT,
+    OPTIONS,
+    first_step,
+    steps_after_load,
+)
+from tests.engine._save_load_programs import Saved, load
+from tests.engine._setup import CAPTURABLE, Setup
+from tests.engine._uninterrupted import same_world
+from tests.engine._worker_pool import Pools
+
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+
+FUSED = Setup(2, "2", optimizer="fused capturable")
+OTHERS = ("AdamW", "fused", "foreach")
+ENABLED = {name: tuple(option in name for option in OPTIONS) for name in (*CAPTURABLE, *OTHERS)}
+
+
+@pytest.mark.parametrize("other", [*OTHERS, "fused capturable"])
+@pytest.mark.parametrize("saves", [True, False], ids=["saved by it", "loaded by it"])
+def test_it_saves_and_resumes(
+    other: str, saves: bool, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """From it and onto it, on other devices, in another stage, after steps and before any."""
+    others = Setup(3, "3", optimizer=other, sub_group=700)
+    source, target = (FUSED, others) if saves else (others, FUSED)
+    saved = saved_by(source)
+    for steps in (0, 1):
+        verdict = pools.run(target.world, partial(load, target, saved, steps_before=steps))[0]
+        assert verdict is not None
+        verdict.assert_same()
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+@pytest.mark.parametrize("zero", ["0", "1", "3"])
+def test_it_loads_before_its_first_step(
+    name: str, zero: str, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+) -> None:
+    """What it has loaded it saves again, and a run without it takes that."""
+    middle = Setup(2, zero, optimizer=name)
+    saved, copy = saved_by(Setup(3, "2")), Saved(middle, str(tmp_path / "copy.ckpt"))
+    verdicts = [
+        pools.run(2, partial(load, middle, saved, copy_to=copy))[0],
+        pools.run(1, partial(load, Setup(1, "1"), copy, steps_before=1))[0],
+    ]
+    for verdict in verdicts:
+        assert verdict is not None
+        verdict.assert_same()
+
+
+@pytest.mark.parametrize("name", [*CAPTURABLE, "AdamW"])
+def test_options_are_those_configured(
+    name: str, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """A checkpoint restores none of them; each flat buffer counts in a tensor of its own."""
+    source = replace(FUSED, optimizer="AdamW" if name in CAPTURABLE else "fused capturable")
+    target = Setup(3, "3", optimizer=name, sub_group=700)
+    for found in pools.run(3, partial(steps_after_load, target, saved_by(source))):
+        assert set(found.counts) == {EXPECTED_COUNT}
+        assert not found.shared
+        assert [tuple(map(bool, options)) for options in found.options] == [ENABLED[name]] * 2
+
+
+@pytest.mark.parametrize("zero", ["0", "2", "3"])
+def test_the_fused_one_goes_on_bit_for_bit(zero: str, pools: Pools, tmp_path: Path) -> None:
+    """Losses and state are those of the uninterrupted run."""
+    setup = replace(FUSED, zero=zero)
+    saved = Saved(setup, str(tmp_path / "half.ckpt"))
+    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
+        uninterrupted, resumed = continued.losses
+        assert resumed == uninterrupted
+        assert not continued.differing
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_what_torch_steps_on_a_cpu(name: str, pools: Pools) -> None:
+    """What docs/configurations.md says needs a card does need one."""
+    refused = pools.run(1, partial(first_step, Setup(1, "2", optimizer=name)))[0]
+    assert ("capturable=True" in refused) == ("fused" not in name), refused

@@ -1,0 +1,47 @@
+"""``zero_quantized_weights`` and ``zero_quantized_gradients``, as far as a CPU goes.
+
+DeepSpeed has no operator that quantizes there. Gradients are quantized between nodes only, and
+each rank without a device is a node of its own: one rank trains, several can be made and loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.engine._quantized_programs import refused_by_deepspeed
+from tests.engine._save_load_programs import Saved, load
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+
+ALONE = Setup(1, "3", quantized="gradients")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        (Setup(3, "2"), ALONE, 1),
+        (ALONE, Setup(2, "3", sub_group=700), 1),
+        (Setup(3, "1"), Setup(2, "3", quantized="gradients"), 0),
+    ],
+    ids=str,
+)
+def test_quantized_gradients_change_nothing_of_a_checkpoint(
+    source: Setup, target: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Where such a run can be made, it saves and loads like any other."""
+    call = partial(load, target, saved_by(source), steps_before=steps)
+    verdict = pools.run(target.world, call)[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+@pytest.mark.parametrize(("what", "made"), [("weights", False), ("gradients", True)])
+def test_what_deepspeed_refuses_on_a_cpu(what: str, made: bool, pools: Pools) -> None:
+    """What docs/configurations.md says of CPU ranks: nothing of it comes to a save."""
+    refused = pools.run(2, partial(refused_by_deepspeed, Setup(2, "3", quantized=what)))
+    assert all(found == made and "not been implemented on CPU" in said for found, said in refused)

@@ -1,0 +1,115 @@
+"""DeepSpeed's names that are relied upon stand in ``engine.releases``, each with what it is for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.engine.releases import (
+    ENGINE_NAMES,
+    OPTIMIZER_NAMES,
+    OPTION_NAMES,
+    PARAMETER_NAMES,
+    SCALE_FIELDS,
+    SOMETIMES,
+    SWAPPER_NAMES,
+)
+
+ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
+SOURCES = sorted((ROOT / "engine").glob("*.py"))
+TRAINER = ROOT / "trainer" / "gradient_accumulation.py"
+"""The one file elsewhere that is handed an engine and reads more of it than that it is there."""
+
+TABLES = {
+    "the engine": ENGINE_NAMES,
+    "a parameter": PARAMETER_NAMES,
+    "the swapper": SWAPPER_NAMES,
+    "some": SOMETIMES,
+    **OPTIMIZER_NAMES,
+    **{f"option {option}": names for option, names in OPTION_NAMES.items()},
+}
+KNOWN = {name for names in TABLES.values() for name in names} | {*OPTION_NAMES}
+
+DEEPSPEEDS_OWN = ("engine", "_engine", "optimizer", "_optimizer", "optimizer_swapper", "swapper")
+"""What holds an engine, an optimizer wrapper or its swapper, wherever it is called so."""
+
+OTHERS = {
+    "backward": "documented: trial",
+    "destroy": "documented: trial",
+    "device": "documented: trial",
+    "param_groups": "of torch's optimizers",
+    "state": "of torch's optimizers",
+    "step": "documented: trial",
+}
+"""Names of these that no release lacks."""
+
+ON_PARAMETERS = ("_hp_mapping", "ds_", "optim_fragment")
+"""How the names begin that DeepSpeed gives to parameters, or to what hangs on them."""
+
+
+def holder(node: ast.expr) -> str:
+    """Return the last name of an expression: ``optimizer`` of ``engine.optimizer``."""
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def used_in(source: Path) -> Iterator[tuple[int, str]]:
+    """Yield each name of DeepSpeed's that a file reads, with its line."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Attribute):
+            if holder(node.value) in DEEPSPEEDS_OWN or node.attr.startswith(ON_PARAMETERS):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}:
+            of, name = node.args[:2]
+            if isinstance(name, ast.Constant) and (
+                holder(of) in DEEPSPEEDS_OWN or str(name.value).startswith(ON_PARAMETERS)
+            ):
+                yield node.lineno, str(name.value)
+
+
+def test_names_stand_in_releases() -> None:
+    """Whatever is read of an engine, a wrapper or a swapper is named there, or is torch's."""
+    found = [(source, *use) for source in (*SOURCES, TRAINER) for use in used_in(source)]
+    assert len(found) > len(KNOWN)
+    unknown = [
+        f"{source.relative_to(ROOT)}, line {line}: {name}"
+        for source, line, name in found
+        if name not in KNOWN and name not in OTHERS
+    ]
+    assert not unknown, f"say in engine/releases.py what it is needed for: {unknown}"
+
+
+def test_no_name_stands_there_for_nothing() -> None:
+    """What is not used any more refuses no release."""
+    lines = "\n".join(source.read_text() for source in (*SOURCES, TRAINER))
+    words = [
+        node.value
+        for node in ast.walk(ast.parse((ROOT / "engine" / "flat_buffers.py").read_text()))
+        if isinstance(node, ast.Constant)
+    ]
+    unused = [
+        name
+        for name in sorted(KNOWN)
+        if lines.count(f".{name}") == 0 and lines.count(f'"{name}"') < 2 and name not in words
+    ]
+    assert not unused
+
+
+@pytest.mark.parametrize("owner", TABLES)
+def test_each_name_has_a_purpose(owner: str) -> None:
+    """A phrase that goes on after "to": it ends up in the sentence of a refusal."""
+    for name, purpose in TABLES[owner].items():
+        words = purpose.split()
+        assert len(words) > 1, f"{name}: {purpose!r}"
+        assert words[0] != "to", f"{name}: {purpose!r}"
+        assert words[0].islower(), f"{name}: {purpose!r}"
+        assert not purpose.endswith("."), f"{name}: {purpose!r}"
+
+
+def test_names_that_some_releases_lack_are_not_checked() -> None:
+    """One cannot be both."""
+    checked = {name for names in TABLES.values() if names is not SOMETIMES for name in names}
+    assert not checked & {*SOMETIMES}
+    assert not checked & {*SCALE_FIELDS}
