@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.host_memory import LARGE_PAGES, NOT_FOR_CHILDREN, map_pages
 from lightning_elastic_zero.storage import PeriodicThread, ignore_progress
 
 _ALIGNED_BYTES = 64
@@ -28,14 +29,6 @@ _PIN_S, _PIN_S_PER_BYTE = 10.0, 2e-9
 block is pinned alone, because a tensor and its copy may then reach across two pinned regions."""
 
 _SHOWN_EVERY_S = 1.0
-
-_ADVICE = [
-    getattr(mmap, name)
-    # Large pages; and none for children, such as a loader's workers: what they share is copied
-    # once more when the next save fills it.
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK")
-    if hasattr(mmap, name)
-]
 
 
 class HostBuffer:
@@ -110,19 +103,14 @@ def aligned_bytes(tensor: torch.Tensor) -> int:
 def _pages(size_bytes: int) -> torch.Tensor:
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
     try:
-        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return map_pages(size_bytes, (LARGE_PAGES, NOT_FOR_CHILDREN))
     except OSError as error:
         msg = (
             f"There are no {size_bytes / 1e9:.1f} GB of host memory for a copy of this rank's "
             f"state ({error.strerror}): limit it by max_snapshot_bytes, or save without async_save"
         )
         raise SaveError(msg) from error
-    for advice in _ADVICE:
-        with suppress(OSError):  # it is for speed
-            pages.madvise(advice)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _touch(block: torch.Tensor, on_progress: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from lightning_elastic_zero.engine.partial_offload import BACKUP_KEY
 from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import MEMBER_KEYS, regrouped
+from lightning_elastic_zero.host_memory import host_zeros
 from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.manifest import Manifest, StateKey
 from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like, same_bits
@@ -66,7 +67,7 @@ def flat_target(
     ):
         return FlatTarget(buffer, fragments, live, in_place=True, states=states)
     swapped = buffer.swapped
-    master = swapped.empty(live.dtype) if swapped else torch.empty_like(live, device="cpu")
+    master = swapped.empty(live.dtype) if swapped else host_zeros(live.shape, live.dtype)
     if not whole:
         master.copy_(live)
     return FlatTarget(buffer, fragments, master, in_place=False, states=states)
@@ -103,8 +104,12 @@ def allocate_states(
                 targets[key.name] = buffer.swapped.empty(dtype)
                 continue
             has_place = _has_place(live.get(key.name), buffer.key, dtype)
-            device = "cpu" if has_place else master.device
-            targets[key.name] = torch.zeros(master.numel(), dtype=dtype, device=device)
+            on_host = has_place or master.device.type == "cpu"
+            targets[key.name] = (
+                host_zeros((master.numel(),), dtype)
+                if on_host
+                else torch.zeros(master.numel(), dtype=dtype, device=master.device)
+            )
     known = set(source.groups[buffer.group].names)
     fresh = [fragment for fragment in fragments if fragment.name not in known]
     if targets and fresh:

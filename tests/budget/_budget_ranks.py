@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,26 @@ def load(stage: int, path: str) -> dict[str, int]:
         "extra": peak.highest - peak.before - own,
         "read": after - before,
         "figures": loaded.stats.bytes,
+    }
+
+
+def reload(stage: int, path: str) -> dict[str, int]:
+    """Load into an engine that has trained, twice; return what the second load took of memory."""
+    from lightning_elastic_zero import load_checkpoint
+
+    engine = make_engine(stage)
+    engine.backward(engine(torch.randn(1, WIDTH)))
+    engine.step()
+    load_checkpoint(engine, path)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with PeakMemory() as peak:
+        load_checkpoint(engine, path)
+    states = engine.optimizer.optimizer.state.values()
+    return {
+        "extra": peak.highest - peak.before,
+        "left": anonymous_bytes() - peak.before,
+        "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
+        "states": sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor)),
     }
 
 

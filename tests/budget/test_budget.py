@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, save
+from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, reload, save
 from tests.engine._worker_pool import ForkServer, Pools
 
 EXTRA_BYTES = 64e6
@@ -55,3 +56,24 @@ def test_a_rank_reads_what_it_needs_into_place(
     # An evaluation reads the masters, a third of the state, and no byte of optimizer state.
     evaluated = measured(evaluate, 2, 3, path)
     assert sum(rank["read"] for rank in evaluated) <= 1.05 * STATE_BYTES / 3
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.engine
+def test_a_load_into_live_state_takes_each_page_once(
+    measured: Callable[..., list[dict[str, int]]], tmp_path: Path
+) -> None:
+    """States are received beside the live ones, since a failed load must leave those: no more.
+
+    fp32 masters are received in place. What it takes it gives back; and where the system has large
+    pages, memory of its own costs a page fault for each of those: nothing else is new.
+    """
+    path = tmp_path / "live.ckpt"
+    measured(save, 2, 3, path)
+    for loaded in measured(reload, 2, 3, path):
+        assert loaded["states"] / 2 < loaded["extra"] < loaded["states"] + EXTRA_BYTES
+        assert loaded["left"] < EXTRA_BYTES
+        if LARGE_PAGES.is_file() and "[never]" not in LARGE_PAGES.read_text():
+            assert loaded["faults"] * mmap.PAGESIZE < loaded["states"] / 4

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manifest": {"layout", "partition", "json_records", "errors"},
     "storage": {"manifest", "json_records", "processes", "errors"},
     "tensor_state": {"manifest", "layout", "errors"},
+    "host_memory": set(),
     "key_mapping": {"errors"},
     "group_matching": {"manifest"},
     "compatibility": {"group_matching", "key_mapping", "manifest", "text", "errors"},
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine": {
         "group_matching",
+        "host_memory",
         "tensor_state",
         "manifest",
         "partition",
@@ -70,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "key_mapping",
         "storage",
         "coordination",
+        "host_memory",
         "state_fingerprint",
         "tensor_state",
         "manifest",
