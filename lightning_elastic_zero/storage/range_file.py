@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from typing_extensions import Self
 
@@ -19,6 +21,9 @@ from lightning_elastic_zero.storage.deleting import ignore_progress
 
 READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
+
+Place: TypeAlias = tuple[int, memoryview]
+"""An offset in a file, and writable memory for the bytes from there on."""
 
 _HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
 
@@ -118,23 +123,30 @@ class RangeFile:
     def _check_block(self, block: memoryview, start: int) -> None:
         """Accept what was read: there is nothing to compare it with."""
 
-    def read_runs(self, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
+    def read_runs(
+        self, runs: Sequence[tuple[int, int]], places: Sequence[Place] = ()
+    ) -> Iterator[tuple[int, memoryview]]:
         """Read runs of bytes, in pieces of at most ``READ_BYTES``.
 
         Whole chunks are read, none twice, and none without a wanted byte.
 
         Args:
             runs: half-open, sorted by their start, without overlap; empty ones give nothing.
+            places: sorted by their offsets, without overlap, and within the runs. Chunks that lie
+                within one as a whole are read right there, and verified there: whoever gives it
+                must not use it before their piece has come.
 
         Yields:
             The offset in the file, and the bytes from there on: writable, and valid until the next
-            piece is asked for. A piece never reaches across a run's border.
+            piece is asked for. A piece never reaches across a run's border. Of what was read into
+            a place it is that memory itself.
 
         Raises:
             CheckpointCorruptedError: the file is cut short, or not what was written.
             ValueError: the runs are not sorted, overlap, or leave the file.
         """
         wanted = self._check_runs(runs)
+        inner = _whole_chunks(places)
         # Two readers at once, each in the midst of a piece, must not share a buffer.
         buffer, self._buffer = self._buffer, None
         if buffer is None:
@@ -143,11 +155,12 @@ class RangeFile:
             buffer = mmap.mmap(-1, READ_BYTES)
         try:
             for block_start, block_stop, first, last in _blocks(wanted, self.size_bytes):
+                while inner and _stop(inner[0]) <= block_start:
+                    inner.popleft()
                 block = memoryview(buffer)[: block_stop - block_start]
-                self._read_block(block, block_start)
-                for start, stop in wanted[first:last]:
-                    low, high = max(start, block_start), min(stop, block_stop)
-                    yield low, block[low - block_start : high - block_start]
+                parts = _parts((block_start, block), inner)
+                self._read_parts(parts)
+                yield from _pieces(wanted[first:last], parts)
         finally:
             self._buffer = buffer
 
@@ -163,22 +176,25 @@ class RangeFile:
             previous = stop
         return [run for run in runs if run[0] < run[1]]
 
-    def _read_block(self, block: memoryview, start: int) -> None:
-        filled = 0
-        while filled < block.nbytes:
+    def _read_parts(self, parts: Sequence[Place]) -> None:
+        """Fill parts that follow one another in the file, and refuse what was not written."""
+        start, stop = parts[0][0], _stop(parts[-1])
+        filled = start
+        while filled < stop:
+            memory = [
+                part[max(filled - at, 0) :] for at, part in parts if at + part.nbytes > filled
+            ]
             try:
-                count = os.preadv(self._descriptor, [block[filled:]], start + filled)
+                count = os.preadv(self._descriptor, memory, filled)
             except OSError as error:
-                stop = start + block.nbytes
                 self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
             if not count:
-                self._refuse(
-                    f"it ends at byte {start + filled}, recorded are {self.size_bytes} bytes"
-                )
+                self._refuse(f"it ends at byte {filled}, recorded are {self.size_bytes} bytes")
             filled += count
-        self.bytes_read += filled
+        self.bytes_read += filled - start
         self._on_work()
-        self._check_block(block, start)
+        for at, part in parts:
+            self._check_block(part, at)
 
     def read(self, start: int, stop: int) -> bytearray:
         """Read the bytes ``[start, stop)`` into memory of their own.
@@ -232,3 +248,47 @@ def _blocks(
         # A run that reaches beyond this block goes on in the next one.
         first = last if runs[last - 1][1] <= stop else last - 1
         done = stop
+
+
+def _stop(place: Place) -> int:
+    return place[0] + place[1].nbytes
+
+
+def _whole_chunks(places: Iterable[Place]) -> deque[Place]:
+    """Return the parts of places that are whole chunks."""
+    found: deque[Place] = deque()
+    for start, memory in places:
+        low = -(-start // CHUNK_BYTES) * CHUNK_BYTES
+        high = (start + memory.nbytes) // CHUNK_BYTES * CHUNK_BYTES
+        if low < high:
+            found.append((low, memory[low - start : high - start]))
+    return found
+
+
+def _parts(block: Place, inner: Iterable[Place]) -> list[Place]:
+    """Cut a block where its bytes go to a place of their own; the rest stays in its own memory."""
+    reached, (start, own), stop = block[0], block, _stop(block)
+    parts: list[Place] = []
+    for at, memory in inner:
+        if at >= stop:
+            break
+        low, high = max(at, start), min(at + memory.nbytes, stop)
+        if reached < low:
+            parts.append((reached, own[reached - start : low - start]))
+        parts.append((low, memory[low - at : high - at]))
+        reached = high
+    if reached < stop:
+        parts.append((reached, own[reached - start :]))
+    return parts
+
+
+def _pieces(runs: Iterable[tuple[int, int]], parts: Sequence[Place]) -> Iterator[Place]:
+    """Yield what parts, one after the other in the file, have of each run."""
+    first = 0
+    for start, stop in runs:
+        while first < len(parts) and _stop(parts[first]) <= start:
+            first += 1
+        for at, memory in itertools.islice(parts, first, None):
+            if at >= stop:
+                break
+            yield max(start, at), memory[max(start - at, 0) : stop - at]

@@ -159,6 +159,54 @@ class TestReadRuns:
         expected = sum(min(CHUNK_BYTES, size_bytes - chunk * CHUNK_BYTES) for chunk in touched)
         assert bytes_read == expected
 
+    @given(case=files_with_runs(), read_chunks=st.integers(1, 4), data=st.data())
+    def test_whole_chunks_are_read_into_their_places(
+        self, case: tuple[int, list[tuple[int, int]]], read_chunks: int, data: st.DataObject
+    ) -> None:
+        """Pieces are the same with places as without; whole chunks of a place come in its memory.
+
+        So what takes the pieces has nothing to copy but the edges. Each chunk is read once.
+        """
+        size_bytes, runs = case
+        places = []
+        for start, stop in runs:
+            low = data.draw(st.integers(start, stop))
+            places.append((low, bytearray(data.draw(st.integers(low, stop)) - low)))
+        content = some_bytes(size_bytes)
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
+            record = write_file(Path(folder), content)
+            with VerifiedFile(Path(folder), record, SAVE_ID) as file:
+                before = file.bytes_read
+                list(file.read_runs(runs))
+                without = file.bytes_read - before
+                views = [(at, memoryview(memory)) for at, memory in places]
+                pieces = [(start, bytes(view)) for start, view in file.read_runs(runs, views)]
+                assert file.bytes_read - before == 2 * without
+        assert b"".join(piece for _, piece in pieces) == b"".join(content[a:b] for a, b in runs)
+        assert all(content[start : start + len(piece)] == piece for start, piece in pieces)
+        for at, memory in places:
+            first = -(-at // CHUNK_BYTES) * CHUNK_BYTES
+            last = max((at + len(memory)) // CHUNK_BYTES * CHUNK_BYTES, first)
+            inner = slice(first - at, last - at) if first < last else slice(0, 0)
+            outside = memory[: inner.start] + memory[inner.stop :]
+            assert memory[inner] == content[at:][inner]
+            assert not any(outside)
+
+    def test_damage_in_a_place_is_refused(self, tmp_path: Path) -> None:
+        """A chunk that is read where it is wanted is verified there, before its piece comes."""
+        content = some_bytes(3 * CHUNK_BYTES)
+        record = write_file(tmp_path, content)
+        path = tmp_path / record.name
+        path.write_bytes(content[:100_000] + bytes([content[100_000] ^ 1]) + content[100_001:])
+        place = memoryview(bytearray(len(content)))
+        damaged = rf"bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) are not those"
+        with (
+            VerifiedFile(tmp_path, record, SAVE_ID) as file,
+            pytest.raises(CheckpointCorruptedError, match=damaged),
+        ):
+            next(file.read_runs([(0, len(content))], [(0, place)]))
+
     def test_pieces_are_bounded_and_aligned(self, tmp_path: Path) -> None:
         """No piece is larger than the buffer, and each lies in memory as it lies in the file."""
         size_bytes = 2 * READ_BYTES + CHUNK_BYTES

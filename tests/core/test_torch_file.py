@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -90,6 +91,33 @@ class TestReading:
                 file.read_into(pieces)
         assert bits(target) == b"".join([*expected, bits(target[-1:])])
         assert not bits(target[-1:]).strip(b"\0")
+
+    def test_only_edges_are_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a long run all chunks but its two edges are read where they are wanted."""
+        live = any_bits(1 << 20)
+        start, stop = 1000, live.numel() - 1000
+        target, given = torch.empty(stop - start, dtype=live.dtype), []
+        memory = range(target.data_ptr(), target.data_ptr() + target.nbytes)
+        read_runs = RangeFile.read_runs
+
+        def watched(
+            self: RangeFile,
+            runs: Sequence[tuple[int, int]],
+            places: Sequence[range_file.Place] = (),
+        ) -> Iterator[tuple[int, memoryview]]:
+            for offset, view in read_runs(self, runs, places):
+                given.append((torch.frombuffer(view, dtype=torch.uint8).data_ptr(), view.nbytes))
+                yield offset, view
+
+        builder = TorchFileWriter()
+        tree = {"a": builder.add(PiecewiseSource([live], live.dtype))}
+        with open_verified(tmp_path, write_tree(tmp_path, tree, builder)) as file:
+            monkeypatch.setattr(RangeFile, "read_runs", watched)
+            file.read_into([(target, StoredRun(file.tree["a"], start, stop))])
+        assert bits(target) == bits(live[start:stop])
+        copied = [size_bytes for address, size_bytes in given if address not in memory]
+        assert len(copied) == 2
+        assert sum(copied) < 2 * CHUNK_BYTES < target.nbytes
 
     def test_casts_only_where_types_differ(self, tmp_path: Path) -> None:
         """A target of another type gets what ``Tensor.to`` gives."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ class TorchFile:
             The bytes that were read from disk.
 
         Raises:
-            CheckpointCorruptedError: bytes of the file are not what was written.
+            CheckpointCorruptedError: bytes of the file are not what was written; the targets may
+                hold some of them.
             CheckpointMismatchError: elements would be cast from or to integers.
             ValueError: a run reaches beyond its tensor, or does not fill its target.
         """
@@ -173,9 +175,10 @@ class TorchFile:
 
     def _fill(self, jobs: list[_RangeCopy], on_bytes: Callable[[int], None]) -> None:
         waiting = sorted(jobs, key=lambda job: job.place.start_byte, reverse=True)
-        runs = _union(job.place for job in reversed(waiting))
+        in_order = waiting[::-1]
+        runs = _union(job.place for job in in_order)
         open_jobs: list[_RangeCopy] = []
-        for offset, view in self._file.read_runs(runs):
+        for offset, view in self._file.read_runs(runs, _places(in_order)):
             stop = offset + view.nbytes
             while waiting and waiting[-1].place.start_byte < stop:
                 open_jobs.append(waiting.pop())
@@ -196,8 +199,16 @@ class _RangeCopy:
     place: FileSlice
     slot: torch.Tensor
 
+    def memory(self) -> memoryview | None:
+        """Return the slot's memory, if the file's bytes can be read right there."""
+        slot = self.slot
+        there = slot.device.type == "cpu" and slot.is_contiguous() and not slot.is_neg()
+        if not slot.numel() or slot.dtype != self.place.dtype or not there or slot.is_conj():
+            return None
+        return slot.view(torch.uint8).numpy().data
+
     def take(self, offset: int, view: memoryview) -> None:
-        """Copy what a piece of the file has for this job.
+        """Copy what a piece of the file has for this job, if it was not read into its slot.
 
         Neither end of the piece cuts an element: it is where a run begins or ends, or a border of
         chunks, and both chunks and places are multiples of the element's size in the file.
@@ -211,6 +222,8 @@ class _RangeCopy:
         elements = torch.frombuffer(view, dtype=place.dtype, count=numel, offset=low - offset)
         first = (low - place.start_byte) // itemsize
         slot = self.slot[first : first + numel]
+        if elements.data_ptr() == slot.data_ptr():
+            return
         if slot.dtype != elements.dtype or itemsize not in _BITS:
             slot.copy_(elements)
             return
@@ -221,6 +234,17 @@ class _RangeCopy:
             slot.numpy()[:] = elements.numpy()
         else:
             slot.copy_(elements)
+
+
+def _places(jobs: Sequence[_RangeCopy]) -> list[tuple[int, memoryview]]:
+    """Return the memory of the jobs, sorted by their start, that share no byte with another one."""
+    places, reached = [], 0
+    for job, following in itertools.zip_longest(jobs, jobs[1:]):
+        alone = following is None or job.place.stop_byte <= following.place.start_byte
+        if reached <= job.place.start_byte and alone and (memory := job.memory()) is not None:
+            places.append((job.place.start_byte, memory))
+        reached = max(reached, job.place.stop_byte)
+    return places
 
 
 def _union(places: Iterable[FileSlice]) -> list[tuple[int, int]]:
