@@ -219,7 +219,7 @@ class LiveEngine:
         stepped = self._engine.global_steps > self._engine.skipped_steps
         held = partial(held_state, self._optimizer, self._wrapper, stepped=stepped)
         found = tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
-        if self._stage:
+        if self._stage or not found:  # An evaluation has no optimizer.
             return found
         return count_by_group(self._inner, found, [buffer.group for buffer in self._buffers])
 
