@@ -3,6 +3,7 @@
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   PIP_ARGS=...          goes to every pip install, to say where a CPU-only build of torch is found
 #   ARGS=...              goes to pytest or the demo: make test ARGS="tests/core -x"
+#   BENCHMARKS=...        other measurements: make bench BENCHMARKS=examples/benchmarks/background.py
 #   JOBS=0                one process runs all tests, one after the other, and shows them as they end
 
 PYTHON   ?= python3
@@ -16,7 +17,7 @@ PYTEST  := $(PY) -m pytest
 # One process runs all tests of a file, which share what is dear to make.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard lightning_elastic_zero tests examples)
-BENCHMARKS ?= $(wildcard examples/benchmarks/*.py)
+BENCHMARKS ?= examples/benchmarks/save_load.py
 
 INSTALLED := $(VENV)/.installed
 OPS_BUILT := .cache/ops-built
@@ -78,7 +79,7 @@ wheel: $(INSTALLED) ## Build dist/*.whl, and check what an index would show of i
 	$(PY) -m build --wheel --no-isolation --outdir dist
 	$(PY) -m twine check --strict dist/*.whl
 
-bench: ops ## Measure saving and loading beside stock DeepSpeed
+bench: ops ## Measure saving and loading beside other software and the machine's limits
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(PY) $$script $(ARGS); done
 
 clean: ## Remove caches and what runs have left

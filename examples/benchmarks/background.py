@@ -14,33 +14,29 @@ under the rank's name; its planner then writes them where they are.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 from torch import distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from save_load import (  # type: ignore[import-not-found] # a script, beside this one
+from subject import (  # type: ignore[import-not-found] # a script, beside this one
     BYTES_PER_PARAMETER,
-    LAYERS,
     make_engine,
+    run_ranks,
+    state_bytes,
     sync_tree,
+    width_of,
 )
 
 TIMEOUT_S = 1500
@@ -211,25 +207,6 @@ def mean_step(subject: BenchmarkEngine, over: Callable[[], bool]) -> float:
             return (time.perf_counter() - began) / steps
 
 
-def work_as(rank: int, options: argparse.Namespace, port: int, folder: Path) -> None:
-    """Be one rank."""
-    variables = {"RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    sys.stdout = sys.stderr  # DeepSpeed prints on every rank
-    from lightning_elastic_zero.engine import use_accelerator  # noqa: PLC0415
-
-    use_accelerator("cpu")
-    import deepspeed  # noqa: PLC0415
-
-    deepspeed.init_distributed("gloo")
-    figures = measure(options, folder)
-    if rank == 0:
-        (folder / "figures.json").write_text(json.dumps(figures))
-
-
 def main() -> None:
     """Run the ranks, and print what they measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -241,37 +218,27 @@ def main() -> None:
     parser.add_argument("--snapshot-bytes", type=int, default=None, help="the most for a rank")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
     options = parser.parse_args()
-    numel = options.megabytes * 1e6 / BYTES_PER_PARAMETER
-    options.width = int((numel / LAYERS) ** 0.5)
-    state_bytes = LAYERS * (options.width**2 + options.width) * BYTES_PER_PARAMETER
+    options.width = width_of(options.megabytes * 1e6 / BYTES_PER_PARAMETER)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     try:
-        ranks = (options, port, folder)
-        context = spawn(work_as, ranks, nprocs=options.ranks, join=False)  # type: ignore[no-untyped-call]
-        deadline = time.monotonic() + TIMEOUT_S
-        while not context.join(timeout=max(deadline - time.monotonic(), 0)):
-            if time.monotonic() > deadline:
-                sys.exit(f"the ranks took more than {TIMEOUT_S} s")
-        figures, written = json.loads((folder / "figures.json").read_text())
-        report(options, figures, state_bytes, written)
+        work = partial(measure, options, folder)
+        measured = run_ranks(options.ranks, work, folder, device="cpu", timeout_s=TIMEOUT_S)
+        report(options, measured[0], state_bytes(options.width), measured[1])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def report(options: argparse.Namespace, figures: Figures, state_bytes: int, written: int) -> None:
+def report(options: argparse.Namespace, figures: Figures, size_bytes: int, written: int) -> None:
     """Print medians and ratios."""
     print(
-        f"ZeRO-{options.stage}, {options.ranks} ranks, {state_bytes / 1e6:.0f} MB of state, "
-        f"{options.rounds} rounds, seconds are medians; ours wrote {written / state_bytes:.4f} "
+        f"ZeRO-{options.stage}, {options.ranks} ranks, {size_bytes / 1e6:.0f} MB of state, "
+        f"{options.rounds} rounds, seconds are medians; ours wrote {written / size_bytes:.4f} "
         "times the state"
     )
     print(f"{'':36}{'seconds':>9}{'GB/s':>7}{'times the least':>17}")
     for name, seconds in figures.items():
         middle = statistics.median(seconds)
-        speed = "" if "step" in name else f"{state_bytes / middle / 1e9:.2f}"
+        speed = "" if "step" in name else f"{size_bytes / middle / 1e9:.2f}"
         base = figures[next(least for word, least in BASELINES.items() if word in name)]
         ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=False))
         print(f"{name:36}{middle:9.4f}{speed:>7}{ratio:17.2f}")

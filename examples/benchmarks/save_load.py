@@ -1,195 +1,130 @@
-"""Time saving and loading beside stock DeepSpeed: same engine, same ranks, same disk, same run.
+"""Measure saving and loading beside other software and the machine's limits, in one run.
 
-    python examples/benchmarks/save_load.py [--stage 3] [--ranks 2] [--megabytes 400] [--rounds 5]
+    python examples/benchmarks/save_load.py [--parameters 10e6] [--pairs 4:4 4:2] [--rounds 5]
 
-The two are timed in turn, and what is printed are medians and the median of the ratios pair by
-pair: single times on a shared machine mean little. "With fsync" ends when the bytes are on the
-disk: this library's saves always do; stock DeepSpeed's files are synced by the benchmark. "Without"
-ends when the system has taken the bytes: here this library's fsync is switched off.
+Each pair of rank counts, each ZeRO stage, fp32 and bf16: save, save in the background, load; and in
+turn with them stock DeepSpeed, its Universal Checkpoints, ``torch.distributed.checkpoint`` (FSDP2),
+and what the machine can do at most: to copy, to write and sync, and to read the same bytes. What is
+reported are medians, and ratios round by round with their least and greatest: single times on a
+shared machine mean little. All saves are synced, other software's files by the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import shutil
-import socket
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+from report import machine, table, write_plot  # type: ignore[import-not-found]
+from subject import run_ranks, state_bytes, width_of  # type: ignore[import-not-found]
+from ways import (  # type: ignore[import-not-found]
+    TAG,
+    UNIVERSAL,
+    Case,
+    Setting,
+    measure_loads,
+    measure_saves,
+)
 
-import torch
-from torch import nn
-from torch.multiprocessing.spawn import spawn
-
-TIMEOUT_S = 1500
-BYTES_PER_PARAMETER = 12  # fp32 master and Adam's two moments
-LAYERS = 8
-
-
-class Mlp(nn.Module):
-    """Square layers, so that all of the state is in matrices as it is in a transformer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss."""
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.pow(2).mean()
+TIMEOUT_S = 3600
 
 
-def make_engine(stage: int, width: int) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
-    """Build an engine with Adam."""
-    import deepspeed  # noqa: PLC0415 - after the process group's variables are set
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    module = Mlp(width)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return engine
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def train_step(engine: Any, width: int) -> None:  # noqa: ANN401
-    """Take one step, so that the optimizer has its state."""
-    engine.backward(engine(torch.randn(1, width)))
-    engine.step()
+def convert(source: Path, rounds: int) -> list[dict[str, float]]:
+    """Convert stock DeepSpeed's checkpoint to a Universal one, as often as is asked for."""
+    target, found = source / UNIVERSAL, []
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(source / TAG), "--output_folder", str(target)]
+    for _ in range(rounds):
+        shutil.rmtree(target, ignore_errors=True)
+        began = time.perf_counter()
+        subprocess.run(
+            [*command, "--inject_missing_state"], check=True, timeout=TIMEOUT_S, capture_output=True
+        )
+        seconds = time.perf_counter() - began
+        found.append({"seconds": seconds, "disk": float(folder_bytes(target))})
+    return found
 
 
-@contextmanager
-def without_fsync() -> Iterator[None]:
-    """Let fsync return at once: to time the bytes' way into the system alone."""
-    real = os.fsync
-    os.fsync = lambda descriptor: None  # type: ignore[assignment]  # noqa: ARG005
-    try:
-        yield
-    finally:
-        os.fsync = real
+def measure(
+    setting: Setting, pairs: list[tuple[int, int]], *, universal: bool
+) -> dict[str, dict[str, Any]]:
+    """Measure all of it: the worlds that save, conversions, the worlds that load."""
+    run = partial(run_ranks, folder=setting.folder, device=setting.device, timeout_s=TIMEOUT_S)
+    figures: dict[str, dict[str, Any]] = {"save": {}, "convert": {}, "load": {}}
+    for ranks in sorted({source for source, _ in pairs}):
+        figures["save"] |= run(ranks, partial(measure_saves, setting, ranks))
+        print(f"saved on {ranks} ranks", file=sys.stderr)
+    for source in sorted({source for source, to in pairs if universal and source != to}):
+        for case in setting.cases:
+            stock = case.file(setting.folder, "stock", source)
+            figures["convert"][f"{case.name}, {source} ranks"] = convert(stock, setting.rounds)
+    for ranks in sorted({to for _, to in pairs}):
+        sources = tuple(source for source, to in pairs if to == ranks)
+        figures["load"] |= run(ranks, partial(measure_loads, setting, ranks, sources))
+        print(f"loaded on {ranks} ranks", file=sys.stderr)
+    return figures
 
 
-def sync_tree(folder: Path) -> None:
-    """Bring stock DeepSpeed's files to the disk, this rank's share of them."""
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for file in sorted(p for p in folder.rglob("*") if p.is_file())[rank::ranks]:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def rank_pair(text: str) -> tuple[int, int]:
+    """Return the two numbers of ``4:2``."""
+    saved, loaded = map(int, text.split(":"))
+    return saved, loaded
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that all ranks took together."""
-    torch.distributed.barrier()
-    began = time.perf_counter()
-    work()
-    torch.distributed.barrier()
-    return time.perf_counter() - began
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Time all of it, in turn, on this rank."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint  # noqa: PLC0415
-
-    engine = make_engine(options.stage, options.width)
-    train_step(engine, options.width)
-    ours, stock = folder / "ours.ckpt", folder / "stock.ckpt"
-
-    def save_stock(*, synced: bool) -> None:
-        engine.save_checkpoint(str(stock), tag="checkpoint")
-        if synced:
-            sync_tree(stock)
-
-    figures: dict[str, list[float]] = {}
-    for _ in range(options.rounds + 1):
-        rounds = {
-            "save with fsync, ours": lambda: save_checkpoint(engine, ours),
-            "save with fsync, stock": lambda: save_stock(synced=True),
-            "save without fsync, stock": lambda: save_stock(synced=False),
-            "load, ours": lambda: load_checkpoint(engine, ours),
-            "load, stock": lambda: engine.load_checkpoint(str(stock)),
-        }
-        for name, work in rounds.items():
-            figures.setdefault(name, []).append(timed(work))
-        with without_fsync():
-            seconds = timed(lambda: save_checkpoint(engine, ours))
-        figures.setdefault("save without fsync, ours", []).append(seconds)
-    return {name: seconds[1:] for name, seconds in figures.items()}  # the first round warms up
-
-
-def work_as(rank: int, options: argparse.Namespace, port: int, folder: Path) -> None:
-    """Be one rank."""
-    variables = {"RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    sys.stdout = sys.stderr  # DeepSpeed prints on every rank
-    from lightning_elastic_zero.engine import use_accelerator  # noqa: PLC0415
-
-    use_accelerator("cpu")
-    import deepspeed  # noqa: PLC0415
-
-    deepspeed.init_distributed("gloo")
-    figures = measure(options, folder)
-    if rank == 0:
-        (folder / "figures.json").write_text(json.dumps(figures))
-
-
-def report(options: argparse.Namespace, figures: dict[str, list[float]], state_bytes: int) -> None:
-    """Print medians and ratios."""
-    print(
-        f"ZeRO-{options.stage}, {options.ranks} ranks, {state_bytes / 1e6:.0f} MB of state, "
-        f"{options.rounds} rounds, seconds are medians"
-    )
-    print(f"{'':22}{'ours':>9}{'stock':>9}{'ours/stock':>12}{'ours GB/s':>11}")
-    for what in ("save with fsync", "save without fsync", "load"):
-        ours, stock = figures[f"{what}, ours"], figures[f"{what}, stock"]
-        ratio = statistics.median(a / b for a, b in zip(ours, stock, strict=True))
-        mine, theirs = statistics.median(ours), statistics.median(stock)
-        speed = state_bytes / mine / 1e9
-        print(f"{what:22}{mine:9.3f}{theirs:9.3f}{ratio:12.2f}{speed:11.2f}")
+def parse_options() -> argparse.Namespace:
+    """Return what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parameters", type=float, default=10e6)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=(1, 2, 3))
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    pairs = [(4, 4), (4, 2), (2, 4), (4, 3), (8, 6)]
+    parser.add_argument("--pairs", type=rank_pair, nargs="+", default=pairs, metavar="SAVED:LOADED")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--no-universal", action="store_true", help="convert nothing")
+    parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
+    parser.add_argument("--out", type=Path, default=Path(".cache/bench"), help="JSON, table, plot")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Run the ranks, and print what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=400, help="of optimizer state, all ranks")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
-    options = parser.parse_args()
-    numel = options.megabytes * 1e6 / BYTES_PER_PARAMETER
-    options.width = int((numel / LAYERS) ** 0.5)
-    state_bytes = LAYERS * (options.width**2 + options.width) * BYTES_PER_PARAMETER
+    """Run the ranks, and report what they measured."""
+    options = parse_options()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    cases = tuple(Case(s, p) for s in options.stages for p in options.precisions)
+    setting = Setting(folder, options.parameters, options.rounds, options.device, cases)
+    began = time.monotonic()
     try:
-        ranks = (options, port, folder)
-        context = spawn(work_as, ranks, nprocs=options.ranks, join=False)  # type: ignore[no-untyped-call]
-        deadline = time.monotonic() + TIMEOUT_S
-        while not context.join(timeout=max(deadline - time.monotonic(), 0)):
-            if time.monotonic() > deadline:
-                sys.exit(f"the ranks took more than {TIMEOUT_S} s")
-        report(options, json.loads((folder / "figures.json").read_text()), state_bytes)
+        figures = measure(setting, options.pairs, universal=not options.no_universal)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    result = {
+        "machine": machine(options.device),
+        "state_bytes": state_bytes(width_of(options.parameters)),
+        "rounds": options.rounds,
+        "seconds": time.monotonic() - began,
+        "figures": figures,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "figures.json").write_text(json.dumps(result, indent=1))
+    text = table(result)
+    (options.out / "figures.md").write_text(text)
+    write_plot(result, options.out / "figures.png")
+    print(text)
+    print(f"written: {options.out}/figures.json, figures.md, figures.png")
 
 
 if __name__ == "__main__":

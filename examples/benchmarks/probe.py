@@ -1,0 +1,74 @@
+"""What one piece of work on all ranks costs: seconds, bytes, host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+Cost = dict[str, float]
+"""``seconds`` until the slowest rank is done; over all ranks ``read`` and ``written`` through the
+system, ``disk_read`` of the first that came from the disk; ``memory``, the most that one rank held
+above what it held before."""
+
+_IO = {"read": "rchar:", "written": "wchar:", "disk_read": "read_bytes:"}
+
+
+def _field(file: str, name: str) -> float:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(name):
+            return float(line.split()[1])
+    return 0.0
+
+
+def _anonymous() -> float:
+    return _field("/proc/self/status", "RssAnon:") * 1024
+
+
+class _Watch:
+    """Looks at this rank's memory while work runs."""
+
+    def __init__(self) -> None:
+        self.before = self.highest = _anonymous()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.005):
+            self.highest = max(self.highest, _anonymous())
+
+    def stop(self) -> float:
+        """Return the most that was held above what was held before."""
+        self._over.set()
+        self._thread.join()
+        return max(self.highest, _anonymous()) - self.before
+
+
+def cost_of(work: Callable[[], object]) -> Cost:
+    """Do work on all ranks and return what it cost: collective."""
+    io = {name: _field("/proc/self/io", key) for name, key in _IO.items()}
+    watch = _Watch()
+    distributed.barrier()
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    memory = watch.stop()
+    summed = [_field("/proc/self/io", key) - io[name] for name, key in _IO.items()]
+    slowest = _reduced([seconds, memory], distributed.ReduceOp.MAX)
+    found = dict(zip(("seconds", "memory"), slowest, strict=True))
+    return {**found, **dict(zip(_IO, _reduced(summed, distributed.ReduceOp.SUM), strict=True))}
+
+
+def _reduced(values: list[float], how: distributed.ReduceOp.RedOpType) -> list[float]:
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    distributed.all_reduce(tensor, op=how)
+    found: list[float] = tensor.tolist()
+    return found

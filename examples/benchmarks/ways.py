@@ -1,0 +1,265 @@
+"""The ways to save and to load that are measured, each on all ranks of one world, in turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from probe import Cost, cost_of  # type: ignore[import-not-found] # scripts, beside this one
+from subject import (  # type: ignore[import-not-found]
+    make_engine,
+    make_fsdp,
+    sync_tree,
+    train_step,
+    width_of,
+)
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+PIECE_BYTES = 8 << 20
+TAG, UNIVERSAL = "checkpoint", "universal"
+"""The tags of stock DeepSpeed's checkpoints, and of those that are converted."""
+
+Costs = dict[str, list[Cost]]
+"""What each way has cost, round by round."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of engine."""
+
+    stage: int
+    precision: str
+
+    @property
+    def like_fsdp(self) -> bool:
+        """Whether FSDP2 is measured beside it: it cuts as ZeRO-3 does, here in fp32."""
+        return self.stage == 3 and self.precision == "fp32"
+
+    @property
+    def name(self) -> str:
+        """Return what the report calls it."""
+        return f"ZeRO-{self.stage} {self.precision}"
+
+    def file(self, folder: Path, what: str, ranks: int) -> Path:
+        """Return where what so many ranks of it have saved lies."""
+        return folder / f"{what}-z{self.stage}-{self.precision}-{ranks}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all worlds of a run share."""
+
+    folder: Path
+    parameters: float
+    rounds: int
+    device: str
+    cases: tuple[Case, ...]
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+) -> Costs:
+    """Take every way once in each round; the first round warms up and is not returned.
+
+    Args:
+        ways: by their names.
+        rounds: how many are returned.
+        before: called before each way, which is not measured.
+    """
+    costs: Costs = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, work in ways.items():
+            before()
+            cost = cost_of(work)
+            if number:
+                costs[name].append(cost)
+    return costs
+
+
+def _tensors(engine: Any) -> list[torch.Tensor]:  # noqa: ANN401 - DeepSpeed is untyped
+    """Return this rank's masters and moments."""
+    from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
+
+    state = engine_handle(engine).open().rank_state(exclude_frozen=False, keep_module_weights=False)
+    return [t for f in state.flats for t in (f.master, *f.elementwise.values())]
+
+
+class _Fsdp:
+    """The same model under FSDP2, which ``torch.distributed.checkpoint`` saves and loads."""
+
+    def __init__(self, setting: Setting, source: int) -> None:
+        self._parts = make_fsdp(width_of(setting.parameters), setting.device)
+        self._path = setting.folder / f"dcp-{source}"
+
+    def save(self) -> None:
+        """Save, synced."""
+        weights, state = get_state_dict(*self._parts)
+        save_dcp({"model": weights, "optimizer": state}, checkpoint_id=self._path)
+        sync_tree(self._path)
+
+    def load(self) -> None:
+        """Load."""
+        weights, state = get_state_dict(*self._parts)
+        load_dcp({"model": weights, "optimizer": state}, checkpoint_id=self._path)
+        set_state_dict(*self._parts, model_state_dict=weights, optim_state_dict=state)
+
+
+# -- saving ---------------------------------------------------------------------------------
+
+
+class _Background:
+    """Saves behind training, by the library's manager."""
+
+    def __init__(self, engine: Any, path: Path) -> None:  # noqa: ANN401
+        from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions  # noqa: PLC0415
+        from lightning_elastic_zero.coordination import Timeouts, connect_ranks  # noqa: PLC0415
+
+        self._ranks = connect_ranks()
+        handle = engine_handle(engine)
+        self._manager = CheckpointManager(Timeouts(), background=True)
+        self._manager.start(handle, distributed.get_rank())
+        self._arguments: Any = (handle, path, self._ranks, {}, SaveOptions())
+
+    def call(self) -> None:
+        """Begin to save."""
+        self._manager.save_async(*self._arguments)
+
+    def wait(self) -> None:
+        """Wait until it is published."""
+        self._manager.wait_until_finished(self._ranks)
+
+    def close(self) -> None:
+        """End the manager's threads."""
+        self._manager.stop(interrupted=False)
+        self._ranks.close()
+
+
+def measure_saves(setting: Setting, ranks: int) -> dict[str, Costs]:
+    """Measure all ways to save on this world, for each case; what was saved stays."""
+    width = width_of(setting.parameters)
+    return {f"{c.name}, {ranks} ranks": _saves_of(setting, c, width) for c in setting.cases}
+
+
+def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
+    from lightning_elastic_zero import save_checkpoint  # noqa: PLC0415
+
+    engine = make_engine(case.stage, width, case.precision)
+    train_step(engine, width)
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    ours, stock = (case.file(setting.folder, what, ranks) for what in ("ours", "stock"))
+    tensors = _tensors(engine)
+    spare = [torch.zeros_like(t, device="cpu") for t in tensors]
+    raw = case.file(setting.folder, "raw", ranks).with_suffix(f".{rank}")
+    background = _Background(engine, case.file(setting.folder, "behind", ranks))
+
+    def copy() -> None:
+        for to, source in zip(spare, tensors, strict=True):
+            to.copy_(source)
+
+    def write_raw() -> None:
+        # As a save does, it keeps the last file until the new one is there.
+        new = raw.with_name(f"{raw.name}.new")
+        with new.open("wb", buffering=0) as file:
+            for tensor in spare:
+                data = tensor.view(torch.uint8).numpy().data
+                for start in range(0, len(data), PIECE_BYTES):
+                    file.write(data[start : start + PIECE_BYTES])
+            os.fsync(file.fileno())
+        new.replace(raw)
+
+    def save_stock() -> None:
+        engine.save_checkpoint(str(stock), tag=TAG)
+        sync_tree(stock)
+
+    ways: dict[str, Callable[[], object]] = {
+        "copy in memory": copy,
+        "raw write and sync": write_raw,
+        "this library": lambda: save_checkpoint(engine, ours),
+        "stock DeepSpeed": save_stock,
+        "this library, background: the call": background.call,
+        "this library, background: the wait after it": background.wait,
+    }
+    if case.like_fsdp:
+        ways["torch.distributed.checkpoint"] = _Fsdp(setting, ranks).save
+    costs = in_turn(ways, setting.rounds)
+    background.close()
+    raw.unlink()
+    return costs
+
+
+# -- loading --------------------------------------------------------------------------------
+
+
+def measure_loads(setting: Setting, ranks: int, sources: tuple[int, ...]) -> dict[str, Costs]:
+    """Measure all ways to load what worlds of other sizes have saved, for each case."""
+    width = width_of(setting.parameters)
+    return {
+        f"{case.name}, {source} to {ranks}": _loads_of(setting, case, width, source)
+        for case in setting.cases
+        for source in sources
+    }
+
+
+class _RawRead:
+    """Reads this rank's share of a checkpoint's bytes into memory that is there already."""
+
+    def __init__(self, folder: Path) -> None:
+        rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        files = sorted(p for p in folder.rglob("*") if p.is_file())
+        self._shares = [_share(file, rank, ranks) for file in files]
+        self._memory = memoryview(bytearray(max(stop - start for _, start, stop in self._shares)))
+
+    def read(self) -> None:
+        """Read it."""
+        for file, start, stop in self._shares:
+            with file.open("rb", buffering=0) as opened:
+                done = 0
+                while done < stop - start:
+                    piece = self._memory[done : min(done + PIECE_BYTES, stop - start)]
+                    done += os.preadv(opened.fileno(), [piece], start + done)
+
+    def forget(self) -> None:
+        """Have the system forget what it keeps of the files, so that a read comes from the disk."""
+        for file, *_ in self._shares:
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        distributed.barrier()
+
+
+def _share(file: Path, rank: int, ranks: int) -> tuple[Path, int, int]:
+    size_bytes = file.stat().st_size
+    return file, size_bytes * rank // ranks, size_bytes * (rank + 1) // ranks
+
+
+def _loads_of(setting: Setting, case: Case, width: int, source: int) -> Costs:
+    from lightning_elastic_zero import load_checkpoint  # noqa: PLC0415
+
+    ours, stock = (case.file(setting.folder, what, source) for what in ("ours", "stock"))
+    with_universal = (stock / UNIVERSAL).is_dir()
+    engine = make_engine(case.stage, width, case.precision)
+    train_step(engine, width)
+    raw = _RawRead(ours)
+    ways: dict[str, Callable[[], object]] = {
+        "warm read into memory": raw.read,
+        "this library": lambda: load_checkpoint(engine, ours),
+    }
+    if source == distributed.get_world_size():
+        ways["stock DeepSpeed"] = lambda: engine.load_checkpoint(str(stock), tag=TAG)
+    if case.like_fsdp:
+        ways["torch.distributed.checkpoint"] = _Fsdp(setting, source).load
+    if with_universal:
+        other = make_engine(case.stage, width, case.precision, universal=True)
+        ways["Universal Checkpoint"] = lambda: other.load_checkpoint(str(stock), tag=UNIVERSAL)
+    costs = in_turn(ways, setting.rounds)
+    cold = {"cold read into memory": raw.read, "this library, cold": ways["this library"]}
+    return {**costs, **in_turn(cold, setting.rounds, before=raw.forget)}
