@@ -49,10 +49,10 @@ class RayCheckpointReport(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check where checkpoints go, and come after the callbacks that save them.
+        """Come after the callbacks that save checkpoints.
 
         Raises:
-            UnsupportedError: Ray could not find or keep the checkpoints.
+            UnsupportedError: the strategy is another one.
         """
         if stage != "fit":
             return
@@ -60,13 +60,21 @@ class RayCheckpointReport(Callback):
             found = type(trainer.strategy).__name__
             msg = f"RayCheckpointReport needs ElasticDeepSpeedStrategy; the strategy is {found}"
             raise UnsupportedError(msg)
+        # A new list: Lightning walks over the old one now.
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check where checkpoints go, which is known by now.
+
+        Raises:
+            UnsupportedError: Ray could not find or keep them.
+        """
         run = _run_folder()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 _check_model_checkpoint(callback, run)
-        # A new list: Lightning walks over the old one now.
-        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -128,10 +136,13 @@ class RayCheckpointReport(Callback):
         ray_train = _ray_train()
         storage = ray_train.get_context().get_storage()
         for path, step in trainer.strategy.broadcast(new):
+            metrics = self._metrics.get(step, {"epoch": trainer.current_epoch})
+            # Another ModelCheckpoint may have saved at this step too; steps before are done with.
+            self._metrics = {at: of for at, of in self._metrics.items() if at >= step}
             ray_train.report(
-                {**self._metrics.pop(step, {"epoch": trainer.current_epoch}), "step": step},
+                {**metrics, "step": step},
                 ray_train.Checkpoint(path, storage.storage_filesystem),
-                checkpoint_upload_mode=_upload_mode().NO_UPLOAD,
+                checkpoint_upload_mode=ray_train.CheckpointUploadMode.NO_UPLOAD,
             )
 
     def _take_new(self) -> list[tuple[str, int]]:
@@ -210,8 +221,3 @@ def _ray_train() -> Any:
     except ImportError as error:
         msg = "RayCheckpointReport needs Ray Train: pip install 'lightning-elastic-zero[ray]'"
         raise ImportError(msg) from error
-
-
-def _upload_mode() -> Any:
-    """Return the ways to upload a checkpoint, which Ray Train has since its second version."""
-    return importlib.import_module("ray.train.v2.api.report_config").CheckpointUploadMode

@@ -25,13 +25,13 @@ from tests.elastic.recorder import Recorder
 NAME, KEPT = "run", 2
 
 
-def train(folder: str) -> None:
+def train(config: dict[str, str]) -> None:
     """Run on each worker what ``_job.arguments`` say of the other launchers' example."""
     L.seed_everything(SEED)
     data = StdlibText(samples_per_epoch=SAMPLES)
     model = GPT(data.vocab_size, n_layer=1, n_embd=32, dropout=0.0, warmup_steps=10, lr=1e-3)
     settings = {"max_epochs": EPOCHS, "save_every": SAVE_EVERY}
-    trainer = make_trainer(settings, Recorder(folder))
+    trainer = make_trainer(settings, Recorder(config["folder"]))
     trainer.limit_val_batches = 0
     trainer.fit(model, data, ckpt_path="last")
 
@@ -44,8 +44,8 @@ def main() -> None:
     arguments = parser.parse_args()
     ray.init(address=arguments.address, _node_ip_address=arguments.address.partition(":")[0])
     trainer: Any = TorchTrainer(
-        train,  # type: ignore[arg-type]
-        train_loop_config=str(arguments.folder),  # type: ignore[arg-type]
+        train,
+        train_loop_config={"folder": str(arguments.folder)},
         scaling_config=ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=5),
         run_config=RunConfig(
             name=NAME,
