@@ -140,7 +140,8 @@ def test_ray_numbers_its_workers_itself(
     made = trainer(plugins=[RayLightningEnvironment()])
     assert (made.world_size, made.global_rank, made.num_devices) == (workers, rank, here)
     assert made.strategy.root_device.index == local
-    assert made.strategy.launcher is None
+    assert made.strategy.launcher is not None
+    made.strategy.launcher.launch(lambda: None, trainer=made)
 
 
 def test_ray_workers_of_which_the_trainer_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
