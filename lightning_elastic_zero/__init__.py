@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.trainer.checkpoint_monitor import CheckpointMonitor
     from lightning_elastic_zero.trainer.dataloaders import ResumesAtSample
     from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
+    from lightning_elastic_zero.trainer.ray_report import RayCheckpointReport
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     __version__: str
@@ -58,6 +59,7 @@ __all__ = [
     "Manifest",
     "PreemptionCheckpoint",
     "RanksError",
+    "RayCheckpointReport",
     "ResumesAtSample",
     "SaveError",
     "UnsupportedError",
@@ -83,6 +85,7 @@ _MODULE_OF_NAME = {
     "LoadResult": "lightning_elastic_zero.checkpoint",
     "Manifest": "lightning_elastic_zero.manifest",
     "PreemptionCheckpoint": "lightning_elastic_zero.trainer.preemption",
+    "RayCheckpointReport": "lightning_elastic_zero.trainer.ray_report",
     "ResumesAtSample": "lightning_elastic_zero.trainer.dataloaders",
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
     "describe_dumps": "lightning_elastic_zero.formats.dumps",

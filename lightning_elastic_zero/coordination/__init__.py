@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.gloo_shutdown import wait_for_gloo_at_exit
-from lightning_elastic_zero.coordination.meeting import leave_shared_store
+from lightning_elastic_zero.coordination.meeting import leave_shared_store, size_of_process_group
 from lightning_elastic_zero.coordination.store_connection import check_open_file_limit
 from lightning_elastic_zero.coordination.timeouts import (
     ABSENT_TIMEOUT_S,
@@ -42,6 +42,7 @@ __all__ = [
     "Timeouts",
     "connect_ranks",
     "leave_shared_store",
+    "size_of_process_group",
 ]
 
 T = TypeVar("T")

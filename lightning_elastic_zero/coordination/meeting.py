@@ -56,6 +56,11 @@ def leave_shared_store(timeout_s: float) -> None:
     os.environ.update({"MASTER_PORT": str(found), SHARED: str(False)})
 
 
+def size_of_process_group() -> int | None:
+    """Return how many ranks the default process group has; None: there is none yet."""
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
 def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) -> int:
     """Return a free port of rank 0's machine; collective.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,10 +29,22 @@ class CheckpointEvents:
     def __init__(self) -> None:
         """Begin with none."""
         self._events: deque[CheckpointEvent] = deque(maxlen=KEPT)
+        self._listeners: list[Callable[[CheckpointStats], None]] = []
+
+    def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
+        """Tell somebody of each save that is published from now on; on rank 0, in any thread.
+
+        Returns:
+            What ends that.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def on_published(self, stats: CheckpointStats) -> None:
         """Note a save that can be loaded now; on rank 0."""
         self._events.append(CheckpointEvent("save", stats))
+        for listener in list(self._listeners):
+            listener(stats)
         if stats.fingerprint:
             rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
 

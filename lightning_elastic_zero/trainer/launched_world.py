@@ -1,14 +1,17 @@
-"""The nodes and ranks that torchrun has started, whatever the Trainer was told.
+"""The nodes and ranks that torchrun or Ray Train has started, whatever the Trainer was told.
 
-An elastic agent starts the ranks anew when nodes are lost or come back, with another number of
+An elastic launcher starts the ranks anew when nodes are lost or come back, with another number of
 them. Lightning would refuse every world but the one of ``devices`` and ``num_nodes``, which a
-script cannot know. The variables are those of torch's ``elastic/agent/server/api.py``.
+script cannot know. The variables are those of torch's ``elastic/agent/server/api.py``; of them Ray
+sets ``LOCAL_WORLD_SIZE`` and tells the rest by its own cluster environment, which numbers ranks
+itself: its nodes may have different numbers of them.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +20,14 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_elastic_zero.coordination import leave_shared_store
+from lightning_elastic_zero.coordination import leave_shared_store, size_of_process_group
 from lightning_elastic_zero.errors import UnsupportedError
 
 RANKS, RANKS_OF_NODE, NODES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"
-"""Environment variables that torchrun sets for each rank."""
+"""Environment variables that torchrun sets for each rank; Ray sets the second one."""
+
+_RAYS = "ray.train.lightning"
+"""Where Ray has its cluster environment; who uses it has imported it."""
 
 JOB = "TORCHELASTIC_RUN_ID"
 """The one by which torch and Lightning know that torchrun has started a process."""
@@ -67,7 +73,7 @@ class NodesOfJob:
 def devices_of_node(
     strategy: DeepSpeedStrategy, told: list[torch.device] | None
 ) -> list[torch.device] | None:
-    """Return this node's devices: as many as it has ranks, where torchrun has started them.
+    """Return this node's devices: as many as it has ranks, where torchrun or Ray has started them.
 
     CPUs are numbered too: DeepSpeed wants each device's index.
 
@@ -76,7 +82,7 @@ def devices_of_node(
         told: the devices of the Trainer's ``devices``.
     """
     accelerator = strategy.accelerator
-    if told and accelerator is not None and _is_launched(strategy):
+    if told and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
         here = int(os.environ[RANKS_OF_NODE])
         if here != len(told):
             told = accelerator.get_parallel_devices(accelerator.parse_devices(here))
@@ -106,7 +112,9 @@ def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> N
 
     Raises:
         RanksError: ranks did not come.
+        UnsupportedError: Ray has started ranks of which the Trainer does not know.
     """
+    _check_rays_world(strategy)
     if not _is_launched(strategy):
         return
     if timeout == COLLECTIVE_TIMEOUT:
@@ -122,3 +130,26 @@ def _is_launched(strategy: DeepSpeedStrategy) -> bool:
     """Whether torchrun has started this rank, and the user has chosen no other environment."""
     by_torchrun = isinstance(strategy.cluster_environment, TorchElasticEnvironment)
     return by_torchrun and {RANKS, RANKS_OF_NODE, NODES} <= os.environ.keys()
+
+
+def _is_rays(strategy: DeepSpeedStrategy) -> bool:
+    """Whether Ray Train has started this rank, and the user has chosen Ray's environment."""
+    environment = getattr(sys.modules.get(_RAYS), "RayLightningEnvironment", None)
+    chosen = environment is not None and isinstance(strategy.cluster_environment, environment)
+    return chosen and RANKS_OF_NODE in os.environ
+
+
+def _check_rays_world(strategy: DeepSpeedStrategy) -> None:
+    """Check that the Trainer has the ranks that Ray Train has started, and connected already.
+
+    Raises:
+        UnsupportedError: it has not; each rank would train by itself.
+    """
+    ranks = size_of_process_group() if _RAYS.rpartition(".")[0] in sys.modules else None
+    if ranks is not None and ranks != strategy.world_size:
+        msg = (
+            f"Ray Train has started {ranks} workers, and the Trainer knows of "
+            f"{strategy.world_size}: pass Trainer(plugins=[RayLightningEnvironment()]), from "
+            "ray.train.lightning, and leave `devices` and `num_nodes` out"
+        )
+        raise UnsupportedError(msg)

@@ -32,6 +32,7 @@ PUBLIC = {
     "save_checkpoint",
     "CheckpointMonitor",
     "PreemptionCheckpoint",
+    "RayCheckpointReport",
     "CheckpointStats",
     "LoadResult",
     "Manifest",

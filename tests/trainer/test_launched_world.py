@@ -1,9 +1,11 @@
-"""Under torchrun the run takes the nodes and ranks that were started, whatever the script says."""
+"""Under torchrun and Ray the run takes the nodes and ranks that were started, not the script's."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -105,3 +107,48 @@ def test_ranks_meet_within_the_strategys_timeout(
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
     launched_world.prepare_to_meet(strategy, strategy._timeout)
     assert waited == [waited_s]
+
+
+@pytest.mark.parametrize(("workers", "here", "rank", "local"), [(3, 2, 1, 1), (3, 1, 2, 0)])
+def test_ray_numbers_its_workers_itself(
+    workers: int, here: int, rank: int, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes may have different numbers of them; each worker has a device of its own."""
+
+    class RayLightningEnvironment(LightningEnvironment):
+        """Answers as Ray's does on this worker."""
+
+        def world_size(self) -> int:
+            return workers
+
+        def global_rank(self) -> int:
+            return rank
+
+        def local_rank(self) -> int:
+            return local
+
+        def set_world_size(self, size: int) -> None:
+            """Take nobody's."""
+
+        def set_global_rank(self, rank: int) -> None:
+            """Take nobody's."""
+
+    rays = SimpleNamespace(RayLightningEnvironment=RayLightningEnvironment)
+    monkeypatch.setitem(sys.modules, "ray.train.lightning", rays)  # type: ignore[arg-type]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    made = trainer(plugins=[RayLightningEnvironment()])
+    assert (made.world_size, made.global_rank, made.num_devices) == (workers, rank, here)
+    assert made.strategy.root_device.index == local
+    assert made.strategy.launcher is not None
+    made.strategy.launcher.launch(lambda: None, trainer=made)
+
+
+def test_ray_workers_of_which_the_trainer_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray's environment each worker would train by itself: refused, with what to pass."""
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(launched_world, "size_of_process_group", lambda: 2)
+    strategy = trainer().strategy
+    assert isinstance(strategy, ElasticDeepSpeedStrategy)
+    with pytest.raises(UnsupportedError, match="started 2 workers, and the Trainer knows of 1"):
+        launched_world.prepare_to_meet(strategy, strategy._timeout)

@@ -1,0 +1,56 @@
+"""What Ray Train is told of checkpoints, and which ones it could not keep; without Ray."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_elastic_zero import RayCheckpointReport, UnsupportedError
+from lightning_elastic_zero.trainer.ray_report import _check_model_checkpoint, _path_in
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_extra_is_named() -> None:
+    """Whoever names the callback without Ray is told how to install it."""
+    with pytest.raises(ImportError, match=r"pip install 'lightning-elastic-zero\[ray\]'"):
+        RayCheckpointReport()
+
+
+def test_a_checkpoint_is_named_as_ray_names_its_folder(tmp_path: Path) -> None:
+    """Also where the storage is reached through a link: Ray compares the beginnings of paths."""
+    (tmp_path / "disk" / "run" / "checkpoints" / "step=5.ckpt").mkdir(parents=True)
+    (tmp_path / "storage").symlink_to("disk")
+    (tmp_path / "disk/run/checkpoints/last.ckpt").symlink_to("step=5.ckpt")
+    run = tmp_path / "storage" / "run"
+    for named in ("disk/run/checkpoints/step=5.ckpt", "storage/run/checkpoints/last.ckpt"):
+        assert _path_in(run, str(tmp_path / named)) == f"{run}/checkpoints/step=5.ckpt"
+
+
+@pytest.mark.parametrize("path", ["run/checkpoints/last-preempted.ckpt", "elsewhere/step=5.ckpt"])
+def test_what_is_replaced_or_elsewhere_is_not_rays(path: str, tmp_path: Path) -> None:
+    """Ray would delete the newest state of a run, or could not find it."""
+    assert _path_in(tmp_path / "run", str(tmp_path / path)) is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "said"),
+    [
+        ("elsewhere", {"save_top_k": -1}, "keeps checkpoints below .*/run only"),
+        ("run/checkpoints", {}, r"save_top_k=1\) would delete"),
+        ("run/checkpoints", {"save_top_k": -1, "save_last": "link"}, None),
+    ],
+    ids=["elsewhere", "deletes", "right"],
+)
+def test_callbacks_whose_checkpoints_ray_cannot_keep(
+    folder: str, options: dict[str, object], said: str | None, tmp_path: Path
+) -> None:
+    """They are refused before training, with what to pass instead."""
+    callback = ModelCheckpoint(tmp_path / folder, **options)  # type: ignore[arg-type]
+    if said is None:
+        _check_model_checkpoint(callback, tmp_path / "run")
+    else:
+        with pytest.raises(UnsupportedError, match=said):
+            _check_model_checkpoint(callback, tmp_path / "run")
