@@ -26,7 +26,7 @@ from lightning_elastic_zero import ElasticDeepSpeedStrategy, RayCheckpointReport
 
 SEED = 1
 GLOBAL_BATCH_SIZE = 48  # samples per optimizer step, over all workers
-SETTINGS = {"max_epochs": 4, "save_every": 12, "model": {}, "data": {}}
+SETTINGS = {"max_epochs": 4, "save_every": 12, "model": {}, "data": {"block_size": 64}}
 
 
 def make_trainer(settings: dict[str, Any], *more: Callback) -> L.Trainer:
@@ -56,7 +56,7 @@ def train(settings: dict[str, Any]) -> None:
     """Run on each worker, and anew in each world."""
     L.seed_everything(SEED)
     data = StdlibText(**settings["data"])
-    model = GPT(data.vocab_size, data.block_size, **settings["model"])
+    model = GPT(data.vocab_size, settings["data"]["block_size"], **settings["model"])
     # elastic: the newest published checkpoint, of any number of workers; none: step 0
     make_trainer(settings).fit(model, data, ckpt_path="last")
 

@@ -134,7 +134,7 @@ def test_ray_numbers_its_workers_itself(
             """Take nobody's."""
 
     rays = SimpleNamespace(RayLightningEnvironment=RayLightningEnvironment)
-    monkeypatch.setitem(sys.modules, "ray.train.lightning", rays)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.train.lightning", rays)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     monkeypatch.setenv("LOCAL_RANK", str(local))
     made = trainer(plugins=[RayLightningEnvironment()])
@@ -146,7 +146,7 @@ def test_ray_numbers_its_workers_itself(
 
 def test_ray_workers_of_which_the_trainer_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Ray's environment each worker would train by itself: refused, with what to pass."""
-    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())
     monkeypatch.setattr(launched_world, "size_of_process_group", lambda: 2)
     strategy = trainer().strategy
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
