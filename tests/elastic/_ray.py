@@ -49,7 +49,8 @@ SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(HANG_TIMEOUT_S),
+    # Ray may still count a node that is gone: after this time it looks again.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 

@@ -56,15 +56,14 @@ def note(nodes: RayJob, event: str, since: float) -> None:
 
 
 def test_fewer_workers_and_more(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """A worker is killed with its node, and the run goes on without; then the node comes back."""
+    """A node is killed with its worker, and the run goes on without; then the node comes back."""
     with ray_job(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)
         nodes.start(HEAD, SECOND)
         nodes.drive()
         nodes.wait_for_step(AT, world=2)
-        lost = nodes.kill_worker(rank=1, world=2)
-        nodes.kill(SECOND)
+        lost = nodes.kill(SECOND)
         nodes.go_on(AT)
         nodes.wait_for_step(LATER, world=1)
         gained = time.time()
@@ -73,7 +72,7 @@ def test_fewer_workers_and_more(undisturbed: Undisturbed, tmp_path: Path) -> Non
         nodes.go_on(LATER)
         nodes.finish()
         check_run(nodes, undisturbed)
-        note(nodes, "Ray loses a worker and its node", lost)
+        note(nodes, "Ray loses a node", lost)
         note(nodes, "Ray gains a node", gained)
 
 

@@ -154,6 +154,7 @@ NOT_ON_DISK = {
     ("strategy_registry.py", "find_spec", "sys.meta_path.remove"),
     ("tensor_state.py", "numpy_to_python", "copy.copy"),
     ("tools/shell_completion.py", "completion_script", "parser.prog.replace"),
+    ("trainer/checkpoint_events.py", "subscribe", "self._listeners.remove"),
     ("engine/step_hook.py", "remove", "handle.remove"),
     ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "with_copies", "copy.copy"),
