@@ -53,7 +53,7 @@ class Event:
     """Nodes that were to go on."""
 
     step: int
-    """The last that any rank had taken."""
+    """The last that any rank had taken before the next world began."""
 
     published: int
     """The step of the newest sound checkpoint just after it."""
@@ -122,8 +122,11 @@ class Soak:
             time.sleep(self.random.uniform(0.0, 3.0))
             event = self._do(self._choose())
             start = self._wait_for_step(event.at, event.world)
-            first = min(line.time for line in self._steps() if line.met_at == start.met_at)
-            event = replace(event, resumed=start.step, seconds=first - event.at)
+            steps = self._steps()
+            first = min(line.time for line in steps if line.met_at == start.met_at)
+            # A node that joins stops the others only some steps later.
+            step = max((line.step for line in steps if line.time < start.time), default=0)
+            event = replace(event, step=step, resumed=start.step, seconds=first - event.at)
             self.events.append(event)
             print(
                 f"{event.kind}: {event.world} nodes, ZeRO-{self.nodes.run.stage}, went on from "
