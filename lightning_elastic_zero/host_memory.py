@@ -34,7 +34,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _LARGE_BYTES:
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     return map_pages(size_bytes, (LARGE_PAGES,)).view(dtype).view(tuple(shape))
 
 

@@ -49,8 +49,8 @@ class CheckedDirectory:
 def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDirectory]:
     """Check that all ranks share each directory and that checkpoints can be published there.
 
-    Collective. A trial folder is made in each directory, and removed again; so are the directory
-    and its parents where they were not there.
+    Collective. Directories that are not there are made, as by the first save. A trial folder is
+    made in each, and removed again.
 
     Args:
         folders: paths; all ranks take rank 0's. None and empty ones are left out.
@@ -80,7 +80,9 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
     with ExitStack() as opened:
 
         def make() -> tuple[str, bool]:
-            _make(directory, opened)
+            # It stays: others may begin to use it now.
+            with as_save_error(directory):
+                directory.mkdir(parents=True, exist_ok=True)
             device = directory.stat().st_dev
             is_new = device not in _tried_devices
             folder = opened.enter_context(trial_folder(directory, PREFIX, ranks.progress))
@@ -145,21 +147,6 @@ def _host() -> str:
     with suppress(OSError):
         return f"{machine()} {Path('/proc/self/ns/mnt').readlink()}"
     return machine()
-
-
-def _make(directory: Path, opened: ExitStack) -> None:
-    """Make the directory; what was not there before goes again in the end, where it is empty."""
-    places = (directory, *directory.parents)
-    missing = [place for place in places if not os.path.lexists(place)]
-
-    def remove() -> None:
-        with suppress(OSError):
-            for place in missing:
-                place.rmdir()
-
-    with as_save_error(directory):
-        opened.callback(remove)
-        directory.mkdir(parents=True, exist_ok=True)
 
 
 def _try_out(directory: Path, folder: Path) -> None:

@@ -221,7 +221,9 @@ class LiveEngine:
         found = tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
         if self._stage or not found:  # An evaluation has no optimizer.
             return found
-        return count_by_group(self._inner, found, [buffer.group for buffer in self._buffers])
+        groups = [buffer.group for buffer in self._buffers]
+        trained = [any(p.requires_grad for p in buffer.parameters) for buffer in self._buffers]
+        return count_by_group(self._inner, found, groups, trained)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.

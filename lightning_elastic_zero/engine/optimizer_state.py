@@ -105,6 +105,7 @@ def count_by_group(
     optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     states: Sequence[tuple[Mapping[str, torch.Tensor], Mapping[str, Scalar]]],
     groups: Sequence[int],
+    trained: Sequence[bool],
 ) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
     """Return the states of stage 0's parameters, their steps counted by group.
 
@@ -115,13 +116,15 @@ def count_by_group(
         optimizer: whose they are.
         states: of each parameter, element-wise ones and scalars.
         groups: of each parameter, the index of its group.
+        trained: of each parameter, whether it requires a gradient: DeepSpeed gives one to all that
+            do.
     """
     if type(optimizer).__name__ != "FusedAdam":
         return tuple((dict(tensors), dict(scalars)) for tensors, scalars in states)
     counted: dict[int, Scalar] = {}
-    for group, (_, scalars) in zip(groups, states, strict=True):
-        if "step" in scalars:
-            counted[group] = max(counted.get(group, 0), scalars["step"])  # type: ignore[type-var]
+    for group, (_, scalars), steps in zip(groups, states, trained, strict=True):
+        if "step" in scalars and (steps or group not in counted):
+            counted[group] = scalars["step"]
     return tuple(
         (dict(tensors), {k: counted[group] if k == "step" else v for k, v in scalars.items()})
         for group, (tensors, scalars) in zip(groups, states, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,13 @@ __all__ = [
 ]
 
 
+_NO_ENTRY = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM),
+}
+"""What a system says of a path that leads nowhere, or where this user may not go."""
+
+
 def open_checkpoint(
     path: Path, *, allow_pickle: bool = False, on_progress: Callable[[], None] = ignore_progress
 ) -> CheckpointReader:
@@ -70,6 +78,8 @@ def open_checkpoint(
     try:
         return _opened(path, allow_pickle=allow_pickle, on_progress=on_progress)
     except OSError as error:
+        if error.errno not in _NO_ENTRY:
+            raise  # It may pass: no older checkpoint is to take the place of this one.
         msg = (
             f"{path} cannot be read: the system says {error.strerror or error} of "
             f"{error.filename or path}. See the permissions of it and of the folders above it, and "

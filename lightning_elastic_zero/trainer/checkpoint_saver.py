@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_elastic_zero.api import engine_handle
@@ -82,10 +83,9 @@ class CheckpointSaver:
         # The module may belong to another Trainer by the time of a save.
         self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if is_fitting(trainer) else []
-        dirpaths = [
-            getattr(callback, "dirpath", None) for callback in callbacks if _saves(callback)
-        ]
-        for checked in check_directories(dirpaths, self._get_ranks()):
+        dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
+        used = [] if trainer.fast_dev_run else [c.dirpath for c in callbacks if _saves(c)]  # type: ignore[attr-defined]
+        for checked in check_directories(used, self._get_ranks()):
             _tell(checked)
         # Only one rank's may differ, of a layout that this library does not know.
         self._get_ranks().run_all(
@@ -221,9 +221,12 @@ def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
     return Path(path).name.startswith("hpc_ckpt_")
 
 
-def _saves(callback: Any) -> bool:
-    """Whether a checkpoint callback saves at all."""
-    return getattr(callback, "save_top_k", 1) != 0 or bool(getattr(callback, "save_last", False))
+def _saves(callback: Callback) -> bool:
+    """Whether a callback is known to save through the strategy, into its ``dirpath``."""
+    if isinstance(callback, ModelCheckpoint):
+        in_an_exception = getattr(callback, "save_on_exception", False)  # since Lightning 2.6
+        return callback.save_top_k != 0 or bool(callback.save_last) or bool(in_an_exception)
+    return isinstance(callback, OnExceptionCheckpoint)
 
 
 def _tell(checked: CheckedDirectory) -> None:

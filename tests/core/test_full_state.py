@@ -105,6 +105,10 @@ def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
         assert list(bound.states) == ["a", "b"]
 
 
+FUSED = {"lr": 0.1, "betas": (0.9, 0.999), "bias_correction": True, "step": 0}
+
+
+@pytest.mark.parametrize("hyperparameters", [FUSED, {**FUSED, "amsgrad": False}, {"lr": 0.1}])
 @pytest.mark.parametrize(
     ("steps", "read"),
     [
@@ -118,13 +122,18 @@ def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
     ids=str,
 )
 def test_steps_that_one_parameter_counts_for_its_group(
-    steps: tuple[int | torch.Tensor, ...], read: list[float], tmp_path: Path
+    steps: tuple[int | torch.Tensor, ...],
+    read: list[float],
+    hyperparameters: dict[str, object],
+    tmp_path: Path,
 ) -> None:
     """Such a count is that of the whole group; all others are read as they are."""
+    if hyperparameters != FUSED:  # another optimizer's
+        read = [float(step) for step in steps]
     names = ["a", "b", "c"]
     weights = {name: torch.ones(2, 2) for name in names}
     state = {i: {"step": s, "exp_avg": torch.zeros(2, 2)} for i, s in enumerate(steps)}
-    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    optimizer = {"state": state, "param_groups": [{**hyperparameters, "params": [0, 1, 2]}]}
     path = tmp_path / "model.ckpt"
     torch.save({"state_dict": weights, "optimizer_states": [optimizer]}, path)
     with closing(open_checkpoint(path)) as source:

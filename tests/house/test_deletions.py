@@ -118,10 +118,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/copying.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),
-    # -- before training: in one folder, likewise; only empty folders that were not there go
-    ("checkpoint/directory_check.py", "remove", "place.rmdir"): (
-        "tests/core/test_directory_check.py::test_a_users_files_stay"
-    ),
     # -- selftest: in one folder, which it has made under a name that nothing else has
     ("storage/directory_abilities.py", "_write_new", "path.open to write"): SELFTEST,
     ("storage/directory_abilities.py", "_rename", "hidden.rename"): SELFTEST,

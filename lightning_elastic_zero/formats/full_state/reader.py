@@ -123,7 +123,9 @@ class FullStateReader(CheckpointReader):
                 }
             )
             for group in self.manifest.groups:
-                count_by_group([self._scalars[n] for n in group.names if n in self._scalars])
+                held = group.hyperparameters.keys()
+                if held >= FUSED_ADAM_KEYS and "amsgrad" not in held:
+                    count_by_group([self._scalars[n] for n in group.names if n in self._scalars])
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
@@ -144,6 +146,11 @@ class FullStateReader(CheckpointReader):
     def load_client_state(self) -> dict[str, Any]:
         """Return all that is neither weights nor optimizer state."""
         raise NotImplementedError
+
+
+FUSED_ADAM_KEYS = frozenset({"betas", "bias_correction", "step"})
+"""What a parameter group of DeepSpeed's FusedAdam has, and of no other optimizer without
+``amsgrad``."""
 
 
 def count_by_group(scalars: Sequence[dict[str, Scalar]]) -> None:

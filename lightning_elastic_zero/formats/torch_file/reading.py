@@ -15,7 +15,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
-from lightning_elastic_zero.storage import RangeFile, ignore_bytes
+from lightning_elastic_zero.storage import CHUNK_BYTES, RangeFile, ignore_bytes
 from lightning_elastic_zero.tensor_state import check_cast
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -203,7 +203,13 @@ class _RangeCopy:
         """Return the slot's memory, if the file's bytes can be read right there."""
         slot = self.slot
         there = slot.device.type == "cpu" and slot.is_contiguous() and not slot.is_neg()
-        if not slot.numel() or slot.dtype != self.place.dtype or not there or slot.is_conj():
+        # What holds no whole chunk is never read in place.
+        if (
+            slot.nbytes < CHUNK_BYTES
+            or slot.dtype != self.place.dtype
+            or not there
+            or slot.is_conj()
+        ):
             return None
         return slot.view(torch.uint8).numpy().data
 

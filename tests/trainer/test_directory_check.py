@@ -1,0 +1,57 @@
+"""Which directories a fit checks before its first step: those into which it will save."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_elastic_zero.trainer.checkpoint_saver import _saves
+from tests.engine._worker_pool import Pools
+from tests.outcome import error_text
+from tests.trainer._fits import Data, RegressionNet
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+
+
+class Exporting(Checkpoint):
+    """Saves by itself, wherever it likes."""
+
+    dirpath = "s3://bucket/exports"
+
+
+@pytest.mark.parametrize(
+    ("callback", "saves"),
+    [
+        (ModelCheckpoint(), True),
+        (ModelCheckpoint(save_top_k=0), False),
+        (ModelCheckpoint(save_top_k=0, save_last=True), True),
+        (OnExceptionCheckpoint("folder"), True),
+        (Exporting(), False),
+    ],
+    ids=["each", "none", "last", "in an exception", "a user's own"],
+)
+def test_who_saves(callback: Checkpoint, saves: bool) -> None:
+    """What is not known to save through the strategy is left alone."""
+    assert _saves(callback) == saves
+
+
+def errors_in_a_file(root: str, options: dict[str, Any]) -> str:
+    """Return what a fit raises whose checkpoints would lie in a file."""
+    checkpoints = ModelCheckpoint(dirpath=f"{root}/file/checkpoints")
+    trainer = quiet_trainer(elastic(), checkpoints, Exporting(), max_epochs=1, **options)
+    return error_text(lambda: trainer.fit(RegressionNet(), Data()))
+
+
+@pytest.mark.engine
+def test_a_directory_that_cannot_be_made(worlds: Pools, tmp_path: Path) -> None:
+    """All ranks are told before training; a trial run, which saves nothing, is not."""
+    (tmp_path / "file").touch()
+    for said in worlds.run(2, partial(errors_in_a_file, str(tmp_path), {})):
+        assert said.startswith("SaveError")
+        assert f"{tmp_path}/file/checkpoints" in said
+    quick: dict[str, Any] = {"fast_dev_run": True}
+    for said in worlds.run(2, partial(errors_in_a_file, str(tmp_path), quick)):
+        assert said == "nothing was raised"
