@@ -108,8 +108,8 @@ def _be_rank(
     sys.stdout = sys.stderr  # DeepSpeed prints on every rank
     from lightning_elastic_zero.engine import use_accelerator  # noqa: PLC0415
 
-    # Without DeepSpeed's collectives in shared memory: no save or load uses them, and with them a run
-    # on a busy machine had not ended after minutes (the cause was not looked for).
+    # Without DeepSpeed's collectives in shared memory: no save or load uses them, and with them a
+    # run on a busy machine had not ended after minutes (the cause was not looked for).
     use_accelerator(device, compiles=False)
     import deepspeed  # noqa: PLC0415
 
