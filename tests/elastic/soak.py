@@ -111,6 +111,8 @@ class Soak:
     def __init__(self, nodes: SoakJob, seed: int) -> None:
         self.nodes, self.random = nodes, random.Random(seed)
         self.events: list[Event] = []
+        self.damaged: set[tuple[int, int]] = set()
+        """Inode and time of the manifests of damaged checkpoints: until a run saves over them."""
 
     def run(self, seconds: float) -> None:
         """Start a job, and do one thing after another to it."""
@@ -158,9 +160,9 @@ class Soak:
         elif kind in {OTHER_STAGE, DAMAGE}:
             nodes.kill(*nodes.alive)
         step = max((line.step for line in self._steps()), default=0)
-        published = nodes.last_step()
         if kind == DAMAGE:
-            published = self._damage_newest()
+            self._damage_newest()
+        published = max(self._sound(), default=0)
         if kind in {OTHER_STAGE, DAMAGE}:
             self._start_all()
         elif kind == JOIN:
@@ -179,22 +181,26 @@ class Soak:
         )
         nodes.start(*range(self.random.randint(1, MOST_NODES)))
 
-    def _damage_newest(self) -> int:
-        """Change a byte of the newest checkpoint; return the step of the one before it."""
-        steps = sorted(int(p.stem.rpartition("=")[2]) for p in self._published())
-        if len(steps) < 2:
-            return max(steps, default=0)
-        newest = self.nodes.checkpoints / f"step={steps[-1]}.ckpt" / "checkpoint"
-        path = self.random.choice(sorted(newest.glob("*_optim_states.pt")))
+    def _damage_newest(self) -> None:
+        """Change a byte of the newest checkpoint, where there is another one before it."""
+        *others, newest = sorted(self._sound().items()) or [(0, Path())]
+        if not others:
+            return
+        self.damaged.add(_written(newest[1]))
+        path = self.random.choice(sorted(newest[1].glob("checkpoint/*_optim_states.pt")))
         data = bytearray(path.read_bytes())
         # In the second half lie the tensors.
         data[self.random.randrange(len(data) // 2, len(data) * 3 // 4)] ^= 0x10
         path.write_bytes(data)
-        return steps[-2]
 
-    def _published(self) -> list[Path]:
-        folders = self.nodes.checkpoints.glob("step=*.ckpt")
-        return [path for path in folders if (path / "manifest.json").is_file()]
+    def _sound(self) -> dict[int, Path]:
+        """Return the published checkpoints that were not damaged, by their step."""
+        found = {}
+        for path in self.nodes.checkpoints.glob("step=*.ckpt"):
+            with suppress(FileNotFoundError):  # A run that lives deletes, too.
+                if _written(path) not in self.damaged:
+                    found[int(path.stem.rpartition("=")[2])] = path
+        return found
 
     def _steps(self) -> list[Line]:
         return [line for line in self.nodes.lines() if line.is_step]
@@ -213,6 +219,12 @@ class Soak:
 
         self.nodes.wait_until(taken, f"step of a world of {world} ranks")
         return found[-1]
+
+
+def _written(checkpoint: Path) -> tuple[int, int]:
+    """Return what tells a published checkpoint from the one that takes its place."""
+    status = (checkpoint / "manifest.json").stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def wrong_restarts(soak: Soak, folder: Path) -> list[str]:
