@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
@@ -63,8 +62,8 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     """
 
     def paths() -> list[str]:
-        named = [os.fspath(str(folder)) for folder in folders if folder]
-        return list(dict.fromkeys(str(check_local_path(name)) for name in named))
+        named = (str(check_local_path(str(folder))) for folder in folders if folder)
+        return list(dict.fromkeys(named))
 
     wanted = ranks.broadcast("check directories: which", paths)
     if not wanted:
@@ -83,7 +82,7 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
             # It stays: others may begin to use it now.
             with as_save_error(directory):
                 directory.mkdir(parents=True, exist_ok=True)
-            device = directory.stat().st_dev
+                device = directory.stat().st_dev
             is_new = device not in _tried_devices
             folder = opened.enter_context(trial_folder(directory, PREFIX, ranks.progress))
             if is_new:

@@ -40,8 +40,8 @@ from lightning_elastic_zero.engine.module import (
 from lightning_elastic_zero.engine.offloaded_states import refuse_offloaded, weights_are_offloaded
 from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
-    count_by_group,
     split_state,
+    with_group_steps,
 )
 from lightning_elastic_zero.engine.param_groups import describe_groups
 from lightning_elastic_zero.engine.partial_offload import stepping_optimizer
@@ -223,7 +223,7 @@ class LiveEngine:
             return found
         groups = [buffer.group for buffer in self._buffers]
         trained = [any(p.requires_grad for p in buffer.parameters) for buffer in self._buffers]
-        return count_by_group(self._inner, found, groups, trained)
+        return with_group_steps(self._inner, found, groups, trained)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return all that this rank holds, by reference; no collective, nothing is changed.

@@ -101,9 +101,9 @@ def _is_scalar(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
-def count_by_group(
+def with_group_steps(
     optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
-    states: Sequence[tuple[Mapping[str, torch.Tensor], Mapping[str, Scalar]]],
+    states: Sequence[tuple[dict[str, torch.Tensor], dict[str, Scalar]]],
     groups: Sequence[int],
     trained: Sequence[bool],
 ) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
@@ -120,13 +120,13 @@ def count_by_group(
             do.
     """
     if type(optimizer).__name__ != "FusedAdam":
-        return tuple((dict(tensors), dict(scalars)) for tensors, scalars in states)
+        return tuple(states)
     counted: dict[int, Scalar] = {}
     for group, (_, scalars), steps in zip(groups, states, trained, strict=True):
         if "step" in scalars and (steps or group not in counted):
             counted[group] = scalars["step"]
     return tuple(
-        (dict(tensors), {k: counted[group] if k == "step" else v for k, v in scalars.items()})
+        (tensors, {k: counted[group] if k == "step" else v for k, v in scalars.items()})
         for group, (tensors, scalars) in zip(groups, states, strict=True)
     )
 

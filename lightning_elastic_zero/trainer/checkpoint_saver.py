@@ -232,6 +232,8 @@ def _saves(callback: Callback) -> bool:
 def _tell(checked: CheckedDirectory) -> None:
     """Say what was found of a directory on several hosts."""
     if checked.hosts > 1:
-        fast = f"; the slowest wrote and synced {TRIAL_BYTES >> 20} MiB there in "
-        fast = f"{fast}{checked.write_s:.2g} s" if checked.write_s else ""
-        rank_zero_info(f"{checked.path} is one directory on all {checked.hosts} hosts{fast}.")
+        text = f"{checked.path} is one directory on all {checked.hosts} hosts"
+        if checked.write_s:
+            size = f"{TRIAL_BYTES >> 20} MiB"
+            text += f"; the slowest wrote and synced {size} there in {checked.write_s:.2g} s"
+        rank_zero_info(f"{text}.")

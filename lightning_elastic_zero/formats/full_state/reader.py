@@ -125,7 +125,7 @@ class FullStateReader(CheckpointReader):
             for group in self.manifest.groups:
                 held = group.hyperparameters.keys()
                 if held >= FUSED_ADAM_KEYS and "amsgrad" not in held:
-                    count_by_group([self._scalars[n] for n in group.names if n in self._scalars])
+                    share_last_step([self._scalars[n] for n in group.names if n in self._scalars])
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
@@ -149,11 +149,11 @@ class FullStateReader(CheckpointReader):
 
 
 FUSED_ADAM_KEYS = frozenset({"betas", "bias_correction", "step"})
-"""What a parameter group of DeepSpeed's FusedAdam has, and of no other optimizer without
-``amsgrad``."""
+"""What a parameter group of DeepSpeed's FusedAdam has. Others that have all of these (its
+DeepSpeedCPUAdam) have ``amsgrad`` too."""
 
 
-def count_by_group(scalars: Sequence[dict[str, Scalar]]) -> None:
+def share_last_step(scalars: Sequence[dict[str, Scalar]]) -> None:
     """Give the parameters of a group one step count, where only the last one has counted.
 
     So does DeepSpeed's FusedAdam without ZeRO, which goes by that one for all of them
