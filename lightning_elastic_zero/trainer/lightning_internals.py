@@ -8,7 +8,7 @@ finds any that is used elsewhere.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
@@ -105,6 +105,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
 ``WeightAveraging``, which came with 2.6.0."""
 
 NOT_CHECKED = {
+    "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
     "_iterator": "torch's DataLoader: a copy is to have none; there it is written only",
 }
 """Private names of others that nothing depends on."""
@@ -262,6 +263,13 @@ def logged_steps(trainer: pl.Trainer) -> int:
 def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
     """Set the batches that the loggers' axis has counted."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def replace_sigterm_broadcast(trainer: pl.Trainer, function: Callable[[], None]) -> None:
+    """Replace what the loop does before each batch to hear of a SIGTERM; before 2.5.2: nothing."""
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = function  # type: ignore[method-assign]
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:

@@ -17,7 +17,7 @@ from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
 from lightning_elastic_zero.strategy_registry import register_names
-from lightning_elastic_zero.trainer import launched_world
+from lightning_elastic_zero.trainer import launched_world, sigterm_broadcast
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
@@ -47,8 +47,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     accumulation. Runs on the CPU (gloo) as well as on CUDA.
 
     Args:
-        *args: as ``DeepSpeedStrategy``.
-        **kwargs: likewise.
+        *args, **kwargs: as ``DeepSpeedStrategy``.
         global_batch_size (int | None): samples per optimizer step over all devices, from which the
             accumulation follows, with the loader's ``batch_size``; the integers
             ``limit_train_batches`` and ``val_check_interval`` then count global batches.
@@ -193,6 +192,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
         check_supported(engine := self.deepspeed_engine)
         if fitting:
+            sigterm_broadcast.raise_failures(trainer)
             self._last_fit.begin(engine)
             self._accumulation = GradientAccumulation(engine)
             self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))

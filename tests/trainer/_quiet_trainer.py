@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from deepspeed import comm
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
@@ -31,7 +31,7 @@ def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Tra
     }
     return pl.Trainer(
         accelerator="cpu",
-        devices=comm.get_world_size(),
+        devices=dist.get_world_size(),
         strategy=strategy,
         callbacks=[*callbacks],
         **{**quiet, **options},
