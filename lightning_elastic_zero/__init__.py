@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.checkpoint import CheckpointStats, LoadResult
     from lightning_elastic_zero.formats.dumps import describe_dumps
     from lightning_elastic_zero.manifest import Manifest
+    from lightning_elastic_zero.save_interval import optimal_save_interval
     from lightning_elastic_zero.selftest.run import run_selftest
     from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
@@ -71,6 +72,7 @@ __all__ = [
     "inspect_checkpoint",
     "load_checkpoint",
     "newest_sound_checkpoint",
+    "optimal_save_interval",
     "plan_resume",
     "run_selftest",
     "save_checkpoint",
@@ -94,6 +96,7 @@ _MODULE_OF_NAME = {
     "inspect_checkpoint": "lightning_elastic_zero.tools.inspection",
     "load_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
+    "optimal_save_interval": "lightning_elastic_zero.save_interval",
     "plan_resume": "lightning_elastic_zero.tools.resume_plan",
     "run_selftest": "lightning_elastic_zero.selftest.run",
     "save_checkpoint": "lightning_elastic_zero.api",

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"errors"},
     "requirements": set(),
     "display_timer": set(),
+    "save_interval": set(),
     "text": set(),
     "processes": set(),
     "coordination": {"processes", "text", "errors"},

@@ -25,6 +25,7 @@ PUBLIC = {
     "fingerprint_checkpoint",
     "inspect_checkpoint",
     "newest_sound_checkpoint",
+    "optimal_save_interval",
     "plan_resume",
     "run_selftest",
     "verify_checkpoint",
