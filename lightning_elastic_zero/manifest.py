@@ -10,7 +10,6 @@ The format is described field by field in ``docs/format.md``. Readers refuse a n
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,12 @@ from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.json_records import dump_with_digest, from_json, has_valid_digest
+from lightning_elastic_zero.json_records import (
+    dump_with_digest,
+    from_json,
+    has_valid_digest,
+    load_json,
+)
 from lightning_elastic_zero.layout import Layout
 from lightning_elastic_zero.partition import (
     FlatBuffer,
@@ -229,8 +233,8 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         CheckpointCorruptedError: it is not what was written: its digest is another one.
     """
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = load_json(text)
+    except ValueError as error:
         msg = f"{where} is no JSON ({error}): the file is damaged; resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
