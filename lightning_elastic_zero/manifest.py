@@ -161,6 +161,7 @@ class Manifest:
     save_id: str
     """Unique to one save; every shard carries it too, so that saves cannot be mixed."""
     stage: int
+    """ZeRO stage of the engine that wrote it, 0 to 3."""
     world_size: int
     """Data-parallel ranks that wrote it."""
     precision: str
@@ -168,14 +169,19 @@ class Manifest:
     master_dtype: str
     """Of the master weights: ``"float32"`` but for DeepSpeed's low-precision master options."""
     parameters: tuple[Parameter, ...]
+    """All of the module's, frozen ones included."""
     groups: tuple[Group, ...]
+    """The optimizer's parameter groups, in its order."""
     buffers: tuple[FlatBuffer, ...]
     """The flat buffers in order: with ``stage`` and ``world_size`` they say who holds what."""
     module_buffers: tuple[str, ...]
     """Names of the persistent module buffers."""
     files: tuple[FileEntry, ...]
+    """The files that hold the state, each with its checksums beside it."""
     progress: Progress = field(default_factory=Progress)
+    """How far the run had come."""
     writer: Writer = field(default_factory=Writer)
+    """Libraries and releases that wrote it."""
     weights_only: bool = False
     """True: masters, frozen weights and buffers, and no optimizer state."""
     excluded: tuple[str, ...] = ()
