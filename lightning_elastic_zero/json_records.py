@@ -24,12 +24,25 @@ _BLANK = "0" * hashlib.sha256().digest_size * 2
 """What stands in the digest's place while it is computed."""
 
 
+def load_json(text: str | bytes) -> Any:  # noqa: ANN401 (as json.loads)
+    """Return what a JSON text holds.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        msg = "nested too deeply"
+        raise ValueError(msg) from error
+
+
 def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda value: value) -> R:
     """Build a dataclass from JSON, with lists as tuples, ignoring fields that it does not have.
 
     Args:
         cls: the dataclass; its fields are of plain types, of dataclasses, or tuples of those.
-        row: what ``json.loads`` returned.
+        row: what ``load_json`` returned.
         untag: applied to what is in fields that hold any mapping, before its type is looked at.
 
     Raises:

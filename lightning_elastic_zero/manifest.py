@@ -10,7 +10,6 @@ The format is described field by field in ``docs/format.md``. Readers refuse a n
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,12 @@ from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.json_records import dump_with_digest, from_json, has_valid_digest
+from lightning_elastic_zero.json_records import (
+    dump_with_digest,
+    from_json,
+    has_valid_digest,
+    load_json,
+)
 from lightning_elastic_zero.layout import Layout
 from lightning_elastic_zero.partition import (
     FlatBuffer,
@@ -157,6 +161,7 @@ class Manifest:
     save_id: str
     """Unique to one save; every shard carries it too, so that saves cannot be mixed."""
     stage: int
+    """ZeRO stage of the engine that wrote it, 0 to 3."""
     world_size: int
     """Data-parallel ranks that wrote it."""
     precision: str
@@ -164,14 +169,19 @@ class Manifest:
     master_dtype: str
     """Of the master weights: ``"float32"`` but for DeepSpeed's low-precision master options."""
     parameters: tuple[Parameter, ...]
+    """All of the module's, frozen ones included."""
     groups: tuple[Group, ...]
+    """The optimizer's parameter groups, in its order."""
     buffers: tuple[FlatBuffer, ...]
     """The flat buffers in order: with ``stage`` and ``world_size`` they say who holds what."""
     module_buffers: tuple[str, ...]
     """Names of the persistent module buffers."""
     files: tuple[FileEntry, ...]
+    """The files that hold the state, each with its checksums beside it."""
     progress: Progress = field(default_factory=Progress)
+    """How far the run had come."""
     writer: Writer = field(default_factory=Writer)
+    """Libraries and releases that wrote it."""
     weights_only: bool = False
     """True: masters, frozen weights and buffers, and no optimizer state."""
     excluded: tuple[str, ...] = ()
@@ -229,8 +239,8 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         CheckpointCorruptedError: it is not what was written: its digest is another one.
     """
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = load_json(text)
+    except ValueError as error:
         msg = f"{where} is no JSON ({error}): the file is damaged; resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

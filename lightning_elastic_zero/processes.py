@@ -54,7 +54,7 @@ class ProcessKey:
 
     def state(self) -> ProcessState:
         """Ask the system for it; takes microseconds."""
-        if not self.is_on_this_machine or not self.started:
+        if not self.is_on_this_machine or not self.started or not _sees_itself():
             return ProcessState.UNKNOWN
         started = start_time(self.pid)
         if started is None:

@@ -132,6 +132,7 @@ class CheckpointStats:
     """What a save or a load cost."""
 
     path: str
+    """The checkpoint's directory, absolute."""
     seconds: float
     """Wall clock, from the call until all ranks were done."""
     bytes: int
@@ -157,7 +158,9 @@ class LoadResult:
     client_state: dict[str, Any]
     """What the trainer, module, datamodule and callbacks had saved."""
     manifest: Manifest
+    """What the checkpoint says of itself; one of other software, what could be read of it."""
     stats: CheckpointStats
+    """Path, seconds and bytes."""
     source_summary: str = ""
     """Where it does not hold all that a run has: its kind, who wrote it, and what it lacks."""
     rank_entries: Mapping[int, Any] = field(default_factory=dict)

@@ -8,7 +8,6 @@ unfinished save or deletion may have no manifest: there the names of the files d
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -17,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_elastic_zero.json_records import load_json
 from lightning_elastic_zero.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
 from lightning_elastic_zero.storage.shared_directory import TABLE_PREFIX, TOKEN_PREFIX
@@ -156,13 +156,13 @@ class _Recorded:
 def _recorded(path: Path) -> _Recorded:
     """Read a manifest. Its digest is not looked at: a changed name or size fits no file."""
     try:
-        manifest = json.loads((path / MANIFEST_NAME).read_bytes())
+        manifest = load_json((path / MANIFEST_NAME).read_bytes())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return _Recorded(problem=f"its {MANIFEST_NAME} is of other software")
         files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
     except (FileNotFoundError, NotADirectoryError):
         return _Recorded(problem=f"it has no {MANIFEST_NAME}")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return _Recorded(problem=f"its {MANIFEST_NAME} is damaged")
     sizes: dict[str, int | None] = dict.fromkeys(_BESIDE)
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))

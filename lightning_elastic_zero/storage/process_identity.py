@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lightning_elastic_zero.json_records import from_json
-from lightning_elastic_zero.processes import exists, machine, start_time
+from lightning_elastic_zero.json_records import from_json, load_json
+from lightning_elastic_zero.processes import ProcessKey, ProcessState, exists, machine
 from lightning_elastic_zero.storage.periodic_thread import PeriodicThread
 
 TOUCH_INTERVAL_S = 10.0
@@ -44,7 +44,7 @@ class ProcessIdentity:
     """Its number."""
 
     started: str
-    """When it started, in the system's own count: numbers are given out again."""
+    """When it started, in the system's own count: numbers are given out again. Empty: not known."""
 
     beats: bool = False
     """Whether it touches its file while it works; the first release did not."""
@@ -52,13 +52,14 @@ class ProcessIdentity:
     @classmethod
     def of_this_process(cls, target: str) -> ProcessIdentity:
         """Describe the process that runs this."""
-        return cls(target, machine(), os.getpid(), start_time(os.getpid()) or "", beats=True)
+        key = ProcessKey.of_this_process()
+        return cls(target, machine(), key.pid, key.started, beats=True)
 
     @classmethod
     def read(cls, path: Path) -> ProcessIdentity | None:
         """Return an owner; None if there is none, or none that can be understood."""
         try:
-            owner = from_json(cls, json.loads(path.read_bytes()))
+            owner = from_json(cls, load_json(path.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
         # A name that leads out of the directory was not written by us.
@@ -86,14 +87,15 @@ class ProcessIdentity:
 
         Args:
             untouched_s: for how long it has not touched its file: all that is known of a process on
-                another machine.
+                another machine, or where this one does not tell.
         """
-        if not self.is_on_this_machine():
-            return self.beats and untouched_s > DEAD_AFTER_S
-        if not exists(self.pid):
-            return True
-        started = start_time(self.pid)
-        return started is not None and started != self.started
+        if self.is_on_this_machine():
+            if not exists(self.pid):
+                return True
+            here = replace(ProcessKey.of_this_process(), pid=self.pid, started=self.started)
+            if (state := here.state()) is not ProcessState.UNKNOWN:
+                return state is ProcessState.ENDED
+        return self.beats and untouched_s > DEAD_AFTER_S
 
 
 def touch_regularly(path: Path) -> PeriodicThread:

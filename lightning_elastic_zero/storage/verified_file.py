@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
-from lightning_elastic_zero.json_records import from_json
+from lightning_elastic_zero.json_records import from_json, load_json
 from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage.checksums import (
     ALGORITHM,
@@ -80,7 +79,7 @@ class VerifiedFile(RangeFile):
 
     def _check_sums(self, data: bytes, save_id: str | None) -> bytes:
         try:
-            sidecar = from_json(Sidecar, json.loads(data))
+            sidecar = from_json(Sidecar, load_json(data))
             sums = bytes.fromhex(sidecar.sums)
         except (ValueError, TypeError) as error:
             self._refuse(f"its checksums cannot be understood ({error!r})")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,19 @@ def damaged(path: Path) -> None:
     (path / "manifest.json").write_text(manifest_of({SHARD: "old"})[:-9])
 
 
+def nested(path: Path) -> None:
+    """Leave a checkpoint whose manifest is nested more deeply than Python reads."""
+    fill(path, "old")
+    (path / "manifest.json").write_text("[" * 200_000)
+
+
+def of_no_size(path: Path) -> None:
+    """Leave a checkpoint whose manifest has an infinite number for a size."""
+    fill(path, "old")
+    text = re.sub(r'"size_bytes": \d+', '"size_bytes": 1e999', manifest_of({SHARD: "old"}))
+    (path / "manifest.json").write_text(text)
+
+
 def a_dirpath(path: Path) -> None:
     """Leave a folder full of checkpoints."""
     for name in ("step=1.ckpt", "step=2.ckpt"):
@@ -181,6 +195,8 @@ DIRECTORIES: list[Place] = [
     stock_lightnings,
     of_other_software,
     damaged,
+    nested,
+    of_no_size,
     a_dirpath,
     a_root,
 ]
@@ -215,6 +231,8 @@ class TestSaving:
             (deepspeeds, r"DeepSpeed saved there \(global_step10, global_step20, latest\)"),
             (stock_lightnings, r"DeepSpeed saved there \(checkpoint, latest\)"),
             (damaged, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
+            (nested, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
+            (of_no_size, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
             (
                 of_other_software,
                 r"no checkpoint of this library \(its manifest\.json is of other software\)",
@@ -229,7 +247,7 @@ class TestSaving:
         with pytest.raises(SaveError, match=says) as told:
             check_replaceable(tmp_path / "last", "step-20")
         below = place in {deepspeeds, stock_lightnings, of_other_software, a_dirpath, a_root}
-        instead = "last/step-20" if below or place is damaged else "last-v1"
+        instead = "last/step-20" if below or place in {damaged, nested, of_no_size} else "last-v1"
         if place is not a_link_to_a_folder:
             assert f"Save to {tmp_path / instead}, or" in str(told.value)
 

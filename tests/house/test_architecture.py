@@ -150,6 +150,9 @@ ONLY_IN: dict[str, set[str]] = {
 NO_COMMUNICATION = {"engine": {"get_rank", "get_world_size"}}
 """What may be used of torch.distributed where its collectives may not: to ask, not to talk."""
 
+DEEPSPEED_COLLECTIVES = {("engine/flat_buffers.py", "all_gather"), ("engine/muon.py", "all_gather")}
+"""Partitions are gathered within DeepSpeed's own groups, as its optimizers do after a step."""
+
 LOADS_WITHOUT: dict[str, set[str]] = {
     PACKAGE: {"lightning", "deepspeed", "torch"},
     f"{PACKAGE}.layout": {"lightning", "deepspeed", "torch"},
@@ -371,6 +374,23 @@ def test_no_collectives_outside_ranks() -> None:
         return (imported_by_name | used) - NO_COMMUNICATION[unit_of(source)]
 
     assert_in_each_source(wrong_in, *NO_COMMUNICATION)
+
+
+def test_collectives_of_deepspeed() -> None:
+    """Through DeepSpeed's ``comm``, too, nothing communicates but what is listed."""
+
+    def used_in(source: Path) -> set[tuple[str, str]]:
+        by_name = {name for _, name in imports_of(source) if name.startswith("deepspeed.comm.")}
+        used = {
+            node.attr
+            for node in nodes_of(source)
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node.value) in {"comm", "deepspeed.comm"}
+        }
+        name = str(source.relative_to(ROOT))
+        return {(name, what) for what in by_name | (used - {"get_rank", "get_world_size"})}
+
+    assert {found for source in SOURCES for found in used_in(source)} == DEEPSPEED_COLLECTIVES
 
 
 def test_the_core_is_pure() -> None:

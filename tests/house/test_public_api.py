@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -224,3 +227,19 @@ def test_the_trainer_takes_it_by_each_of_its_names(run_fresh: RunFresh) -> None:
         "    assert type(trainer.strategy) is ez.ElasticDeepSpeedStrategy, name"
     )
     run_fresh(program)
+
+
+def test_fields_of_public_records_are_documented() -> None:
+    """Each field of an exported dataclass says what it holds."""
+    public = [getattr(lightning_elastic_zero, name) for name in lightning_elastic_zero.__all__]
+    classes = [thing for thing in public if inspect.isclass(thing)]
+    for record in filter(dataclasses.is_dataclass, classes):
+        (node,) = ast.parse(inspect.getsource(record)).body
+        assert isinstance(node, ast.ClassDef)
+        fields = [
+            (field.target.id, following)
+            for field, following in itertools.pairwise([*node.body, None])
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        ]
+        bare = [name for name, text in fields if not isinstance(text, ast.Expr)]
+        assert not bare, f"{record.__name__}: {bare}"

@@ -62,7 +62,7 @@ SURVIVORS = {
     "engine/restore.py: "
     "for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):"
     "  ->  False": _NO_OTHER_LENGTH,
-    "checkpoint/loading.py: at = next(iter(layout.covering(name, 0, 1)))  ->  2": (
+    "checkpoint/transfers.py: at = next(iter(layout.covering(name, 0, 1)))  ->  2": (
         "equivalent: only the first run is taken, which holds element 0"
     ),
     "data_progress/sample_order.py: _DEPTH = 4  ->  5": _ANY_BOUND,

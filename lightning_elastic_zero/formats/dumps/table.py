@@ -21,7 +21,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.reader import differing_sizes
-from lightning_elastic_zero.json_records import from_json
+from lightning_elastic_zero.json_records import from_json, load_json
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
@@ -124,13 +124,13 @@ def read_table(folder: Path) -> DumpsTable:
     """
     path = folder / TABLE_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["format_version"] < 1:
             msg = f"the format {content['format']!r}, version {content['format_version']!r}"
             raise ValueError(msg)  # noqa: TRY301 (what else is wrong is told in the same words)
         newer = content["format_version"] > FORMAT_VERSION
         table = None if newer else from_json(DumpsTable, content)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{path} cannot be read ({error!r}): call describe_dumps again"
         raise CheckpointFormatError(msg) from error
     if table is None:

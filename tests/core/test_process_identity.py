@@ -1,0 +1,66 @@
+"""Whose a staged directory is, and whether that process still works on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero import processes
+from lightning_elastic_zero.processes import start_time
+from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S, ProcessIdentity
+from tests.timeouts import PROMPT_TIMEOUT_S
+
+pytestmark = pytest.mark.skipif(
+    start_time(os.getpid()) is None, reason="this system does not tell when a process has started"
+)
+
+
+def test_one_whose_parent_has_not_taken_note_is_dead() -> None:
+    """It has ended, although the system still has its number."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        started = start_time(child.pid)
+        assert started is not None
+        mine = ProcessIdentity.of_this_process("a")
+        identity = replace(mine, pid=child.pid, started=started)
+        assert not identity.is_dead()
+        child.send_signal(signal.SIGKILL)
+        end = time.monotonic() + PROMPT_TIMEOUT_S
+        while not identity.is_dead():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait(PROMPT_TIMEOUT_S)
+
+
+def test_a_start_time_that_is_not_known_goes_by_the_file() -> None:
+    """A process of that number runs; whether it is that one, only the file's time tells."""
+    identity = replace(ProcessIdentity.of_this_process("a"), started="")
+    assert not identity.is_dead()
+    assert not identity.is_dead(DEAD_AFTER_S)
+    assert identity.is_dead(DEAD_AFTER_S + 1.0)
+    assert not replace(identity, beats=False).is_dead(DEAD_AFTER_S + 1.0)
+
+
+def test_numbers_of_another_namespace_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process namespace without a ``/proc`` of its own, the numbers there are others'."""
+    monkeypatch.setattr(processes, "_sees_itself", lambda: False)
+    identity = ProcessIdentity.of_this_process("a")
+    assert identity.started == ""
+    assert not identity.is_dead()
+    assert not replace(identity, started="1").is_dead()
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b"{}", b'{"target": "../a"}', b"\xff", b""])
+def test_what_is_no_identity(text: bytes, tmp_path: Path) -> None:
+    """Nothing is read from it, and nothing raised."""
+    (path := tmp_path / "owner.json").write_bytes(text)
+    assert ProcessIdentity.read(path) is None

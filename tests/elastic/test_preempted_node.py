@@ -1,0 +1,71 @@
+"""A node of a torchrun job that is going to be taken away, and comes back: no step is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.elastic._job import STEPS, Job, job
+from tests.elastic._steps import (
+    Undisturbed,
+    check_steps,
+    seconds_to_next_step,
+    steps_taken_again,
+)
+from tests.elastic.test_preempted_script import AGREED
+from tests.tables import ELASTIC
+from tests.timeouts import HANG_TIMEOUT_S
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+FIRST, SECOND, THIRD = 0, 1, 2
+AT, LATER = 12, 22
+
+CALLBACK = "--trainer.callbacks+=lightning_elastic_zero.PreemptionCheckpoint"
+
+
+def wait_for_agreements(nodes: Job, count: int) -> None:
+    """Wait until ranks have agreed so many times to stop."""
+    nodes.wait_until(
+        lambda: sum(nodes.log_of(node).count(AGREED) for node in nodes.agents) >= count,
+        "agreement",
+    )
+
+
+@pytest.mark.parametrize("leaves", [FIRST, SECOND], ids=["rank 0's", "another"])
+def test_a_node_is_taken_away_and_comes_back(
+    leaves: int, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """SIGTERM to its agent; the rest saves, and goes on from the step at which all have stopped.
+
+    A node that joins costs nothing either: agents stop their workers by SIGTERM.
+    """
+    with job(tmp_path / "run", CALLBACK) as nodes:
+        nodes.hold(AT)
+        nodes.hold(LATER)
+        nodes.start(FIRST, SECOND, THIRD)
+        nodes.wait_for_step(AT, world=3)
+        taken = time.time()
+        nodes.killed.add(leaves)  # an agent that is told to stop does not end by 0
+        os.kill(nodes.agents[leaves].pid, signal.SIGTERM)
+        wait_for_agreements(nodes, 1)
+        nodes.go_on(AT)
+        nodes.wait_for_step(LATER, world=2)
+        assert nodes.agents[leaves].wait(HANG_TIMEOUT_S) != 0
+        back = time.time()
+        nodes.start(leaves)
+        wait_for_agreements(nodes, 2)
+        nodes.go_on(LATER)
+        nodes.finish()
+        lines = nodes.lines()
+        check_steps(lines, undisturbed)
+        assert set(steps_taken_again(lines).values()) == {0}
+        assert {line.world for line in lines if line.step == STEPS} == {3}
+        for event, since in {"a node is preempted": taken, "a preempted node joins": back}.items():
+            ELASTIC.count(event, "tried")
+            seconds = round(seconds_to_next_step(lines, since))
+            ELASTIC.count(event, "seconds to the next step", seconds)
