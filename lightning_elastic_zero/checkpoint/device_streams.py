@@ -32,7 +32,10 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 def current_device() -> torch.device | None:
     """Return the device that this thread uses; None where no accelerator is in use."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None  # torch 2.6; later releases return None where they see no device.
     if accelerator is None:
         return None
     # Asking a device for its stream would start it; a run on the CPU must not.

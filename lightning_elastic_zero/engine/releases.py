@@ -1,8 +1,8 @@
 """Each name of DeepSpeed's that is relied upon: what for; and the releases that have it.
 
-Read in 0.16.0, 0.16.9, 0.17.6, 0.18.9, 0.19.0 and 0.19.8; those of gradients, of Muon's types, of
-offloaded weights and of ``DeepSpeedZeRoOffload`` in 0.16.0 and 0.19.8. A name that only some of
-them have is asked for here, so that the rest of the engine need not know of releases.
+Found in the sources of 0.16.0, 0.16.9, 0.17.0, 0.17.5, 0.18.4, 0.18.9, 0.19.0 and 0.19.8, but for
+``SOMETIMES`` and for ``purge_state``, which 0.16.4 brought. A name that only some of them have is
+asked for here, so that the rest of the engine need not know of releases.
 ``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere and does not stand here.
 """
 
@@ -127,11 +127,12 @@ PARAMETER_NAMES: dict[str, str] = {
 
 SWAPPER_NAMES: dict[str, str] = {
     "dtype": "know the type of what is in files",
-    "purge_state": "forget the states in files before others are written",
+    "purge_state": "forget the states in files before others are written; 0.16.4 brought it",
     "swap_folder": "receive state in files beside those",
     "swap_params_info": "find the files of a sub-group",
 }
-"""Of the optimizer swapper, where offload goes to NVMe."""
+"""Of the optimizer swapper, where offload goes to NVMe: since 0.16.4, so that older releases are
+refused there."""
 
 OPTION_NAMES: dict[str, dict[str, str]] = {
     "swap_optimizer": {
