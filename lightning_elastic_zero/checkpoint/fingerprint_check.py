@@ -115,7 +115,7 @@ def _parsed(saved: SavedState) -> Fingerprint:
     try:
         return Fingerprint.from_text(saved.recorded)
     except ValueError as error:
-        msg = f"{saved.where} records as its fingerprint what is none: {error}"
+        msg = f"{saved.where} records an invalid fingerprint: {error}"
         raise CheckpointFormatError(msg) from error
 
 
@@ -145,7 +145,7 @@ def _check_weights(where: str, held: _Held, ranks: Ranks, step: str) -> None:
     found += [f"{format_ranks(stale)}: weights that are not the masters, rounded"] if stale else []
     if found:
         msg = (
-            f"{where} was loaded, and ranks do not hold what was: {'; '.join(found)}. Do not train "
+            f"{where} was loaded, but ranks hold another state: {'; '.join(found)}. Do not train "
             "on it: the memory of a machine or this library is at fault. Resume on other machines, "
             "and report it"
         )

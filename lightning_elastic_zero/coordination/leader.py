@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) -> None:
-    """Log which ranks have not come to a step that others wait in."""
+    """Log which ranks have not entered a step that others wait in."""
     log.warning(
         "%s of %d: not at step %r after %g s. Saves and loads must be called on every rank, not "
-        "within `if rank == 0:`. Who is only late is waited for, %g s in all (absent_timeout_s); "
+        "within `if rank == 0:`. Late ranks are waited for up to %g s in all (absent_timeout_s); "
         "then this fails on all ranks.",
         format_ranks(late),
         world_size,

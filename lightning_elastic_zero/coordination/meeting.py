@@ -109,8 +109,8 @@ def _invite(store: Store, world_size: int, timeout_s: float) -> int:
                     answered[rank] = word
         if absent and time.monotonic() > end_s:
             msg = (
-                f"{format_ranks(absent)} of {world_size} did not come in {timeout_s:g} s to where "
-                "the ranks that torchrun has started agree on where to meet. Look for why they "
+                f"{format_ranks(absent)} of {world_size} did not join the rendezvous of the "
+                f"ranks that torchrun has started within {timeout_s:g} s. Look for why they "
                 "ended. If nodes have joined or left before: an agent that shares its store sends "
                 "ranks to that of a node that is gone; start torchrun with "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."

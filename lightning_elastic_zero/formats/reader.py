@@ -333,8 +333,8 @@ def as_format_error(path: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         msg = (
-            f"{path} cannot be understood: it lacks or garbles {error!r}. It was written by a "
-            "release that is not known, or is damaged; resume from another checkpoint"
+            f"{path} cannot be read: an entry is missing or invalid ({error!r}). It was written "
+            "by a release that is not known, or is damaged; resume from another checkpoint"
         )
         raise CheckpointFormatError(msg) from error
 

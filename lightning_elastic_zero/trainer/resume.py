@@ -89,7 +89,7 @@ class RunResumer:
         return self.batches is not None and self.batches.plan is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
-        """Make a loader one that can be taken up; Lightning prepared it before."""
+        """Make a loader one that can be resumed; Lightning prepared it before."""
         if self.batches is None or self._epoch_length is None:
             return loader
         if not trainer.training:
