@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, to and from frozen dataclasses.
+"""The manifest, ``manifest.json``: its schema and checks, to and from frozen dataclasses.
 
 The manifest is written last and is the commit mark: a directory without one was never published
 by this library. It is small, whatever the size of the state: tables of names and numbers, and for

@@ -1,4 +1,4 @@
-"""Whether the state that is live after a load is the one that was saved, by fingerprints.
+"""Comparison, by fingerprints, of the state that is live after a load with the saved one.
 
 A fingerprint counts names, shapes and types beside the elements. What a load makes live on purpose
 under other names, in other types, or not at all, has another number and is no damage: it is not

@@ -1,4 +1,4 @@
-"""How rank 0 judges a step: which ranks failed, which are lost, and what all ranks hear of it.
+"""Rank 0's verdict on a step: which ranks failed or are lost, and what all ranks are told.
 
 It sees the job through a key-value store only (``messages`` has the keys), and time through a clock
 that is passed in: it starts nothing and never sleeps.
@@ -58,7 +58,7 @@ class Leader:
         clock: Clock = time.monotonic,
         state_of: StateOf = ProcessKey.state,
     ) -> None:
-        """Judge from the first step on."""
+        """Start with the first step."""
         self.values: list[Any] = []
         self._store = store
         self._world_size = world_size

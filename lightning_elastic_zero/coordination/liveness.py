@@ -1,4 +1,4 @@
-"""Whether a rank is alive and at work, by the times at which its heartbeats were seen to change.
+"""Liveness and progress of ranks, by the times at which their heartbeats were seen to change.
 
 Nothing here sleeps, and the clock is passed in: each answer follows from the readings alone.
 """

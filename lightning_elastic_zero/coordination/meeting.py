@@ -36,7 +36,7 @@ SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def leave_shared_store(timeout_s: float) -> None:
-    """Let this process's group meet in a store of its own, if the agent shares its one; collective.
+    """Use a store of this group's own, if the agent shares its one; collective.
 
     The environment says afterwards what it says where agents do not share: rank 0 hosts the store.
 

@@ -43,9 +43,7 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
     new, old = (link.parent / f"{LINK_PREFIX}{link.name}.{end}" for end in ("new", "old"))
     try:
         if refusal_reason := inspect_target(link).refusal_reason:
-            msg = (
-                f"Could not link {link} to {target}, which is published: {link} {refusal_reason}."
-            )
+            msg = f"Could not link {link} to {target}, which is published: {link} {refusal_reason}."
             raise SaveError(msg)
         for hidden in (new, old):
             remove_hidden(hidden, link, on_progress)

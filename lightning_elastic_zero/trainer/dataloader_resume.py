@@ -1,4 +1,4 @@
-"""Where every training loader begins, when a run is taken up; or why one cannot begin there."""
+"""Position dataloaders at the resume point, or explain why that is impossible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training loaders that take up an epoch at any sample."""
+"""Training loaders that resume an epoch at any sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an epoch has summed up so far, as of the instant that a checkpoint is of."""
+"""Metrics that an epoch has accumulated, as of the instant that a checkpoint is of."""
 
 from __future__ import annotations
 

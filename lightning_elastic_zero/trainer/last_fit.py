@@ -1,4 +1,4 @@
-"""What is left of a fit when it is over, and an evaluation has put its own engine in the place."""
+"""The engine of the last fit, kept for saves after an evaluation has set up its own."""
 
 from __future__ import annotations
 

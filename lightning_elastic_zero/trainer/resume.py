@@ -1,4 +1,4 @@
-"""How a run is resumed: what is rewritten as it is loaded, and what is restored before training.
+"""Resume of a run: numbers rewritten as they are loaded, state restored before training.
 
 Lightning restores its loops from numbers, when the loaders may not exist yet. So this happens at
 two moments: ``resume_from`` rewrites the numbers for this number of devices as they are loaded, and

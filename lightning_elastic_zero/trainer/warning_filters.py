@@ -1,4 +1,4 @@
-"""What libraries warn of each other, which nobody who trains can change: left out during a run.
+"""Filters of warnings between libraries that users cannot change, during a run.
 
 Of the 78 lines of a first run on two ranks, 54 said that two libraries are of different ages.
 """

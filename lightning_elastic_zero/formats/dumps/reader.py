@@ -52,7 +52,7 @@ class DumpsReader(CheckpointReader):
     """A described folder of dumps."""
 
     def __init__(self, files: ForeignFiles, table: DumpsTable | None = None) -> None:
-        """Understand the folder.
+        """Parse the folder.
 
         Args:
             files: the folder's.

@@ -1,4 +1,4 @@
-"""Where in a file each tensor's bytes are: known from the file's directory, not from its data."""
+"""The byte range of each tensor in a file, from the file's directory and not its data."""
 
 from __future__ import annotations
 
