@@ -52,7 +52,7 @@ def a_directory(link: Path) -> None:
 
 
 def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the file system have no links, or no room for one."""
+    """Make the file system have no links, or no room for one."""
 
     def symlink_to(self: Path, *_: object) -> None:
         raise OSError(number, os.strerror(number), str(self))

@@ -37,7 +37,7 @@ def connect(port: int, *, hosts: bool = False) -> TCPStore:
 
 
 def meet(port: int, ranks: range) -> list[int]:
-    """Let the ranks of a world come, the last ones first; return what each has agreed on."""
+    """Start the ranks of a world, the last ones first; return what each has agreed on."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         calls = [
             threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
