@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncCheckpointer:
-    """Writes one checkpoint at a time behind training. Every rank has one, for the same saves.
+    """Writes one checkpoint at a time during training. Every rank has one, for the same saves.
 
     All but ``wait_for_copies`` and ``stop`` is collective, and called by one thread.
     """
@@ -96,7 +96,7 @@ class AsyncCheckpointer:
         client_state: Mapping[str, Any],
         options: SaveOptions,
     ) -> None:
-        """Save a snapshot behind training; first, wait for the save before. Collective.
+        """Save a snapshot during training; first, wait for the save before. Collective.
 
         Raises:
             ElasticZeroError: the save before failed, or no snapshot can be taken; see
