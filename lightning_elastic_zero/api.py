@@ -61,7 +61,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
     this library wrote, such as DeepSpeed's own tags, is refused before a byte is written.
 
     Args:
-        engine: what ``deepspeed.initialize`` gave, with ZeRO-1, 2 or 3.
+        engine: what ``deepspeed.initialize`` returned, with ZeRO stage 0, 1, 2 or 3.
         path: the checkpoint's directory, the same on all ranks, on a disk that they share: one for
             each checkpoint, such as ``f"{folder}/step-{step}"``.
         client_state: whatever of yours should come back: plain data is best (numbers, strings,

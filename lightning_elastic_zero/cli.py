@@ -1,4 +1,4 @@
-"""The command ``lightning-elastic-zero``: a thin cover over ``tools`` and ``selftest``.
+"""The command ``lightning-elastic-zero``: a thin layer over ``tools`` and ``selftest``.
 
 Exit codes: 0, done, or yes; 1, no (a checkpoint is damaged, two differ); 2, it could not be done,
 or was asked wrongly. What a verb needs is imported when it runs: torch alone takes a second.

@@ -1,4 +1,4 @@
-"""Does this checkpoint fit this model? Every difference by name, in one error."""
+"""Comparison of a checkpoint with a model: every difference by name, in one error."""
 
 from __future__ import annotations
 
@@ -316,12 +316,12 @@ def _rounds_to(live: Manifest) -> Collection[str]:
 
 
 def _is_rounding(saved: str, dtype: str, rounded: Collection[str]) -> bool:
-    """Return whether a cast is the rounding that weights undergo too."""
+    """Whether a cast is the rounding that weights undergo too."""
     return saved in FLOATING and dtype in rounded
 
 
 def _loses(saved: str, dtype: str, rounded: Collection[str]) -> bool:
-    """Return whether a type cannot hold each value of another one, nor is that the run's choice."""
+    """Whether a type cannot hold each value of another one, nor is that the run's choice."""
     if saved == dtype or _is_rounding(saved, dtype, rounded):
         return False
     if saved not in FLOATING or dtype not in FLOATING:
@@ -334,12 +334,12 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
 
 
 def _owned(parameter: Parameter) -> bool:
-    """Return whether the optimizer owns it."""
+    """Whether the optimizer owns it."""
     return parameter.group is not None
 
 
 def _may_lack(parameter: Parameter, wanted: RestoreScope) -> bool:
-    """Return whether a load may go on without a parameter, on either side."""
+    """Whether a load may go on without a parameter, on either side."""
     if _owned(parameter) and not wanted.strict_optimizer:
         return True
     return not wanted.strict and not (wanted.optimizer_state and _owned(parameter))

@@ -1,4 +1,4 @@
-"""When something is shown of long work: not at once, and then not too often."""
+"""The times at which long work is displayed: not at once, and then not too often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter groups whose members have changed: what each goes on with (``strict_optimizer=False``).
+"""Matching of parameter groups whose members have changed (``strict_optimizer=False``).
 
 A group goes on with the hyperparameters and the states of the saved group that its members were in.
 What it has beside them is fresh; it shares the group's step counter, because a flat buffer has one,

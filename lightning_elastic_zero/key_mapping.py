@@ -1,4 +1,4 @@
-"""Layers that have other names now: which name of a checkpoint's is which one of the model's."""
+"""The mapping of a checkpoint's layer names to the model's, where they differ."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def guess_key_mapping(
 
 
 def _may_be(name: str, other: str, left: Mapping[str, object], free: Mapping[str, object]) -> bool:
-    """Return whether a name may be another one's: of one shape, with the same end."""
+    """Whether a name may be another one's: of one shape, with the same end."""
     return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, to and from frozen dataclasses.
+"""The manifest, ``manifest.json``: its schema and checks, to and from frozen dataclasses.
 
 The manifest is written last and is the commit mark: a directory without one was never published
 by this library. It is small, whatever the size of the state: tables of names and numbers, and for
@@ -151,7 +151,7 @@ class Progress:
     global_batch_size: int | None = None
     """Samples per optimizer step; None where the engine was not told its batch size."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
-    """Reserved for exact continuation: samples consumed in the epoch, dataset length, seed."""
+    """Position in the training data; see ``data_progress.position.DataProgress``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         manifest = _manifest(content)
         _check_tables(manifest)
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{where} lacks or garbles a field ({error!r}): the file is damaged"
+        msg = f"{where}: a field is missing or invalid ({error!r}): the file is damaged"
         raise CheckpointFormatError(msg) from error
     except CheckpointFormatError as error:
         msg = f"{where} contradicts itself ({error}): the file is damaged"

@@ -1,4 +1,4 @@
-"""What users pass to constructors and functions, checked where it is passed."""
+"""Checks of the options that users pass to constructors and functions."""
 
 from __future__ import annotations
 

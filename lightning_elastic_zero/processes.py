@@ -1,4 +1,4 @@
-"""What the system says of a process: which one it is, and whether it still runs.
+"""Identity and state of a process, as the system reports them.
 
 A number says nothing by itself: it counts only on its host, in one run of that and in one process
 namespace, and it is given out again. So a process is told from every other one by all of these and

@@ -1,4 +1,4 @@
-"""What a rank holds and what it is given, as tensors: the words between engine and formats.
+"""The state of a rank and the targets of a restore, as tensors between engine and formats.
 
 ``RankState`` is what one rank of a live engine holds, by reference. ``RestoreTargets`` is a restore
 that has begun: buffers to fill, before anything live is changed.
@@ -131,7 +131,7 @@ def check_cast(saved: torch.dtype, wanted: torch.dtype, where: str) -> None:
 
 
 def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a type cannot hold all of a tensor's values; NaN stays NaN."""
+    """Whether a type cannot hold all of a tensor's values; NaN stays NaN."""
     if values.dtype == dtype:
         return False
     if values.is_complex() and not dtype.is_complex:
@@ -167,7 +167,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor lie in one place, as in an expanded view."""
+    """Whether several elements of a tensor lie in one place, as in an expanded view."""
     return any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""How a sentence names ranks, and other things of which there may be many."""
+"""Phrases that name ranks, and other things of which there may be many."""
 
 from __future__ import annotations
 

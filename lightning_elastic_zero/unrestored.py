@@ -1,4 +1,4 @@
-"""What a load that fits goes on without: allowed, and told by name."""
+"""State that a compatible load does not restore: allowed, and reported by name."""
 
 from __future__ import annotations
 

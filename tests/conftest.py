@@ -20,7 +20,7 @@ NOT_ROTATING = ("essential", "long", "gpu", "releases")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a turn of the rotation be repeated, and a part of the tests be run."""
+    """Add the options that repeat a turn of the rotation, and that run a part of the tests."""
     group = parser.getgroup("rotation")
     group.addoption("--rotation", type=int, help="the turn of the cases that rotate")
     group.addoption(
@@ -201,7 +201,7 @@ def worlds(fork_server: ForkServer) -> Iterator[Pools]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_are_heard() -> None:
-    """Let SIGINT interrupt: what runs in the background of a shell, as CI may, ignores it.
+    """Make SIGINT interrupt: what runs in the background of a shell, as CI may, ignores it.
 
     So would all processes that tests start, where they send it to themselves.
     """

@@ -1,4 +1,4 @@
-"""Save and load, told as two short stories: ``saving`` and ``loading``; ``async_save`` saves too.
+"""Saving and loading of a live state: ``saving``, ``loading``, ``async_save``.
 
 Both talk to the live engine through ``LiveState``, to the disk through ``formats`` and
 ``storage``, and to the other ranks through ``ranks``: a step that fails on one rank fails on all

@@ -1,4 +1,4 @@
-"""Saving behind training: a snapshot is taken, training goes on, a thread writes and publishes.
+"""Asynchronous saving: a snapshot is taken, training goes on, a thread writes and publishes.
 
 A thread, no process: summing and writing happen outside of Python's lock, and a process would need
 the state in shared memory. Beside 800 MB being written, the smallest operators took 1.31 times as
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncCheckpointer:
-    """Writes one checkpoint at a time behind training. Every rank has one, for the same saves.
+    """Writes one checkpoint at a time during training. Every rank has one, for the same saves.
 
     All but ``wait_for_copies`` and ``stop`` is collective, and called by one thread.
     """
@@ -96,7 +96,7 @@ class AsyncCheckpointer:
         client_state: Mapping[str, Any],
         options: SaveOptions,
     ) -> None:
-        """Save a snapshot behind training; first, wait for the save before. Collective.
+        """Save a snapshot during training; first, wait for the save before. Collective.
 
         Raises:
             ElasticZeroError: the save before failed, or no snapshot can be taken; see

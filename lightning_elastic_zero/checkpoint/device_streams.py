@@ -1,7 +1,7 @@
 """Threads, streams and events on the accelerator that torch has; nothing, where there is none.
 
 CUDA is named where torch's common interface does not do: its events ignore ``blocking`` (read in
-torch 2.6 to 2.13), and pinning memory that torch did not allocate is CUDA's own (``host_memory``).
+torch 2.6 to 2.13), and pinning memory that torch did not allocate is CUDA's own (``host_buffer``).
 """
 
 from __future__ import annotations

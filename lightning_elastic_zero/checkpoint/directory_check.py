@@ -1,4 +1,4 @@
-"""Whether a run can save where it will: asked before training, on every rank."""
+"""Check, on every rank and before training, that the run can save into its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save or a load needs of a live engine, without knowing DeepSpeed."""
+"""The interface through which saves and loads use a live engine, without DeepSpeed."""
 
 from __future__ import annotations
 

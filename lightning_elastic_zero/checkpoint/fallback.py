@@ -1,4 +1,4 @@
-"""Where a checkpoint is damaged: which older one beside it is sound."""
+"""The choice of the newest sound checkpoint beside a damaged one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _beside(
 
 
 def _is_foreign(path: Path) -> bool:
-    """Return whether other software wrote what is there: no trace of a save of this library."""
+    """Whether other software wrote what is there: no trace of a save of this library."""
     if not path.is_dir():
         return path.exists()
     traces = (MANIFEST_NAME, f"*{SUMS_SUFFIX}")
@@ -108,7 +108,7 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _can_replace(other: Manifest, damaged: Manifest) -> bool:
-    """Return whether a run can go on from the other one: it is alike, older, and as whole."""
+    """Whether a run can go on from the other one: it is alike, older, and as whole."""
     older = other.progress.global_steps <= damaged.progress.global_steps
     whole = damaged.weights_only or not other.weights_only
     return _shapes(other) == _shapes(damaged) and older and whole

@@ -1,4 +1,4 @@
-"""Whether the state that is live after a load is the one that was saved, by fingerprints.
+"""Comparison, by fingerprints, of the state that is live after a load with the saved one.
 
 A fingerprint counts names, shapes and types beside the elements. What a load makes live on purpose
 under other names, in other types, or not at all, has another number and is no damage: it is not
@@ -115,7 +115,7 @@ def _parsed(saved: SavedState) -> Fingerprint:
     try:
         return Fingerprint.from_text(saved.recorded)
     except ValueError as error:
-        msg = f"{saved.where} records as its fingerprint what is none: {error}"
+        msg = f"{saved.where} records an invalid fingerprint: {error}"
         raise CheckpointFormatError(msg) from error
 
 
@@ -145,7 +145,7 @@ def _check_weights(where: str, held: _Held, ranks: Ranks, step: str) -> None:
     found += [f"{format_ranks(stale)}: weights that are not the masters, rounded"] if stale else []
     if found:
         msg = (
-            f"{where} was loaded, and ranks do not hold what was: {'; '.join(found)}. Do not train "
+            f"{where} was loaded, but ranks hold another state: {'; '.join(found)}. Do not train "
             "on it: the memory of a machine or this library is at fault. Resume on other machines, "
             "and report it"
         )

@@ -50,7 +50,7 @@ class CheckpointLinks:
             elif target.exists():
                 make_link(target, link, on_progress)
             else:
-                log.warning("%s is not made to name %s, which is not there", link, target)
+                log.warning("%s is not linked to %s, which is not there", link, target)
 
     def on_save_ended(self, target: Path, *, published: bool) -> None:
         """Make the links that waited for this checkpoint; or forget them, if it failed.

@@ -1,4 +1,4 @@
-"""Loading: all that can be wrong is found before the first live byte is changed."""
+"""Loading: all checks run before the first live byte is changed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def load(
 
 
 def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> bool:
-    """Return whether a checkpoint and the model share parameters, all of the same shapes."""
+    """Whether a checkpoint and the model share parameters, all of the same shapes."""
     described = live.describe()
     renaming = _renaming(described, options)
     here = {p.name: p.shape for p in described.parameters}

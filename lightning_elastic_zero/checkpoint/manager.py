@@ -145,7 +145,7 @@ class CheckpointManager:
         return closing(connect_ranks(times, "elastic-zero at the end", str(call)))
 
     def _on_save_started(self, target: Path) -> None:
-        """Let links and deletions wait for a checkpoint that is about to be written."""
+        """Make links and deletions wait for a checkpoint that is about to be written."""
         if self._is_rank_zero:
             self._links.on_save_started(target)
             self._retention.on_save_started(target)

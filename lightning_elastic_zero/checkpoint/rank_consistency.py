@@ -1,7 +1,7 @@
-"""What ranks compare before they write one checkpoint: what must be alike, and what may drift.
+"""Comparison of tables between ranks before a save: those that must be equal, or may differ.
 
 The tables of a run grow with its parameters, and a thousand ranks ask one store. So rank 0 sends a
-digest of each table, and lays the tables themselves into the directory that it has just made on
+digest of each table, and writes the tables themselves into the directory that it has just made on
 the disk that all ranks share: a rank reads one of them where its own is another.
 
 Hyperparameters may drift apart: a scheduler that steps on a metric that each rank has for itself
@@ -64,7 +64,7 @@ def table_digests(tables: Tables) -> dict[str, str]:
 
 
 def write_tables(directory: Path, tables: Tables) -> None:
-    """Lay rank 0's tables into a directory, until ``remove_shared``.
+    """Write rank 0's tables into a directory, until ``remove_shared``.
 
     Raises:
         SaveError: they could not be written.
@@ -89,7 +89,7 @@ class RankZeroTables:
         self._read: dict[str, Any] = {}
 
     def is_same(self, name: str) -> bool:
-        """Return whether this rank's table is rank 0's."""
+        """Whether this rank's table is rank 0's."""
         return self._sent[name] == self._digests[name]
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 (plain data)

@@ -1,4 +1,4 @@
-"""Which published checkpoints may be deleted, and how.
+"""Deletion of published checkpoints, each once nothing needs it any more.
 
 ``ModelCheckpoint`` decides what is superfluous; it compares paths without resolving links, deletes
 before it moves ``last.ckpt`` to the new checkpoint, and knows nothing of the checkpoint that a run
@@ -51,7 +51,7 @@ class Retention:
         self.delete_pending()
 
     def on_save_started(self, path: Path) -> None:
-        """Forget what was said of a path: it will be another checkpoint's. Delete nothing."""
+        """Cancel the deletion of a path, which will be another checkpoint's."""
         with self._lock:
             self._waiting.pop(path, None)
             self._held_for = path

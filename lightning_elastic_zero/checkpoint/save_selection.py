@@ -1,4 +1,4 @@
-"""What of a run is written, and what is said of it: weights left out, objects to be allowed."""
+"""Selection of what a save writes, and its warnings: weights left out, objects to allow."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is about to be written, as a copy that training does not change any more.
+"""A copy of the state to be written, which training does not change any more.
 
 What changes in forward and in hooks is copied at once: buffers, frozen weights, counters, and what
 the trainer handed over. Masters and optimizer states change in the optimizer step only: they are
-copied behind forward and backward, and the step waits for it (``Snapshot.wait``). Where memory is
+copied during forward and backward, and the step waits for it (``Snapshot.wait``). Where memory is
 limited, those that are written first are not copied: the step waits until they have been written.
 """
 

@@ -1,4 +1,4 @@
-"""What a load reads: which runs of elements go where, and which values are one for a buffer."""
+"""The transfers of a load: runs of elements with their targets, and one-per-buffer values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of the two stories: what a live engine offers, options, and what comes back."""
+"""Types of saving and loading: the live engine, options, and results."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class StoreRanks:
         raise step.failure from (None if own is step.failure else own)
 
     def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Come to a step, do this rank's part and wait for the verdict; return what was raised."""
+        """Enter a step, do this rank's part and wait for the verdict; return what was raised."""
         self._thread.enter_step(step)
         own = None
         if not (step.decided.is_set() or step.reported.is_set()):

@@ -25,7 +25,7 @@ def launched_world_size() -> int:
 
 @contextmanager
 def launched_ranks(times: Timeouts, name: str) -> Iterator[StoreRanks]:
-    """Meet the other ranks in the launcher's store; for as long as the context lasts.
+    """Connect to the other ranks in the launcher's store, as long as the context lasts.
 
     Args:
         times: how long ranks wait for each other, also in the store.

@@ -1,4 +1,4 @@
-"""How rank 0 judges a step: which ranks failed, which are lost, and what all ranks hear of it.
+"""Rank 0's verdict on a step: which ranks failed or are lost, and what all ranks are told.
 
 It sees the job through a key-value store only (``messages`` has the keys), and time through a clock
 that is passed in: it starts nothing and never sleeps.
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) -> None:
-    """Log which ranks have not come to a step that others wait in."""
+    """Log which ranks have not entered a step that others wait in."""
     log.warning(
         "%s of %d: not at step %r after %g s. Saves and loads must be called on every rank, not "
-        "within `if rank == 0:`. Who is only late is waited for, %g s in all (absent_timeout_s); "
+        "within `if rank == 0:`. Late ranks are waited for up to %g s in all (absent_timeout_s); "
         "then this fails on all ranks.",
         format_ranks(late),
         world_size,
@@ -58,7 +58,7 @@ class Leader:
         clock: Clock = time.monotonic,
         state_of: StateOf = ProcessKey.state,
     ) -> None:
-        """Judge from the first step on."""
+        """Start with the first step."""
         self.values: list[Any] = []
         self._store = store
         self._world_size = world_size

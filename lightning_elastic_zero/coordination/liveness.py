@@ -1,4 +1,4 @@
-"""Whether a rank is alive and at work, by the times at which its heartbeats were seen to change.
+"""Liveness and progress of ranks, by the times at which their heartbeats were seen to change.
 
 Nothing here sleeps, and the clock is passed in: each answer follows from the readings alone.
 """
@@ -78,7 +78,7 @@ class RankMonitor:
         times, why = self._times, "it died or is stopped"
         wait_s = times.heartbeat_timeout_s
         if state is ProcessState.RUNNING:
-            why = f"its process {heartbeat.process.pid} runs, but does not come to say so"
+            why = f"its process {heartbeat.process.pid} runs, but its heartbeat thread does not"
             wait_s = times.held_up_timeout_s
         elif state is ProcessState.STOPPED:
             why = f"its process {heartbeat.process.pid} is stopped"

@@ -36,7 +36,7 @@ SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def leave_shared_store(timeout_s: float) -> None:
-    """Let this process's group meet in a store of its own, if the agent shares its one; collective.
+    """Use a store of this group's own, if the agent shares its one; collective.
 
     The environment says afterwards what it says where agents do not share: rank 0 hosts the store.
 
@@ -109,8 +109,8 @@ def _invite(store: Store, world_size: int, timeout_s: float) -> int:
                     answered[rank] = word
         if absent and time.monotonic() > end_s:
             msg = (
-                f"{format_ranks(absent)} of {world_size} did not come in {timeout_s:g} s to where "
-                "the ranks that torchrun has started agree on where to meet. Look for why they "
+                f"{format_ranks(absent)} of {world_size} did not join the rendezvous of the "
+                f"ranks that torchrun has started within {timeout_s:g} s. Look for why they "
                 "ended. If nodes have joined or left before: an agent that shares its store sends "
                 "ranks to that of a node that is gone; start torchrun with "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."

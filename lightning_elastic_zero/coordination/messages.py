@@ -1,4 +1,4 @@
-"""What ranks say to each other through the job's key-value store.
+"""Messages between ranks in the job's key-value store.
 
 The keys of a session::
 

@@ -1,4 +1,4 @@
-"""What one thread is told to do by others, who may be finalizers.
+"""A queue of commands to one thread, which finalizers too may fill.
 
 Not ``queue.SimpleQueue``: in CPython 3.10 to 3.13 its ``get(timeout)`` waits for good where its
 thread is held up for longer than the timeout, between its first try and the wait for what is left
@@ -29,7 +29,7 @@ class OrderQueue:
         self._none_given.acquire()
 
     def put(self, order: Order) -> None:
-        """Give an order; never waits, and may be called within another call of it."""
+        """Append an order; never waits, and may be called within another call of it."""
         self._orders.append(order)
         with suppress(RuntimeError):  # released already
             self._none_given.release()

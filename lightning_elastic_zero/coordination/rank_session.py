@@ -1,4 +1,4 @@
-"""A rank's part in the steps of a job: what it says to the others, and what it hears from them.
+"""A rank's part in the steps of a job: what it writes to the store, and what it reads.
 
 All calls are made by one thread, which a store that falls silent may hold. After it such a thread
 does in their order all things that it was told to. So these hold, whoever was stopped:
@@ -118,7 +118,7 @@ class RankSession:
         clock: Clock = time.monotonic,
         state_of: StateOf = ProcessKey.state,
     ) -> None:
-        """Come to the session, and show the others that this rank lives."""
+        """Enter the session, and show the others that this rank lives."""
         self.store = store
         self.leader = Leader(store, world_size, times, clock, state_of) if rank == 0 else None
         self.leader_process: ProcessKey | None = None
@@ -134,7 +134,7 @@ class RankSession:
         self._send_heartbeat()
 
     def take_turn(self, order: Callable[[], None] | None = None) -> None:
-        """Judge, on rank 0; do what the caller orders; beat, if it is time; look for a verdict."""
+        """Decide, on rank 0; do what the caller orders; beat, if it is time; look for a verdict."""
         if self.leader is not None:
             # First: if it was stopped, the step that this rank comes to now has missed nothing.
             self.leader.poll()
@@ -168,7 +168,7 @@ class RankSession:
         self._send_heartbeat("closed")
 
     def enter_step(self, step: Step) -> None:
-        """Come to a step: give it its number, and find out whether it has failed already."""
+        """Enter a step: number it, and find out whether it has failed already."""
         label = pack([step.kind, step.name])
         held = self._next_step(label)
         step.seq = self._seq

@@ -80,7 +80,7 @@ class StoreThread(threading.Thread):
         self._told_at = 0.0
 
     def enter_step(self, step: Step) -> None:
-        """Come to a step; return once it is known whether it has failed already."""
+        """Enter a step; return once it is known whether it has failed already."""
         self.step = step
         self._orders.put(lambda: self.session.enter_step(step))
         self.wait(step.arrived)

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other."""
+"""Timeouts of ranks that wait for each other."""
 
 from __future__ import annotations
 

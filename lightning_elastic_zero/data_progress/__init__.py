@@ -1,4 +1,4 @@
-"""How far a run has come, counted in samples: what does not depend on the number of devices.
+"""A run's position in its data, counted in samples, which no number of devices changes.
 
 Nothing in here imports Lightning or DeepSpeed: its loop counters are dicts, and an engine's numbers
 are given.

@@ -1,4 +1,4 @@
-"""How a global batch is cut: over ranks, and over each rank's micro-batches. Pure arithmetic.
+"""The split of a global batch into ranks and their micro-batches. Pure arithmetic.
 
 With ``G`` samples per optimizer step on ``W`` ranks, rank ``r`` takes samples ``r``, ``r + W``,
 ``r + 2W``, ... of the step's block, in ``A`` micro-batches. DeepSpeed gives the mean of the ranks'
@@ -38,7 +38,7 @@ class BatchPlan:
 
     @property
     def is_even(self) -> bool:
-        """Return whether all micro-batches of all ranks have one size."""
+        """Whether all micro-batches of all ranks have one size."""
         return self.global_batch_size % (self.world_size * self.accumulate) == 0
 
     @property

@@ -58,7 +58,7 @@ def read_position(
 
 
 def _is_finished(progress: Mapping[str, Any]) -> bool:
-    """Return whether a validation has run all its batches."""
+    """Whether a validation has run all its batches."""
     current = progress["current"]
     return bool(progress["is_last_batch"] and current["completed"] == current["ready"] > 0)
 

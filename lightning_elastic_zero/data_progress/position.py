@@ -1,4 +1,4 @@
-"""Where a run stands, in units that do not depend on the number of devices, for the manifest."""
+"""A run's position for the manifest, in units that no number of devices changes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ class DataProgress:
                 settings=dict(content["settings"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            msg = f"{where} lacks or garbles a field of progress.sampler ({error!r}): it is damaged"
+            msg = (
+                f"{where}: a field of progress.sampler is missing or invalid ({error!r}): the file "
+                "is damaged"
+            )
             raise CheckpointFormatError(msg) from error
         if min(*counts, *(number - 1 for number in shape)) < 0:
             msg = f"{where} has a negative count in progress.sampler: the file is damaged"

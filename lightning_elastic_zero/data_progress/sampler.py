@@ -1,4 +1,4 @@
-"""Samplers that take up an epoch at any optimizer step, on any number of ranks.
+"""Samplers that resume an epoch at any optimizer step, on any number of ranks.
 
 Step ``k`` of an epoch consumes samples ``[k * G, (k + 1) * G)`` of the epoch's order, whatever the
 number of ranks: only who takes which of them depends on it. The order is that of torch's

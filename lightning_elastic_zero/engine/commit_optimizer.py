@@ -1,4 +1,4 @@
-"""Making live what was received for the optimizer: every flat buffer, and all that goes with it."""
+"""Commit of the optimizer's received state: every flat buffer, and all that goes with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each of DeepSpeed's optimizer wrappers keeps its flat buffers (``releases``: since when).
+"""The flat buffers of each of DeepSpeed's optimizer wrappers (``releases``: since when).
 
 In stage 0 there are none, or they are not partitioned: views of the weights stand for them.
 
@@ -209,7 +209,7 @@ def _link_states_anew(
     *,
     has_state: bool,
 ) -> None:
-    """Have ZeRO-1/2 link each parameter to its optimizer state, whose tensors may be new."""
+    """Make ZeRO-1/2 link each parameter to its optimizer state, whose tensors may be new."""
     optimizer._hp_optimizer_states_linked = False  # It does so once.
     for parameter in (p for buffer in buffers for p in buffer.parameters):
         if (link := getattr(parameter, "_hp_mapping", None)) is not None:

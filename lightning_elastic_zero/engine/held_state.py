@@ -1,4 +1,4 @@
-"""What the optimizer keeps for a flat buffer, laid out as the masters, wherever it is."""
+"""The optimizer's state of a flat buffer, laid out as the masters, wherever it is stored."""
 
 from __future__ import annotations
 

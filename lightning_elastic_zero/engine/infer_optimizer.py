@@ -1,4 +1,4 @@
-"""Whose optimizer state is this? Other software's files do not name the optimizer's class.
+"""Inference of the optimizer's class, which other software's files do not name.
 
 The names of the states and of the hyperparameters tell optimizers apart instead: those that are
 alike in both compute the same.
@@ -82,7 +82,7 @@ def check_unnamed_hyperparameters(
 
 
 def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
-    """Return whether hyperparameters are those of one kind of optimizer."""
+    """Whether hyperparameters are those of one kind of optimizer."""
     if name not in ADAM_FAMILY:
         return theirs ^ ours <= NEWER_KEYS
     # What else is a number, and not the run's own, is of an algorithm that builds on Adam's.

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def use_accelerator(name: str, *, compiles: bool = True) -> None:
-    """Have DeepSpeed use the accelerator that the trainer uses: ``"cpu"`` or ``"cuda"``.
+    """Set DeepSpeed's accelerator to the one that the trainer uses: ``"cpu"`` or ``"cuda"``.
 
     DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by what it finds.
 

@@ -62,7 +62,7 @@ def _numbers(scaler: LossScaler) -> dict[str, Plain]:
 
 
 def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:
-    """Return whether a scale changes by itself, and whether there is one."""
+    """Whether a scale changes by itself, and whether there is one."""
     changes = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
     return changes, changes or fields.get("cur_scale", 1.0) != 1.0
 

@@ -1,4 +1,4 @@
-"""What the engine's module tells by itself: names, shapes, ties, buffers, weights."""
+"""The engine's module: names, shapes, ties, buffers, weights."""
 
 from __future__ import annotations
 

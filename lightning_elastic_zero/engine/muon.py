@@ -28,12 +28,12 @@ PARTITIONING = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimi
 
 
 def uses_muon(optimizer: Any, group: int) -> bool:  # noqa: ANN401 (untyped library)
-    """Return whether a parameter group of a wrapper is trained by Muon."""
+    """Whether a parameter group of a wrapper is trained by Muon."""
     return bool(inner_optimizer(optimizer).param_groups[group].get("use_muon"))
 
 
 def keeps_whole_momenta(optimizer: Any, wrapper: str, group: int) -> bool:  # noqa: ANN401
-    """Return whether a group's momentum is that of whole parameters, not of a partition."""
+    """Whether a group's momentum is that of whole parameters, not of a partition."""
     in_memory = wrapper == "DeepSpeedZeroOptimizer" and not optimizer.cpu_offload
     return in_memory and uses_muon(optimizer, group)
 

@@ -37,7 +37,7 @@ def split_state(
     flat: torch.Tensor,
     held: Mapping[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Part the states of one flat buffer into element-wise tensors, 1-D, and scalars.
+    """Split the states of one flat buffer into element-wise tensors, 1-D, and scalars.
 
     Args:
         optimizer: whose they are.
@@ -69,7 +69,7 @@ def split_state(
 
 
 def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object) -> bool:  # noqa: ANN401
-    """Return whether a state is one value for each element.
+    """Whether a state is one value for each element.
 
     Of a weight without dimensions (stage 0), either kind is one value: the states of the others
     tell which one it is.
@@ -95,7 +95,7 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
 
 
 def _is_scalar(value: object) -> bool:
-    """Return whether a state is one value for the whole flat buffer."""
+    """Whether a state is one value for the whole flat buffer."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and type(value) in _PLAIN_TENSORS
     return value is None or isinstance(value, (bool, int, float))

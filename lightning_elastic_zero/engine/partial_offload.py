@@ -19,7 +19,7 @@ BACKUP_KEY = "backup_optimizer"
 
 
 def is_stepped_on_device(optimizer: Any, sub_group: int | None) -> bool:  # noqa: ANN401 (untyped)
-    """Return whether the second optimizer steps a sub-group."""
+    """Whether the second optimizer steps a sub-group."""
     if sub_group is None or not hasattr(optimizer, "backup_optimizer"):
         return False
     return bool(optimizer.subgroup_to_device[sub_group] != "cpu")
@@ -46,7 +46,7 @@ def restore_backup_hyperparameters(
     optimizer: Any,  # noqa: ANN401 (untyped library)
     saved: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    """Have the second optimizer go on with what was saved, once the first one does.
+    """Copy the first optimizer's restored hyperparameters to the second, then its own saved ones.
 
     Args:
         optimizer: DeepSpeed's wrapper.

@@ -1,4 +1,4 @@
-"""Which elements of which parameter lie where in a live engine: computed, then compared.
+"""Addresses of fragments in the flat buffers of a live engine: computed, then compared.
 
 ``partition`` computes the places from the order, the sizes and the paddings of the parameters.
 DeepSpeed's own tensors show them a second time, without any formula: each of its weights is a view

@@ -143,7 +143,7 @@ def _state_dtype(
 
 
 def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a live state can take values of a type for each element that is stepped."""
+    """Whether a live state can take values of a type for each element that is stepped."""
     return (
         isinstance(live, torch.Tensor)
         and live.shape == stepped.shape

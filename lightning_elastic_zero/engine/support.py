@@ -1,4 +1,4 @@
-"""What the library cannot save or resume is refused here, by name, before training starts."""
+"""Refusal, by name and before training, of what the library cannot save or resume."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def swapped_sub_group(optimizer: Any, index: int) -> SwappedSubGroup | None:  # 
 
 
 def forget_swapped_states(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Forget the states in files, and gradients on their way there, before others are written."""
+    """Discard the states in files, and gradients on their way there, before others are written."""
     if not getattr(optimizer, "swap_optimizer", False):
         return
     swapper = optimizer.optimizer_swapper
@@ -118,7 +118,7 @@ def forget_swapped_states(optimizer: Any) -> None:  # noqa: ANN401 (untyped libr
 
 @contextmanager
 def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
-    """Have a sub-group in memory, and write it back, low-precision weights too; None: do nothing.
+    """Read a sub-group into memory, and write it back, low-precision weights too; None: do nothing.
 
     The states that it has then must be new to the swapper (``forget_swapped_states``).
     """

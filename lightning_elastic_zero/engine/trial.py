@@ -226,7 +226,7 @@ def _inner_optimizer(engine: Any) -> torch.optim.Optimizer:  # noqa: ANN401 (unt
 
 
 def _link_all_groups(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
-    """Have ZeRO-1/2 link each parameter to its optimizer state.
+    """Make ZeRO-1/2 link each parameter to its optimizer state.
 
     It does so by itself when the first group has stepped, and no other one has a state yet.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, found out by a step of another one of its class."""
+"""An optimizer's state keys, found by a step of another optimizer of its class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies near a path that is no checkpoint: the ones that may have been meant."""
+"""Checkpoints near a path that is none, as suggestions in an error."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _checkpoints(folder: Path) -> list[str]:
 
 
 def looks_like_checkpoint(entry: Path) -> bool:
-    """Return whether a directory has a mark of some kind, or a file the suffix of Lightning's."""
+    """Whether a directory has a mark of some kind, or a file the suffix of Lightning's."""
     if not os.path.isdir(entry):  # noqa: PTH112 (no error where it cannot be looked into)
         return entry.suffix == SUFFIX
     marks = (entry / mark for mark in MARKS)

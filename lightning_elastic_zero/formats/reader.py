@@ -1,4 +1,4 @@
-"""What every on-disk format offers to a load: its manifest, its layout, and runs of elements."""
+"""The interface of every on-disk format: manifest, layout, and runs of elements."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
 
 @contextmanager
 def as_format_error(path: Path) -> Iterator[None]:
-    """Turn what a file raises that holds something else than it should into an error that says so.
+    """Turn errors from unexpected content of a file into an error that names the file.
 
     Raises:
         CheckpointFormatError: an entry is missing, or of another type.
@@ -333,8 +333,8 @@ def as_format_error(path: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         msg = (
-            f"{path} cannot be understood: it lacks or garbles {error!r}. It was written by a "
-            "release that is not known, or is damaged; resume from another checkpoint"
+            f"{path} cannot be read: an entry is missing or invalid ({error!r}). It was written "
+            "by a release that is not known, or is damaged; resume from another checkpoint"
         )
         raise CheckpointFormatError(msg) from error
 

@@ -102,5 +102,6 @@ def _write_elements(file: ChecksummedWriter, tensor: NamedSource) -> None:
         if chunk.numel():
             file.write(chunk.contiguous().view(torch.uint8).numpy().data)
     if file.size_bytes - written != tensor.size_bytes:
-        msg = f"{tensor.name} has other than {tensor.size_bytes} bytes"
+        found = file.size_bytes - written
+        msg = f"{tensor.name} yielded {found} bytes, expected {tensor.size_bytes}"
         raise ValueError(msg)

@@ -1,4 +1,4 @@
-"""Whether all of it holds on this machine, or cluster: ``selftest --dir DIR``.
+"""A test of saving and loading on this machine or cluster: ``selftest --dir DIR``.
 
 Its own processes play the user: they make small DeepSpeed engines, save them and load them on
 other numbers of devices, and one of them is killed. ``run`` is the story, told by whoever started

@@ -131,7 +131,7 @@ def _uncovered_rows(setting: Setting) -> list[Row]:
 
 
 def _process_rows(found: Found, worlds: Worlds) -> list[Row]:
-    """Return whether all processes came to the end of their task."""
+    """Whether all processes came to the end of their task."""
     rows = []
     for task, report, size in (
         ("saving", found.saves, worlds.saves),

@@ -17,7 +17,7 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 @contextmanager
 def terminable() -> Iterator[Callable[[], None]]:
-    """Have each of the signals clean up as Ctrl-C does, once: after the first one, others wait.
+    """Make each of the signals clean up as Ctrl-C does, once: after the first one, others wait.
 
     Yields:
         What has them ignored from then on, until the context ends.

@@ -1,4 +1,4 @@
-"""What a worker is asked, and what it tells; in files without a name, which a kill leaves whole."""
+"""Requests to a worker and its reports, in files without a name, which a kill leaves whole."""
 
 from __future__ import annotations
 
@@ -105,19 +105,19 @@ class Sender:
         self.rank = rank
 
     def checked(self, check: str, problem: str = "") -> None:
-        """Tell that a check was made, and what was wrong."""
+        """Report that a check was made, and what was wrong."""
         self._send("problems", check, problem)
 
     def saved(self, name: str, state: State) -> None:
-        """Tell what is in a checkpoint."""
+        """Report the content of a checkpoint."""
         self._send("states", name, dict(state))
 
     def measured(self, name: str, value: float) -> None:
-        """Tell a figure."""
+        """Report a figure."""
         self._send("figures", name, value)
 
     def finished(self) -> None:
-        """Tell that the task is done."""
+        """Report that the task is done."""
         self._send("finished", "", value=True)
 
     def _send(self, kind: str, name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a world do: save, load, measure, and one of them dies."""
+"""The tasks of the ranks of a world: save, load, measure, and one of them dies."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _require_same(wanted: State, found: State, what: str) -> None:
 
 
 def _tell_state(sender: Sender, name: str, state: State) -> None:
-    """Tell what is saved, on one rank: all have the same but for their buffers."""
+    """Report what is saved, on one rank: all have the same but for their buffers."""
     if sender.rank == 0:
         sender.saved(name, state)
 

@@ -1,4 +1,4 @@
-"""What was found, as a table that can be pasted into an issue; pure."""
+"""The report, as a table that can be pasted into an issue; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``selftest``: whether it holds here. The story, as all who start workers tell it together."""
+"""The sequence of a selftest, which all processes that start workers run together."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _setting(ranks: Ranks, path: Path) -> Setting:
 
 
 def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) -> Path:
-    """Have rank 0 make the folder, and remove it in the end; return it on every rank."""
+    """Make the folder on rank 0, and remove it in the end; return it on every rank."""
 
     def make() -> str:
         needed_bytes = _COPIES * measured_bytes(setting.worlds.saves) * setting.worlds.saves

@@ -1,4 +1,4 @@
-"""Where a selftest runs: releases, devices, file system."""
+"""The environment of a selftest: releases, devices, file system."""
 
 from __future__ import annotations
 

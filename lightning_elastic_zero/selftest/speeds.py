@@ -1,4 +1,4 @@
-"""What a save takes here, beside what the same bytes take without it."""
+"""Throughput of a save, beside that of the same bytes without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worlds of workers there are, and who starts which of their ranks; pure."""
+"""The worlds of workers, and which process starts which of their ranks; pure."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class ChecksummedWriter:
         self._open_bytes = 0
 
     def finish(self, save_id: str) -> FileEntry:
-        """Bring the file to the disk, write its sidecar, and give its record.
+        """Flush the file to the disk, write its sidecar, and return its record.
 
         Args:
             save_id: the save that the file belongs to.

@@ -1,4 +1,4 @@
-"""What a directory can do of what saves need of it, asked of it and not of a list of systems."""
+"""Capabilities of a directory that saves need, tried out and not taken from a list of systems."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def _links(place: Path) -> Found:
 
 
 def _sync_file(place: Path) -> Found:
-    """Bring a file to the disk."""
+    """Flush a file to the disk (fsync)."""
     write_durably(place / "file", b"x")
     return "holds", ""
 
 
 def _sync_names(place: Path) -> Found:
-    """Bring a name to the disk."""
+    """Flush a name to the disk (fsync of its directory)."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What lies where a checkpoint is to be saved, and whether it may be replaced."""
+"""Inspection of the target of a save: its present content, and whether it may be replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose the files of a directory are: this library's, or somebody else's.
+"""Ownership of the files in a directory: this library's, or others'.
 
 This library removes and replaces only what it wrote itself, and recognises that by content. In a
 published checkpoint these are the files that its manifest names, with the sizes that it records,

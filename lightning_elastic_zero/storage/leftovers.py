@@ -1,4 +1,4 @@
-"""What saves and deletions that were killed left behind: put back, or removed."""
+"""Leftovers of killed saves and deletions: restored, or removed."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
     new, old = (link.parent / f"{LINK_PREFIX}{link.name}.{end}" for end in ("new", "old"))
     try:
         if refusal_reason := inspect_target(link).refusal_reason:
-            msg = (
-                f"Could not let {link} name {target}, which is published: {link} {refusal_reason}."
-            )
+            msg = f"Could not link {link} to {target}, which is published: {link} {refusal_reason}."
             raise SaveError(msg)
         for hidden in (new, old):
             remove_hidden(hidden, link, on_progress)
@@ -53,7 +51,7 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
         put_in_place(new, link, old)
         sync_directory(link.parent)
     except OSError as error:
-        msg = f"Could not let {link} name {target}, which is published: {error.strerror or error}."
+        msg = f"Could not link {link} to {target}, which is published: {error.strerror or error}."
         raise SaveError(msg) from error
     finally:
         with suppress(OSError):

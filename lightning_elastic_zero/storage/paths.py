@@ -1,4 +1,4 @@
-"""Which paths can be used, and how the names in a directory outlive a power cut."""
+"""Checks of paths, and fsync of the names in a directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk.
+    """Flush the names in a directory to the disk (fsync).
 
     Filesystems that do not offer this for directories are left to their own ways.
 

@@ -28,7 +28,7 @@ class PeriodicThread(threading.Thread):
             self._call()
 
     def call_soon(self) -> None:
-        """Have it called at once."""
+        """Make the next call at once."""
         self._asked.set()
 
     def end(self) -> None:

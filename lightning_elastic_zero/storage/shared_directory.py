@@ -1,4 +1,4 @@
-"""What rank 0 leaves in a directory that it has made, for the other ranks to see.
+"""Files that rank 0 writes into a directory for the other ranks to read.
 
 An empty token proves that a rank sees the same directory. Tables are what ranks compare themselves
 with. Both are found in the same way, on network filesystems too.

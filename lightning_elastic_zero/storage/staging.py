@@ -105,7 +105,7 @@ class StagedDirectory:
         return touch_regularly(self._owner_path)
 
     def sync(self, on_progress: Callable[[], None] = ignore_progress) -> None:
-        """Bring the names of all files to the disk, before ``publish``.
+        """Flush the names of all files to the disk, before ``publish``.
 
         Raises:
             SaveError: the system refused.

@@ -97,7 +97,7 @@ class VerifiedFile(RangeFile):
             )
         count = -(-self.size_bytes // CHUNK_BYTES)
         if len(sums) != count * SUM_BYTES:
-            self._refuse(f"it has {len(sums) // SUM_BYTES} checksums, expected are {count}")
+            self._refuse(f"it has {len(sums) // SUM_BYTES} checksums, expected {count}")
         return sums
 
     def _check_block(self, block: memoryview, start: int) -> None:

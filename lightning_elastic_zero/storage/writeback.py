@@ -1,4 +1,4 @@
-"""Bringing a file to the disk while it is written, so that no wait for the disk is a long one."""
+"""Writeback of a file while it is written, so that no wait for the disk is a long one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far long work is, in one line on a terminal; nothing elsewhere, nor for short work."""
+"""Progress of long work, in one line on a terminal; nothing elsewhere, nor for short work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verbs print: tables and trees of parameters, plans and verdicts, as plain text."""
+"""Text that verbs print: tables and trees of parameters, plans and verdicts, as plain text."""
 
 from __future__ import annotations
 

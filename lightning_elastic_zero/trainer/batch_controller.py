@@ -1,4 +1,4 @@
-"""When the batches of a fit are resolved: once, and before anything depends on them.
+"""The time at which the batches of a fit are resolved: once, before anything needs them.
 
 ``batch_settings`` computes them. The first of these moments does it: before the ``setup`` hooks, as
 the first of them, when a hook asks for the training loaders, when DeepSpeed's config is completed.

@@ -1,4 +1,4 @@
-"""What saves and loads of a run have cost, kept until a callback has logged it."""
+"""Costs of saves and loads of a run, kept until a callback has logged them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckpointEvents:
         self._listeners: list[Callable[[CheckpointStats], None]] = []
 
     def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
-        """Tell somebody of each save that is published from now on; on rank 0, in any thread.
+        """Call a function with each save that is published from now on; on rank 0, in any thread.
 
         Returns:
             What ends that.

@@ -38,7 +38,7 @@ class CheckpointMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Say where there is nothing to log."""
+        """Warn if there is nothing to log."""
         if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
             found = type(trainer.strategy).__name__
             rank_zero_warn(

@@ -1,4 +1,4 @@
-"""What a checkpoint of a trainer's run holds, and when it is written."""
+"""Saves of a trainer's run: their content, and when they are written."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _saves(callback: Callback) -> bool:
 
 
 def _tell(checked: CheckedDirectory) -> None:
-    """Say what was found of a directory on several hosts."""
+    """Report what was found of a directory on several hosts."""
     if checked.hosts > 1:
         text = f"{checked.path} is one directory on all {checked.hosts} hosts"
         if checked.write_s:

@@ -1,4 +1,4 @@
-"""Where every training loader begins, when a run is taken up; or why one cannot begin there."""
+"""Position dataloaders at the resume point, or explain why that is impossible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_elastic_zero.trainer.stateful_loaders import (
 )
 
 UnresumableDataPolicy: TypeAlias = Literal["refuse", "restart_epoch"]
-"""What to do where the data cannot be taken up where it was left."""
+"""What to do where the data cannot be resumed where it was left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Training loaders that take up an epoch at any sample."""
+"""Training loaders that resume an epoch at any sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_elastic_zero.trainer.lightning_internals import drop_iterator, wr
 
 @runtime_checkable
 class ResumesAtSample(Protocol):
-    """What a sampler, batch sampler, data set or loader of yours offers to be taken up exactly."""
+    """What a sampler, batch sampler, data set or loader of yours offers to be resumed exactly."""
 
     def resume_at(self, epoch: int, samples: int) -> None:
         """Begin the next iteration of that epoch after so many samples of it.

@@ -1,4 +1,4 @@
-"""How many micro-batches an epoch has, so that it ends with a step, and which one is its last."""
+"""The number of an epoch's micro-batches, so that it ends with a step, and its last one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EpochLength:
         settings.make(trainer, "limit_train_batches", self._limit)
 
     def forget(self) -> None:
-        """Forget the loaders: they are made anew."""
+        """Discard the loaders: they are made anew."""
         self._known = []
 
     def round_to_whole_steps(self, loader: object, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""What an epoch has summed up so far, as of the instant that a checkpoint is of."""
+"""Metrics that an epoch has accumulated, as of the instant that a checkpoint is of."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class EpochMetrics:
             self._noted_at = total
 
     def validating(self) -> None:
-        """Set the metrics aside: a run that is taken up inside a validation begins it anew."""
+        """Set the metrics aside: a run that is resumed inside a validation begins it anew."""
         self._before_validation = self._metrics.now() if self._metrics is not None else None
 
     def validated(self) -> None:

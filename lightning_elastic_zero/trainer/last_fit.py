@@ -1,4 +1,4 @@
-"""What is left of a fit when it is over, and an evaluation has put its own engine in the place."""
+"""The engine of the last fit, kept for saves after an evaluation has set up its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LastFit:
             return self._engine
         rank_zero_warn(
             f"{os.fspath(path)}: nothing was trained here, or the module has other weights since, "
-            "of a checkpoint that was evaluated or of load_state_dict. Saved are the weights as "
+            "of a checkpoint that was evaluated or of load_state_dict. The weights are saved as "
             "the module has them, in its precision, and no optimizer state; "
             "load_optimizer_state=False starts a run on them"
         )

@@ -104,7 +104,7 @@ def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> None:
-    """Let ranks meet where no world has met before them; collective, before they are connected.
+    """Set up a rendezvous for the ranks; collective, before they are connected.
 
     Args:
         strategy: one that has its cluster environment.

@@ -42,7 +42,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "the training epoch loop": {
         "_batches_that_stepped": "let the loggers' axis go on",
         "_results": "sum an epoch's values up from where they were",
-        "_should_check_val_fx": "know whether a validation is due where a run is taken up",
+        "_should_check_val_fx": "know whether a validation is due where a run is resumed",
     },
     "CombinedLoader": {
         "_mode": "know where shorter loaders begin again",

@@ -1,7 +1,7 @@
-"""What Lightning has summed up of an epoch: kept with a checkpoint, and summed on from there.
+"""Lightning's running results of an epoch: kept with a checkpoint, and continued from there.
 
 ``self.log(..., on_epoch=True)`` adds to a running result, which Lightning does not save. A run that
-is taken up in mid-epoch goes on from the saved one, so that the epoch's value, and what schedulers
+is resumed in mid-epoch goes on from the saved one, so that the epoch's value, and what schedulers
 and callbacks decide by it, are those of the run that was not stopped.
 """
 
@@ -66,7 +66,7 @@ class ResumableResults(ResultCollection):
         return results
 
     def begin_batch(self) -> None:
-        """Forget what was at the end of the epoch before."""
+        """Discard what was at the end of the epoch before."""
         self._at_end = {}
 
     def to_plain(self) -> dict[str, SavedResult]:

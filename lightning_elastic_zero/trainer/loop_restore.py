@@ -83,7 +83,7 @@ class LoopRestorer:
         """Keep each ``ModelCheckpoint`` from saving a step again that it had saved.
 
         It does not keep that step; inside the next window of micro-batches it would write the same
-        state once more, over the checkpoint that the run was taken up from.
+        state once more, over the checkpoint that the run was resumed from.
         """
         step = self._trainer.global_step
         for callback in self._trainer.checkpoint_callbacks:

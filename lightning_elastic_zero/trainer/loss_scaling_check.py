@@ -1,4 +1,4 @@
-"""Whether DeepSpeed leaves the scale of a loss alone, as it is asked to."""
+"""Check that DeepSpeed leaves the scale of a loss alone, as it is asked to."""
 
 from __future__ import annotations
 

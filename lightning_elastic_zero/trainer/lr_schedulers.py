@@ -1,4 +1,4 @@
-"""Schedulers taken up: as they were saved, or as they are configured now.
+"""Resumed schedulers: as they were saved, or as they are configured now.
 
 A schedule is at a place, and its rates follow from that place and from how it is configured.
 Torch's own schedulers step from the last rate, or to a rate of their place, and which one does what

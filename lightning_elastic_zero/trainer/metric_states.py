@@ -157,7 +157,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
-    """Return whether saved states are those of such a metric."""
+    """Whether saved states are those of such a metric."""
     defaults = default_states(metric)
     return defaults.keys() == held["states"].keys() and all(
         isinstance(default, list)

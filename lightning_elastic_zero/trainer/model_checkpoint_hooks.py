@@ -1,4 +1,4 @@
-"""What ``ModelCheckpoint`` asks and does about files, answered in its place while a run lasts.
+"""``ModelCheckpoint``'s methods about files, answered in its place while a run lasts.
 
 It knows nothing of a checkpoint that is being written in the background: it would take its name for
 free and give it to another one, and with ``save_last="link"`` it removes its link and makes it

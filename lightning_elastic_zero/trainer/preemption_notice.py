@@ -1,4 +1,4 @@
-"""Where a machine is told that it is going to be taken away, beside a signal.
+"""Notices, beside a signal, that a machine is going to be taken away.
 
 Each notice is a function without arguments that says whether there is one yet. What cannot be
 asked has no notice: a metadata server that does not answer must not end a run.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 Notice: TypeAlias = Callable[[], bool]
-"""Return whether the machine is going to be taken away."""
+"""Whether the machine is going to be taken away."""
 
 AWS = "http://169.254.169.254"
 """Of the instance metadata service, version 2 (Amazon EC2 User Guide, "Spot Instance interruption
@@ -36,7 +36,7 @@ class FileNotice:
     path: str
 
     def __call__(self) -> bool:
-        """Return whether it is there."""
+        """Whether it is there."""
         return Path(self.path).exists()
 
 
@@ -48,7 +48,7 @@ class UrlNotice:
     headers: tuple[tuple[str, str], ...] = ()
 
     def __call__(self) -> bool:
-        """Return whether it answers so."""
+        """Whether it answers so."""
         answer = _answer(self.url, dict(self.headers))
         return answer is not None and answer.strip().upper() not in {"FALSE", "NONE"}
 
@@ -60,7 +60,7 @@ class AwsNotice:
     server: str = AWS
 
     def __call__(self) -> bool:
-        """Return whether it is going to be taken away."""
+        """Whether it is going to be taken away."""
         seconds = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
         token = _answer(f"{self.server}/latest/api/token", seconds, "PUT")
         if token is None:

@@ -49,7 +49,7 @@ class RayCheckpointReport(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Come after the callbacks that save checkpoints.
+        """Move after the callbacks that save checkpoints.
 
         Raises:
             UnsupportedError: the strategy is another one.

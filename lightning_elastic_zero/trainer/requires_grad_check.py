@@ -1,4 +1,4 @@
-"""Parameters that are frozen or unfrozen during a fit: DeepSpeed does not follow, so it is said."""
+"""Parameters that are frozen or unfrozen during a fit: DeepSpeed does not follow, so this warns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is resumed: what is rewritten as it is loaded, and what is restored before training.
+"""Resume of a run: numbers rewritten as they are loaded, state restored before training.
 
 Lightning restores its loops from numbers, when the loaders may not exist yet. So this happens at
 two moments: ``resume_from`` rewrites the numbers for this number of devices as they are loaded, and
@@ -89,7 +89,7 @@ class RunResumer:
         return self.batches is not None and self.batches.plan is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
-        """Make a loader one that can be taken up; Lightning prepared it before."""
+        """Make a loader one that can be resumed; Lightning prepared it before."""
         if self.batches is None or self._epoch_length is None:
             return loader
         if not trainer.training:

@@ -1,4 +1,4 @@
-"""What a save records of a run: where it stands, and what belongs to that moment."""
+"""A save's record of a run: its position, and what belongs to that moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks have one order of the samples, where a user's own sampler makes it."""
+"""Check that ranks have one order of the samples, where a user's own sampler makes it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lightning_elastic_zero.trainer.lightning_internals import replace_sigterm_b
 
 
 def raise_failures(trainer: pl.Trainer) -> None:
-    """Let a trainer's broadcast raise what it fails by."""
+    """Make a trainer's broadcast raise what it fails by."""
     replace_sigterm_broadcast(trainer, partial(_broadcast, trainer))
 
 

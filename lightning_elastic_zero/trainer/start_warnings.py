@@ -1,4 +1,4 @@
-"""What is said when a fit starts: of its data, and of what changed since the checkpoint."""
+"""Warnings at the start of a fit: about its data, and changes since the checkpoint."""
 
 from __future__ import annotations
 

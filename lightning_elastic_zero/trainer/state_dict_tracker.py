@@ -1,4 +1,4 @@
-"""What hooks do to the weights in the checkpoint dictionary.
+"""Changes that hooks make to the weights in the checkpoint dictionary.
 
 The engine's weights are saved from its masters. Lightning's hooks, and users', look for them in
 the dictionary: ``on_save_checkpoint`` finds them there as with other strategies, takes frozen ones
@@ -34,7 +34,7 @@ class StateDictTracker:
     def remove_tracked(
         self, checkpoint: Mapping[str, Any]
     ) -> tuple[dict[str, Any], frozenset[str]]:
-        """Part a checkpoint's dictionary: what the trainer saves of it, and what was taken out.
+        """Split a checkpoint's dictionary: what the trainer saves of it, and what was taken out.
 
         Returns:
             The dictionary without the weights that were handed out, and without optimizer states,

@@ -1,4 +1,4 @@
-"""Loaders that keep their own state: which one a save has of them, and where it is taken up."""
+"""Loaders that keep their own state: which state a save holds, and where it is restored."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class StepIntervals:
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
 
     def suspend_plateau_steps(self, trainer: pl.Trainer) -> None:
-        """Let no plateau scheduler be due after the last batch, when Lightning ends it again."""
+        """Keep plateau schedulers from being due when Lightning ends the last batch again."""
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.interval == "step":
                 # Does not divide the batches so far.

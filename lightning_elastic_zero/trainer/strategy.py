@@ -40,11 +40,11 @@ from lightning_elastic_zero.trainer.weight_averaging import check_averaging
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
-    """DeepSpeed ZeRO-1, 2 and 3 whose checkpoints resume on any number of devices.
+    """DeepSpeed in ZeRO stages 0 to 3, whose checkpoints resume on any number of devices.
 
     A checkpoint is a directory; ``ModelCheckpoint`` and ``ckpt_path`` are used as ever. A step has
     the same samples on any number of devices, and its gradient is their mean, whatever the
-    accumulation. Runs on the CPU (gloo) as well as on CUDA.
+    accumulation. Tested on the CPU (gloo); CUDA is supported, and was not run.
 
     Args:
         *args, **kwargs: as ``DeepSpeedStrategy``.

@@ -1,4 +1,4 @@
-"""What libraries warn of each other, which nobody who trains can change: left out during a run.
+"""Filters of warnings between libraries that users cannot change, during a run.
 
 Of the 78 lines of a first run on two ranks, 54 said that two libraries are of different ages.
 """
@@ -22,7 +22,7 @@ FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",
         r"lightning\.pytorch\.utilities\._pytree",
     ),
-    # Lightning knows loaders with a ``state_dict`` only. What cannot be taken up in the middle of
+    # Lightning knows loaders with a ``state_dict`` only. What cannot be resumed in the middle of
     # an epoch, this library refuses, or it says itself that the epoch starts over.
     (
         UserWarning,

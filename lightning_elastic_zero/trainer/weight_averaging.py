@@ -68,9 +68,9 @@ def log_evaluated_averages(taken: list[str], path: str) -> None:
     """Report that an evaluation is one of other weights than those that were trained."""
     if taken:
         rank_zero_info(
-            f"{path}: evaluated are the weights that callbacks or on_save_checkpoint had put into "
-            f"its state_dict, such as an average ({len(taken)} parameters: {taken[0]}, ...), as "
-            "they were validated, and not those that training goes on with"
+            f"{path}: the evaluation uses the weights that callbacks or on_save_checkpoint had put "
+            f"into its state_dict, such as an average ({len(taken)} parameters: {taken[0]}, ...), "
+            "as they were validated, and not those that training goes on with"
         )
 
 

@@ -49,7 +49,7 @@ def names_in(directory: Path) -> list[str]:
 
 @contextmanager
 def no_exchange(*, possible: bool = False) -> Iterator[None]:
-    """Let the system exchange two names within, or not."""
+    """Make the system exchange two names within, or not."""
     real = vars(atomic)["exchange_names"]
     if not possible:
         vars(atomic)["exchange_names"] = lambda *_: False

@@ -62,7 +62,7 @@ class Rank:
         self.done, self.result = True, None
 
     def open(self, name: str = "s", call: str = "") -> None:
-        """Come to the next session."""
+        """Enter the next session."""
         cluster, self.orders = self.cluster, deque[Order]()
         keys = join_session(cluster.store, name, self.rank, call)
         size, times = cluster.world_size, cluster.times
@@ -84,7 +84,7 @@ class Rank:
             self.done = True
 
     def sleep(self, seconds: float) -> Pauses[None]:
-        """Let time pass."""
+        """Advance the clock."""
         until = self.cluster.now_s + seconds
         while self.cluster.now_s < until:
             yield
@@ -162,7 +162,7 @@ class Cluster:
         self.ranks = [Rank(self, rank) for rank in range(world_size)]
 
     def tick(self, order: Iterable[int] = ()) -> None:
-        """Let a moment pass, in which every rank takes a turn that is not stopped."""
+        """Advance the clock by a moment, in which every rank takes a turn that is not stopped."""
         self.now_s += TICK_S
         for rank in list(order) or range(self.world_size):
             if rank not in self.stopped:
@@ -171,13 +171,13 @@ class Cluster:
                 self.ranks[rank].go_on()
 
     def pass_time(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Advance the clock by so many seconds."""
         until = self.now_s + seconds
         while self.now_s < until:
             self.tick()
 
     def start(self, program: Callable[[Rank], Pauses[Any]]) -> None:
-        """Give each rank a program."""
+        """Set the program of each rank."""
         for rank in self.ranks:
             rank.program, rank.done, rank.result = self._noting(rank, program), False, None
 
@@ -185,7 +185,7 @@ class Cluster:
         rank.result = yield from program(rank)
 
     def finish(self, most_s: float = 120.0) -> list[Any]:
-        """Let time pass until every rank that is not stopped has ended its program.
+        """Advance the clock until every rank that is not stopped has ended its program.
 
         Returns:
             What the programs returned, by rank; None for those that are stopped.

@@ -91,7 +91,7 @@ class OnOneDevice:
             tensor.add_(1000.0)
 
     def offload(self) -> None:
-        """Give the memory back, as DeepSpeed's ``offload_states`` does.
+        """Free the memory, as DeepSpeed's ``offload_states`` does.
 
         It moves to the host; torch moves no tensor of a backend of one's own there by ``data``.
         """

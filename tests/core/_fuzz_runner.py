@@ -61,7 +61,7 @@ def _fuzz(program: str, count: int, seeded: int, case: Path) -> None:
 
 
 def limit_memory() -> None:
-    """Let every request for much memory fail."""
+    """Make every request for much memory fail."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -34,7 +34,7 @@ tenancy.end()
 
 @contextmanager
 def another_run(*folders: Path) -> Iterator[subprocess.Popen[str]]:
-    """Let another process save into folders."""
+    """Make another process save into folders."""
     pipe = subprocess.PIPE
     call = [sys.executable, "-c", CHILD, *map(str, folders)]
     with subprocess.Popen(call, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:

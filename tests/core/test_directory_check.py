@@ -21,7 +21,7 @@ from tests.timeouts import HANG_TIMEOUT_S
 
 @pytest.fixture(autouse=True)
 def is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each test be the first that meets a device."""
+    """Make each test be the first that meets a device."""
     monkeypatch.setattr(directory_check, "_tried_devices", set())
 
 

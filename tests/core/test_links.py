@@ -52,7 +52,7 @@ def a_directory(link: Path) -> None:
 
 
 def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the file system have no links, or no room for one."""
+    """Make the file system have no links, or no room for one."""
 
     def symlink_to(self: Path, *_: object) -> None:
         raise OSError(number, os.strerror(number), str(self))
@@ -231,7 +231,7 @@ class TestMakeLink:
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_link(link)
         refuse_links(errno.ENOSPC, monkeypatch)
-        told = r"Could not let .*last\.ckpt name .*new\.ckpt, which is published: No space left"
+        told = r"Could not link .*last\.ckpt to .*new\.ckpt, which is published: No space left"
         with pytest.raises(SaveError, match=told):
             make_link(target, link)
         assert said_by(link) == "old"

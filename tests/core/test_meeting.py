@@ -37,7 +37,7 @@ def connect(port: int, *, hosts: bool = False) -> TCPStore:
 
 
 def meet(port: int, ranks: range) -> list[int]:
-    """Let the ranks of a world come, the last ones first; return what each has agreed on."""
+    """Start the ranks of a world, the last ones first; return what each has agreed on."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         calls = [
             threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
@@ -74,7 +74,7 @@ def test_a_rank_that_was_killed_is_not_taken_for_the_new_one(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "named"), [(0, "ranks 1, 2 of 3 did not come"), (2, "no answer of rank 0")]
+    ("rank", "named"), [(0, "ranks 1, 2 of 3 did not join"), (2, "no answer of rank 0")]
 )
 def test_who_does_not_come_is_named(rank: int, named: str, port: int) -> None:
     """And so is torchrun's setting by which there is nothing to agree on."""

@@ -37,7 +37,7 @@ class Metadata(BaseHTTPRequestHandler):
         self._answer(200 if known and lives else 400, TOKEN)
 
     def do_GET(self) -> None:
-        """Say whether the machine is taken away, to who asks as it is documented."""
+        """Answer documented requests with whether the machine is taken away."""
         if self.path == "/latest/meta-data/spot/instance-action":
             allowed = self.headers.get("X-aws-ec2-metadata-token") == TOKEN
             document = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
@@ -118,7 +118,7 @@ class Garbage(BaseHTTPRequestHandler):
     """Answers with what is no HTTP."""
 
     def do_GET(self) -> None:
-        """Say something."""
+        """Answer with something."""
         self.wfile.write(b"garbage\n")
 
     @override

@@ -28,7 +28,7 @@ def fill(directory: Path) -> Path:
 
 
 def put_link(root: Path, on_progress: Callable[[], None]) -> None:
-    """Let a link take the place of a directory."""
+    """Make a link take the place of a directory."""
     fill(root / "a.ckpt")
     make_link(root / "a.ckpt", fill(root / "last.ckpt"), on_progress)
 

@@ -50,7 +50,7 @@ def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContent
 
 
 def compare(first: ShardContents, other: ShardContents, path: Path) -> None:
-    """Let rank 1 compare itself with rank 0."""
+    """Make rank 1 compare itself with rank 0."""
     write_tables(path, first.tables())
     check_consistent(RankZeroTables(table_digests(first.tables()), other.tables(), path))
 

@@ -47,7 +47,7 @@ def with_a_short_file(path: Path) -> None:
 
 
 def of_weights_alone(path: Path) -> None:
-    """Let the manifest say that there is no optimizer state."""
+    """Make the manifest say that there is no optimizer state."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     (path / MANIFEST_NAME).write_text(json.dumps({**fields, "weights_only": True}))
 

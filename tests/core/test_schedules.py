@@ -176,7 +176,7 @@ def saved_groups(optimizer: Optimizer) -> tuple[Group, ...]:
 
 
 def resume(saved: Any, live: Any) -> None:  # noqa: ANN401 (schedulers)
-    """Let a scheduler take up what another one has come to, as the strategy and Lightning do."""
+    """Set a scheduler to the position of another one, as the strategy and Lightning do."""
     state = copy.deepcopy(saved.state_dict())
     before = copy.deepcopy(state)
     (kept,) = resume_as_configured([live], [state], saved_groups(saved.optimizer))

@@ -306,12 +306,12 @@ class TestInterrupted:
 
 
 def end_owner(note: Path) -> None:
-    """Let the process that has written a note have ended."""
+    """Make the process that has written a note one that has ended."""
     note.write_text(json.dumps({**json.loads(note.read_text()), "started": "12"}))
 
 
 def move_elsewhere(note: Path) -> None:
-    """Let the process that has written a note run on another machine."""
+    """Make the process that has written a note run on another machine."""
     # Its number is one that no process has here, which says nothing of the other machine's.
     fields = {**json.loads(note.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
     note.write_text(json.dumps(fields))

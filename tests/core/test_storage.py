@@ -334,7 +334,7 @@ class TestDamage:
             ({"chunk_bytes": 4096}, "chunk_bytes 4096, expected is 65536"),
             ({"size_bytes": 1}, f"size_bytes 1, expected is {SIZE_BYTES}"),
             ({"save_id": "0ther"}, "it belongs to save '0ther', the checkpoint to save '5a7e'"),
-            ({"sums": "00" * 8}, "it has 1 checksums, expected are 6"),
+            ({"sums": "00" * 8}, "it has 1 checksums, expected 6"),
             ({"sums": "no hex"}, "cannot be understood"),
             ({"sums": None}, "cannot be understood"),
         ],

@@ -113,7 +113,7 @@ class Counted:
 
 
 def laid_out(stage: int, ranks: int, table: tuple[Parameter, ...]) -> Layout:
-    """Lay a model out over ranks."""
+    """Partition a model over ranks."""
     return zero_layout(stage, flat_buffers(table, stage, ranks), ranks)
 
 

@@ -514,7 +514,7 @@ class TestLinks:
         target = fill(tmp_path / "new.ckpt", "new")
         place(tmp_path / "last.ckpt")
         before = snapshot(tmp_path)
-        with pytest.raises(SaveError, match=r"Could not let .*last\.ckpt name .*last\.ckpt .+"):
+        with pytest.raises(SaveError, match=r"Could not link .*last\.ckpt to .*last\.ckpt .+"):
             make_link(target, tmp_path / "last.ckpt")
         assert snapshot(tmp_path) == before
 

@@ -168,7 +168,7 @@ class LinesKept(logging.Handler):
 
 
 def interrupted(job: Job, run_all: Callable[[str, Callable[[], None]], None]) -> dict[str, Any]:
-    """Let rank 3 be interrupted at work."""
+    """Make rank 3 be interrupted at work."""
     work = raising({3: KeyboardInterrupt()}, job.rank)
     try:
         return attempt(lambda: run_all("long work", work))
@@ -237,7 +237,7 @@ def signalled(job: Job, number: signal.Signals) -> Callable[[], None]:
 
 
 def wake(pid: int) -> None:
-    """Let a stopped process go on when the others have heard that it does not."""
+    """Make a stopped process go on when the others have heard that it does not."""
     while _get_default_store().add("heard", 0) < WORLD - 1:
         time.sleep(0.05)
     os.kill(pid, signal.SIGCONT)

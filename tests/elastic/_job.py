@@ -151,11 +151,11 @@ class Job:
         return list(self.checkpoints.glob(".zero-staging-*"))
 
     def hold(self, step: int) -> None:
-        """Let ranks wait at the end of a step, until ``go_on``."""
+        """Make ranks wait at the end of a step, until ``go_on``."""
         (self.folder / f"hold-{step}").touch()
 
     def go_on(self, step: int) -> None:
-        """Let ranks go on from a step that was held."""
+        """Release ranks from a step that was held."""
         (self.folder / f"hold-{step}").unlink()
 
     def lines(self) -> list[Line]:

@@ -123,7 +123,7 @@ class Images(nn.Module):
 
 
 def in_channels_last(engine: Engine, setup: ModelSetup) -> None:
-    """Lay frozen weights out otherwise, which DeepSpeed does not take before it has started."""
+    """Partition frozen weights otherwise, which DeepSpeed does not take before it has started."""
     if setup.kind == "images" and setup.zero != "3":
         engine.module.frozen.to(memory_format=torch.channels_last)
         assert not engine.module.frozen.weight.is_contiguous()

@@ -64,7 +64,7 @@ def surroundings(setup: Setup) -> Iterator[None]:
 
 @contextmanager
 def _small_tensors_swapped() -> Iterator[None]:
-    """Let DeepSpeed swap what is smaller than a MiB, and clear up what it leaves."""
+    """Make DeepSpeed swap what is smaller than a MiB, and clear up what it leaves."""
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
     least, optimizer_utils.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES, SMALLEST_BYTES
@@ -76,7 +76,7 @@ def _small_tensors_swapped() -> Iterator[None]:
 
 
 def step_some_on_device(engine: Any, setup: Setup) -> None:  # noqa: ANN401 - DeepSpeed is untyped
-    """Have partial offload's second optimizer step what it would step on a device.
+    """Make partial offload's second optimizer step what it would step on a device.
 
     On a CPU DeepSpeed cannot tell its devices apart: this is the same one by another name.
     """

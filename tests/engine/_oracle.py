@@ -123,7 +123,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
 
 
 def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -> None:
-    """Give all states of a group the step by which FusedAdam goes: its last parameter's.
+    """Set all states of a group to the step by which FusedAdam goes: its last parameter's.
 
     In stage 0 the others' counts are never looked at. In ZeRO-3 all of them count.
     """

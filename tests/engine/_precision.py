@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """Have DeepSpeed make engines in fp16 on processors that have no instructions for it.
+    """Make DeepSpeed build engines in fp16 on processors that have no instructions for it.
 
     It asks whether oneDNN has some, and refuses; torch computes in fp16 all the same.
     """

@@ -337,12 +337,12 @@ def save_unlike(setup: Setup, path: str) -> None:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Let DeepSpeed step a scheduler, to be pickled."""
+    """Make DeepSpeed step a scheduler, to be pickled."""
 
     kind: str
 
     def __call__(self, engine: Engine) -> None:
-        """Give the engine its scheduler."""
+        """Set the engine's scheduler."""
         from deepspeed.runtime.lr_schedules import WarmupLR
 
         inner = inner_of(engine)

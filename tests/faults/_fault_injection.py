@@ -44,7 +44,7 @@ Act = Callable[[], object]
 
 @contextmanager
 def inject_fault(fault: Fault, folder: Path, rank: int) -> Iterator[None]:
-    """Let it happen while this context is open; the folder is the one that is saved into."""
+    """Inject the fault while this context is open; the folder is the one that is saved into."""
     if fault.kind in AROUND:
         # Another rank's disk is the same one.
         if rank == 0:

@@ -83,7 +83,7 @@ class SaveWithFault(Callback):
         self.trained_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say who this is; make the waiting short."""
+        """Record which rank this is; make the waiting short."""
         (self.pids / f"pid-{comm.get_rank()}").write_text(str(os.getpid()))
         strategy = trainer.strategy
         assert isinstance(strategy, ElasticDeepSpeedStrategy)
@@ -167,7 +167,7 @@ class SaveWithFault(Callback):
             self._look_at_the_last_good(trainer)
 
     def _wake(self, in_s: float) -> subprocess.Popen[bytes] | None:
-        """Let go on who is stopped, once it is; it cannot do that itself."""
+        """Continue who is stopped, once it is; it cannot do that itself."""
         fault = self.fault_run.fault
         if fault.kind == "hanging disk":
             while not hang_marker(self.path.parent).exists():

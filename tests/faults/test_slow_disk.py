@@ -98,7 +98,7 @@ def load(engine: Engine, path: Path) -> None:
 
 
 def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
-    """Let the disk answer in another way, for all ranks."""
+    """Make the disk answer in another way, for all ranks."""
     distributed.barrier()
     if distributed.get_rank() == 0:
         disk.set_speed(bytes_per_s, latency_s=latency_s)

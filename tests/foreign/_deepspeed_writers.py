@@ -22,7 +22,7 @@ MORE = 2
 
 
 def wait_for_gathers() -> None:
-    """Have gathers on CPUs finished when they return.
+    """Make gathers on CPUs finish before they return.
 
     DeepSpeed before 0.19 copies from a buffer that gloo has not filled yet, and trains on what
     lay there. Some also gather into a view of a weight, which autograd refuses.

@@ -142,7 +142,7 @@ def another(setup: Setup, turn: int) -> Setup:
 
 
 def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
-    """Let stock DeepSpeed step a scheduler and save; return the rates from the first step on."""
+    """Make stock DeepSpeed step a scheduler and save; return the rates from the first step on."""
     with engine_of(setup, 1) as engine:
         Scheduler("warm-up")(engine)
         rates = [_rate_after_step(engine, setup, step) for step in range(steps)]

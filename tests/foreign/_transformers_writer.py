@@ -63,7 +63,7 @@ class Say(transformers.TrainerCallback):  # type: ignore[misc]
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
-        """Say what is saved next, and have it saved only then."""
+        """Announce what is saved next, and save it only then."""
         if state.global_step == self.row.steps:
             keep(dump(self.trainer.model_wrapped, self.row.setup), self.folder, "truth")
         control.should_save = state.global_step == self.row.steps

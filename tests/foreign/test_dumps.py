@@ -207,7 +207,7 @@ def moved(fixture: Fixture) -> dict[str, torch.Tensor]:
 
 
 def other_step(fixture: Fixture) -> None:
-    """Have the model file of another step."""
+    """Replace the model file by that of another step."""
     torch.save(moved(fixture), fixture.checkpoint / "model.pt")
 
 
@@ -235,19 +235,19 @@ def one_too_many(fixture: Fixture) -> None:
 
 
 def other_stage(fixture: Fixture) -> None:
-    """Have one rank's dump of another stage."""
+    """Replace the stage in one rank's dump by another."""
     change(dumps_in(fixture.checkpoint)[1], zero_stage=1)
 
 
 def other_run(fixture: Fixture) -> None:
-    """Have one rank's masters of another run."""
+    """Change one rank's masters to those of another run."""
     path = dumps_in(fixture.checkpoint)[1]
     flats = load(path)["single_partition_of_fp32_groups"]
     change(path, single_partition_of_fp32_groups=[flat + 1 for flat in flats])
 
 
 def other_moments(fixture: Fixture) -> None:
-    """Have one rank's moments of another step."""
+    """Change one rank's step counter."""
     path = dumps_in(fixture.checkpoint)[1]
     state = load(path)["base_optimizer_state"]
     state["state"][0]["step"] += 1
@@ -255,27 +255,27 @@ def other_moments(fixture: Fixture) -> None:
 
 
 def no_moments(fixture: Fixture) -> None:
-    """Have one rank's dump from before the first step."""
+    """Empty one rank's states, as before the first step."""
     path = dumps_in(fixture.checkpoint)[1]
     state = load(path)["base_optimizer_state"]
     change(path, base_optimizer_state={**state, "state": {}})
 
 
 def no_masters(fixture: Fixture) -> None:
-    """Have the masters elsewhere, as NVMe offload does."""
+    """Empty the masters, as NVMe offload does."""
     for path in dumps_in(fixture.checkpoint):
         empty = [torch.empty(0) for _ in load(path)["single_partition_of_fp32_groups"]]
         change(path, single_partition_of_fp32_groups=empty)
 
 
 def no_zero(fixture: Fixture) -> None:
-    """Have an ordinary optimizer's states."""
+    """Write an ordinary optimizer's states."""
     for path in dumps_in(fixture.checkpoint):
         torch.save({"state": {}, "param_groups": []}, path)
 
 
 def no_dumps(fixture: Fixture) -> None:
-    """Have none."""
+    """Remove all dumps."""
     for path in dumps_in(fixture.checkpoint):
         path.unlink()
 
@@ -286,12 +286,12 @@ def no_model_file(fixture: Fixture) -> None:
 
 
 def no_weights(fixture: Fixture) -> None:
-    """Have a model file of something else."""
+    """Write a model file of something else."""
     torch.save({"epoch": 3}, fixture.checkpoint / "model.pt")
 
 
 def two_of_a_rank(fixture: Fixture) -> None:
-    """Have two dumps of one rank."""
+    """Write two dumps of one rank."""
     shutil.copy(dumps_in(fixture.checkpoint)[0], fixture.checkpoint / "optimizer.0.pt")
 
 
@@ -446,7 +446,7 @@ def same_size_of_another_step(fixture: Fixture) -> None:
 
 
 def swapped(fixture: Fixture) -> None:
-    """Have the description say another order of the same sizes."""
+    """Describe another order of the same sizes."""
     path = fixture.checkpoint / TABLE
     text = path.read_text()
     for one, other in (("bn.weight", "?"), ("bn.bias", "bn.weight"), ("?", "bn.bias")):

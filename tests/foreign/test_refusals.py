@@ -53,7 +53,7 @@ def shard(rank: int) -> str:
 
 
 def swap(one: Path, other: Path) -> None:
-    """Let two files have each other's names."""
+    """Make two files have each other's names."""
     aside = one.with_name("aside")
     one.rename(aside)
     other.rename(one)

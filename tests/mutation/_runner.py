@@ -223,7 +223,7 @@ class _Loader(SourceFileLoader):
 
 
 def _fork_ranks_from_here() -> None:
-    """Let ranks be forked from a fork of this process, which has imported what they need."""
+    """Make ranks be forked from a fork of this process, which has imported what they need."""
     from tests.engine import _fork_server, _worker_pool
 
     def start_process(server: _worker_pool.ForkServer) -> Connection:

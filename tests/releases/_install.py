@@ -171,7 +171,7 @@ def _mend(packages: Path) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Let one session at a time install."""
+    """Allow one session at a time to install."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

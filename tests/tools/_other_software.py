@@ -20,7 +20,7 @@ from tests.tools._checkpoints import WholeState, write_elastic
 
 
 def trained(model: nn.Module, steps: int = 2) -> torch.optim.AdamW:
-    """Give a model's trainable parameters states, as training would."""
+    """Set states of a model's trainable parameters, as training would."""
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(steps):

@@ -16,7 +16,7 @@ REMOVAL_S = 30.0
 
 
 def make_removal_slow() -> None:
-    """Have the removal of the folder take its time."""
+    """Make the removal of the folder slow."""
     remove = shutil.rmtree
 
     def remove_slowly(path: Path, **kwargs: Any) -> None:

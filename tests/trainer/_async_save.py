@@ -160,7 +160,7 @@ def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
 
 
 def open_later(gate: Path, seconds: float) -> None:
-    """Let the writer go on in a while, on one rank for all."""
+    """Make the writer go on in a while, on one rank for all."""
     if comm.get_rank() == 0:
         threading.Timer(seconds, gate.touch).start()
 
@@ -214,7 +214,7 @@ OTHER = {"other.ckpt": "other.ckpt"}
 
 
 def shorten_drain_timeout(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: float) -> None:
-    """Let a run that has ended give up its save in flight sooner."""
+    """Make a run that has ended give up its save in flight sooner."""
     patch.setattr(manager, "DRAIN_TIMEOUT_S", patience_s)
     patch.setattr(async_save, "_CANCEL_TIMEOUT_S", abandon_s)
 

@@ -50,7 +50,7 @@ class Terminal:
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    """Let both standard streams be a terminal in here; what it showed is known afterwards."""
+    """Make both standard streams be a terminal in here; what it showed is known afterwards."""
     shown = Terminal()
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))

@@ -271,7 +271,7 @@ def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
 
 
 def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
-    """Let the writer of ModelCheckpoint's second save fail; give what is left."""
+    """Make the writer of ModelCheckpoint's second save fail; return what is left."""
 
     def other_first(trainer: pl.Trainer) -> None:
         save_other(run, trainer)

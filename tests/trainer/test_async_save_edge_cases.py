@@ -201,7 +201,7 @@ def test_patience_ends_once(pools: Pools, tmp_path: Path) -> None:
 
 
 def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
-    """Let a signal come while training waits for the save before; save in its handler."""
+    """Make a signal come while training waits for the save before; save in its handler."""
     root = Path(run.root)
     requeued = root / "hpc_ckpt_1.ckpt"
     seen: dict[str, Any] = {}

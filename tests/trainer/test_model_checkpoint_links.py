@@ -118,12 +118,12 @@ class Full:
             Path.symlink_to = refuse  # type: ignore[method-assign,assignment]
 
     def end(self) -> None:
-        """Let there be room again."""
+        """Make room again."""
         Path.symlink_to = self.symlink_to  # type: ignore[method-assign]
 
 
 def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
-    """Let the second link fail; give what is left, and what was raised."""
+    """Make the second link fail; return what is left, and what was raised."""
     full = Full()
     run.actions = {3: full}
     trainer, net, data, _ = run.make()

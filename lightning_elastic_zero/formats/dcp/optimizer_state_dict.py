@@ -85,7 +85,7 @@ def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dic
 def _by_name(
     leaves: list[tuple[TreePath, Leaf]], values: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, StateDict]:
-    """Part ``<parameter>.<key>``: no parameter's name, with a dot, begins another one's."""
+    """Split ``<parameter>.<key>``: no parameter's name, with a dot, begins another one's."""
     known = set(names)
     found: dict[str, StateDict] = {}
     for path, leaf in leaves:

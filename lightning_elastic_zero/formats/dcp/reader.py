@@ -41,7 +41,7 @@ class DcpReader(FullStateReader):
     """A directory of chunks, with the trainer's state beside them where Lightning wrote it."""
 
     def __init__(self, files: ForeignFiles, policy: PicklePolicy) -> None:
-        """Understand a directory from what it says of itself.
+        """Parse the metadata of a directory.
 
         Args:
             files: the directory's.

@@ -1,4 +1,4 @@
-"""Where in a directory's tree the model and the optimizer are: told by content, not by names.
+"""The model and the optimizer in a directory's tree: recognised by content, not by names.
 
 The metadata lists leaves with their paths. A subtree with ``param_groups`` is an optimizer; one
 with tensors right below it may be a model. Which of several is the model, the live one tells.

@@ -1,1 +1,1 @@
-"""What DeepSpeed writes: stock ZeRO directories, elastic ones, Universal Checkpoints."""
+"""Formats that DeepSpeed writes: stock ZeRO directories, elastic ones, Universal Checkpoints."""

@@ -1,4 +1,4 @@
-"""What a checkpoint means to DeepSpeed itself where no file names its tag."""
+"""DeepSpeed's own reading of a checkpoint in which no file names the tag."""
 
 from __future__ import annotations
 

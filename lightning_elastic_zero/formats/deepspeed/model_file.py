@@ -47,7 +47,7 @@ class ModelFile:
     """One rank's ``*_model_states.pt``."""
 
     def __init__(self, files: ForeignFiles, name: str) -> None:
-        """Understand a file, without reading its tensors.
+        """Parse a file, without reading its tensors.
 
         Raises:
             CheckpointCorruptedError: it is missing, or cut short.

@@ -1,4 +1,4 @@
-"""What the readers of a tag's folder share: the model files of all ranks."""
+"""Shared parts of the readers of a tag's folder: the model files of all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TagReader(CheckpointReader):
     """
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        """Understand rank 0's model file.
+        """Parse rank 0's model file.
 
         Raises:
             CheckpointCorruptedError: it is missing.

@@ -52,7 +52,7 @@ class UniversalReader(TagReader):
     """A Universal Checkpoint."""
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        """Understand the folder.
+        """Parse the folder.
 
         Raises:
             CheckpointCorruptedError: files are missing.

@@ -35,7 +35,7 @@ class ZeroReader(TagReader):
     """A tag's folder of stock DeepSpeed."""
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        """Understand the folder from rank 0's files.
+        """Parse the folder from rank 0's files.
 
         Raises:
             CheckpointCorruptedError: files are missing.

@@ -82,7 +82,7 @@ class ZeroShardSet:
         world_size: int,
         entry: str = "",
     ) -> None:
-        """Understand the shards from the first one.
+        """Parse the shards from the first one.
 
         Args:
             files: the folder's.

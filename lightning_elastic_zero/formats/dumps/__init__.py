@@ -1,4 +1,4 @@
-"""Dumps, made by hand, of optimizer states: whose is what, found out by looking at the weights.
+"""Hand-made dumps of optimizer states, matched to parameters by their weights.
 
 ``flat_groups`` knows the places that a ZeRO stage allows, ``order_search`` finds the parameters
 that lie there, ``weight_comparison`` compares masters with a model file, ``describe`` tells the

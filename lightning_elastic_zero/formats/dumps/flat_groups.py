@@ -1,4 +1,4 @@
-"""Where parameters can lie in dumps whose flat buffers name none: places, one after the other."""
+"""Possible places of parameters in dumps whose flat buffers name none."""
 
 from __future__ import annotations
 

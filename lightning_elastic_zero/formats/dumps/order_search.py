@@ -230,7 +230,7 @@ _Step: TypeAlias = "tuple[int, Hashable, BufferPosition]"
 
 
 def _any_order(search: OrderSearch) -> Order | None:
-    """Lay the parameters one behind the other wherever their weights are found.
+    """Place the parameters one after the other wherever their weights are found.
 
     Raises:
         CheckpointMismatchError: there are two ways to do it.

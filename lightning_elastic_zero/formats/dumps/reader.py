@@ -52,7 +52,7 @@ class DumpsReader(CheckpointReader):
     """A described folder of dumps."""
 
     def __init__(self, files: ForeignFiles, table: DumpsTable | None = None) -> None:
-        """Understand the folder.
+        """Parse the folder.
 
         Args:
             files: the folder's.
@@ -97,7 +97,7 @@ class DumpsReader(CheckpointReader):
         if self._shards.group_of != described:
             msg = (
                 f"{self.files.folder}: the flat buffers are of the parameter groups "
-                f"{self._shards.group_of}, described were {described}: call describe_dumps again"
+                f"{self._shards.group_of}, expected {described}: call describe_dumps again"
             )
             raise CheckpointFormatError(msg)
 

@@ -57,7 +57,7 @@ class SplitState:
 
 
 def split_objects(state: Mapping[str, Any]) -> SplitState:
-    """Part a client state into plain data and other objects.
+    """Split a client state into plain data and other objects.
 
     Raises:
         SaveError: an entry's name is no plain string, or an entry holds itself.

@@ -1,4 +1,4 @@
-"""What is about to be saved, read again as anybody will read it: before anything is published."""
+"""Check, before a save is published, that ``torch.load`` reads it with ``weights_only=True``."""
 
 from __future__ import annotations
 

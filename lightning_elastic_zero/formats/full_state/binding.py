@@ -1,4 +1,4 @@
-"""What checkpoints without partitions share: whole tensors by name, and a torch optimizer's state.
+"""Checkpoints without partitions: whole tensors by name, and a torch optimizer's state.
 
 One holder has everything, each parameter in a flat buffer of its own. Whether a tensor is a weight
 or a buffer, which names mean one tied weight, and which group a parameter belongs to is known to

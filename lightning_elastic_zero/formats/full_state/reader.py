@@ -1,4 +1,4 @@
-"""What single files and directories of chunks share: one holder has each tensor whole."""
+"""The reader that single files and directories of chunks share: one holder of whole tensors."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ DeepSpeedCPUAdam) have ``amsgrad`` too."""
 
 
 def share_last_step(scalars: Sequence[dict[str, Scalar]]) -> None:
-    """Give the parameters of a group one step count, where only the last one has counted.
+    """Set one step count for the parameters of a group, where only the last one has counted.
 
     So does DeepSpeed's FusedAdam without ZeRO, which goes by that one for all of them
     (``deepspeed/ops/adam/fused_adam.py``). Its counts are Python's, torch's are tensors.

@@ -1,4 +1,4 @@
-"""What a checkpoint of whole tensors says by itself, where no live model is at hand: for tools.
+"""The description of a checkpoint of whole tensors without a live model, for tools.
 
 Weights have names. An optimizer's state has them too, or positions, which a model's order and
 shapes explain where there is only one way to. Weights that no optimizer owns may be frozen ones or

@@ -36,7 +36,7 @@ class SingleFileReader(FullStateReader):
     """A file of ``torch.save`` that holds a whole model."""
 
     def __init__(self, path: Path, files: ForeignFiles) -> None:
-        """Understand a file from its index.
+        """Parse a file by its index.
 
         Raises:
             CheckpointFormatError: it is not of ``torch.save``, is damaged, or holds no model.
@@ -110,7 +110,7 @@ class SingleFileReader(FullStateReader):
 
 
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Part a tree into the weights, and all that is neither weights nor optimizer state.
+    """Split a tree into the weights, and all that is neither weights nor optimizer state.
 
     Raises:
         CheckpointFormatError: it holds no weights.

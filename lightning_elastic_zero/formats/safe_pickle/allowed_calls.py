@@ -1,4 +1,4 @@
-"""What a pickle may call to build a value, and with what: exact names, and checked arguments.
+"""Calls that a pickle may make to build a value: exact names, and checked arguments.
 
 A class that is harmless by itself is not so with any argument: ``list(range(10**12))`` takes all
 memory, an array over someone else's bytes writes into them, and a dtype that lies about itself lets

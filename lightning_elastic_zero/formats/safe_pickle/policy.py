@@ -1,4 +1,4 @@
-"""What a pickle may ask for, and how what it may not have is refused."""
+"""The policy of unpickling: names that a pickle may use, and the refusal of others."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _allowing = threading.RLock()
 
 @contextmanager
 def _allowed(policy: PicklePolicy) -> Iterator[None]:
-    """Let torch's restricted unpickler take the policy's names, in here."""
+    """Allow the policy's names to torch's restricted unpickler, within this context."""
     pairs: Any = [(found, name) for name, (found, _) in policy.names.items()]
     with _allowing, torch.serialization.safe_globals(pairs):
         yield

@@ -1,4 +1,4 @@
-"""Where in a file each tensor's bytes are: known from the file's directory, not from its data."""
+"""The byte range of each tensor in a file, from the file's directory and not its data."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class TorchIndex:
             name, size_bytes = f"{self._prefix}/data/{key}", numel * dtype.itemsize
             found = self._records[name].file_size
             if found != size_bytes:
-                msg = f"its record {name} has {found} bytes, expected are {size_bytes}"
+                msg = f"its record {name} has {found} bytes, expected {size_bytes}"
                 raise ValueError(msg)
             storage = torch.UntypedStorage(  # type: ignore[no-untyped-call]
                 size_bytes, device="meta"

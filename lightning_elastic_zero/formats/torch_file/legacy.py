@@ -115,5 +115,5 @@ class LegacyFile:
         """Do nothing: such files keep no checksums."""
 
     def close(self) -> None:
-        """Forget the tree."""
+        """Discard the tree."""
         self.tree = None

@@ -102,7 +102,7 @@ class TorchFile:
             if found != wanted:
                 msg = (
                     f"{self.path} is damaged: its record {name} has the CRC-32 {found:#010x}, "
-                    f"written was {wanted:#010x}. Resume from another checkpoint, or copy this "
+                    f"expected {wanted:#010x}. Resume from another checkpoint, or copy this "
                     "file again from where it is whole."
                 )
                 raise CheckpointCorruptedError(msg)

@@ -91,7 +91,7 @@ def write_sharded(
 
 
 def _shards(tensors: Sequence[NamedSource], most_bytes: int) -> list[list[NamedSource]]:
-    """Part tensors, in order; one that is larger than a shard has one of its own."""
+    """Split tensors, in order; one that is larger than a shard has one of its own."""
     shards: list[list[NamedSource]] = [[]]
     held = 0
     for tensor in tensors:

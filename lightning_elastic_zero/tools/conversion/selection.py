@@ -1,4 +1,4 @@
-"""What of a checkpoint is converted: options, and the tensors that they choose."""
+"""Selection of what is converted: options, and the tensors that they choose."""
 
 from __future__ import annotations
 
