@@ -125,12 +125,14 @@ def _load(
     )
     step = f"load {first['path']}"
     with ExitStack() as files, ExitStack() as undo:
-        source = ranks.run_all(
-            f"{step}: open",
-            lambda: files.enter_context(closing(_open(path, first, live, options, ranks.progress))),
-        )
-        load = _Load(source, live, options, str(path), ranks)
-        scope, shared = ranks.run_all(f"{step}: check", load.check)
+
+        def open_and_check() -> tuple[_Load, RestoreScope, SharedState]:
+            source = files.enter_context(closing(_open(path, first, live, options, ranks.progress)))
+            load = _Load(source, live, options, str(path), ranks)
+            return load, *load.check()
+
+        load, scope, shared = ranks.run_all(f"{step}: open and check", open_and_check)
+        source = load.source
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
         filled.targets.commit(filled.values)

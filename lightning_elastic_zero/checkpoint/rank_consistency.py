@@ -23,7 +23,7 @@ import xxhash
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Group, Manifest
-from lightning_elastic_zero.storage import TABLE_PREFIX, await_shared, write_durably
+from lightning_elastic_zero.storage import TABLE_PREFIX, await_shared, leave_shared
 from lightning_elastic_zero.tensor_state import RankState, canonical_repr
 from lightning_elastic_zero.text import format_names, format_ranks
 
@@ -70,7 +70,7 @@ def write_tables(directory: Path, tables: Tables) -> None:
         SaveError: they could not be written.
     """
     for name, table in tables.items():
-        write_durably(directory / f"{TABLE_PREFIX}{name}", _table_text(table))
+        leave_shared(directory, f"{TABLE_PREFIX}{name}", _table_text(table))
 
 
 class RankZeroTables:

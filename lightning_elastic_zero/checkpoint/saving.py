@@ -66,6 +66,7 @@ from lightning_elastic_zero.storage import (
     await_shared,
     check_local_path,
     check_replaceable,
+    leave_shared,
     remove_leftovers,
     remove_shared,
     repair_target,
@@ -286,7 +287,7 @@ def _stage(
         staged.append(StagedDirectory.create(target, save_id))
         (staged[0].path / TAG).mkdir()
         write_tables(staged[0].path, tables)
-        write_durably(staged[0].path / f"{TOKEN_PREFIX}{save_id}", b"")
+        leave_shared(staged[0].path, f"{TOKEN_PREFIX}{save_id}")
     return {"path": str(target), "save_id": save_id, DIGESTS: table_digests(tables)}
 
 

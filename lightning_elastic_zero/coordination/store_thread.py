@@ -28,10 +28,10 @@ from lightning_elastic_zero.coordination.meeting import SHARED
 from lightning_elastic_zero.coordination.order_queue import OrderQueue
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
-    LAST_POLL_S,
     RankSession,
     Step,
     join_session,
+    poll_pauses_s,
 )
 from lightning_elastic_zero.coordination.store_connection import shared_connection
 from lightning_elastic_zero.coordination.timeouts import Timeouts
@@ -208,8 +208,8 @@ class StoreThread(threading.Thread):
 
     def _leave(self) -> None:
         # With rank 0 the store often ends: let the others read the last verdict before that.
-        until = time.monotonic() + LINGER_S
+        until, pauses_s = time.monotonic() + LINGER_S, poll_pauses_s(self._world_size)
         while not self.session.all_read() and time.monotonic() < until:
-            time.sleep(LAST_POLL_S)
+            time.sleep(next(pauses_s))
         step = self.step
         self.session.leave(failed=not step.decided.is_set() or step.failure is not None)

@@ -52,6 +52,7 @@ from lightning_elastic_zero.storage.shared_directory import (
     TABLE_PREFIX,
     TOKEN_PREFIX,
     await_shared,
+    leave_shared,
     remove_shared,
 )
 from lightning_elastic_zero.storage.staging import STAGING_PREFIX, StagedDirectory, staging_path
@@ -86,6 +87,7 @@ __all__ = [
     "ignore_progress",
     "inspect_target",
     "is_checkpoint",
+    "leave_shared",
     "leave_token",
     "make_link",
     "probe_abilities",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,8 +77,7 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     sizes, problem = recorded.sizes, recorded.problem
     ours, ignorable, foreign = [], [], []
     is_written = _WRITTEN.fullmatch if hidden and problem else None
-    for name, entry in _files(path):
-        status = entry.lstat()
+    for name, status in _files(path):
         is_file = stat.S_ISREG(status.st_mode)
         if is_file and (
             is_written(name)
@@ -169,8 +168,11 @@ def _recorded(path: Path) -> _Recorded:
     return _Recorded({**sizes, **files}, manifest.get("weights_only") is True)
 
 
-def _files(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield all that is no folder; a folder that cannot be listed is yielded itself."""
+def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all that is no folder, and its status; a folder that cannot be listed itself.
+
+    The system is asked once for each: a run of many ranks has thousands of files.
+    """
     unread: list[Path] = []
 
     def note(error: OSError) -> None:
@@ -180,10 +182,16 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
 
     for folder, folders, files in os.walk(path, onerror=note):
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        for name in (*links, *files):
-            entry = Path(folder, name)
-            if os.path.lexists(entry):
-                yield entry.relative_to(path).as_posix(), entry
-    for entry in unread:
-        if os.path.lexists(entry):
-            yield entry.relative_to(path).as_posix(), entry
+        entries = (Path(folder, name) for name in (*links, *files))
+        yield from _with_status(path, entries)
+    yield from _with_status(path, unread)
+
+
+def _with_status(path: Path, entries: Iterable[Path]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield those that are there still, by their names below a path."""
+    for entry in entries:
+        try:
+            status = entry.lstat()
+        except OSError:
+            continue
+        yield entry.relative_to(path).as_posix(), status

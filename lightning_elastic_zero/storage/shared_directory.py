@@ -2,6 +2,10 @@
 
 An empty token proves that a rank sees the same directory. Tables are what ranks compare themselves
 with. Both are found in the same way, on network filesystems too.
+
+Neither is brought to the disk: both are gone before the checkpoint is published, so that none
+outlives a power cut that anybody would read. A network filesystem shows them to others once they
+are closed.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.checksums import as_save_error
 
 TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
 """Prefixes of the names of tokens and tables: a directory with such a file is this library's."""
@@ -60,6 +65,17 @@ def await_shared(
             )
             raise SaveError(msg)
         time.sleep(_POLL_S)
+
+
+def leave_shared(directory: Path, name: str, data: bytes = b"") -> None:
+    """Leave a file for the other ranks to see, until ``remove_shared``.
+
+    Raises:
+        SaveError: the file exists, or cannot be written.
+    """
+    path = directory / name
+    with as_save_error(path), path.open("xb") as file:
+        file.write(data)
 
 
 def remove_shared(directory: Path, *names: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,9 @@ STATE_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * BYTES_PER_PARAMETER
 class Mlp(nn.Module):
     """Square layers, applied one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a loss."""
@@ -69,7 +73,7 @@ class PeakMemory:
         self.highest = max(self.highest, anonymous_bytes())
 
 
-def make_engine(stage: int) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+def make_engine(stage: int, width: int = WIDTH) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
     """Build an engine with Adam."""
     import deepspeed
 
@@ -80,7 +84,7 @@ def make_engine(stage: int) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    module = Mlp()
+    module = Mlp(width)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
@@ -144,8 +148,70 @@ def evaluate(stage: int, path: str) -> dict[str, int]:
     from lightning_elastic_zero import load_checkpoint
 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-    engine, *_ = deepspeed.initialize(model=Mlp(), config=config)
+    engine, *_ = deepspeed.initialize(model=Mlp(WIDTH), config=config)
     before = bytes_read()
     with PeakMemory() as peak:
         load_checkpoint(engine, path)
     return {"extra": peak.highest - peak.before, "read": bytes_read() - before}
+
+
+SMALL_WIDTH = 64
+
+
+class Operations:
+    """Counts what this process asks of the disk below a folder, and how often ranks agree."""
+
+    def __init__(self, folder: str) -> None:
+        """Count from now on, until the process ends."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self._folder, self.counts = folder, Counter[str]()
+        self.opened: list[str] = []
+        sys.addaudithook(self._on_event)
+        fsync, compare_set = os.fsync, PrefixStore.compare_set
+
+        def counting_fsync(descriptor: int) -> None:
+            self.counts["syncs"] += 1
+            fsync(descriptor)
+
+        def counting_compare_set(store: Any, key: str, *rest: Any) -> Any:  # noqa: ANN401
+            self.counts["agreements"] += key.endswith("/step")
+            return compare_set(store, key, *rest)
+
+        os.fsync = counting_fsync  # type: ignore[assignment]
+        setattr(PrefixStore, "compare_set", counting_compare_set)  # noqa: B010 (torch's stubs)
+        for name in ("stat", "lstat"):
+            self._count_calls(name, getattr(os, name))
+
+    def _count_calls(self, name: str, call: Callable[..., Any]) -> None:
+        def counting(path: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+            self.counts["looks"] += str(path).startswith(self._folder)
+            return call(path, *args, **options)
+
+        setattr(os, name, counting)
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and str(args[0]).startswith(self._folder):
+            self.opened.append(Path(str(args[0])).name)
+
+    def of(self, work: Callable[[], object]) -> tuple[dict[str, int], list[str]]:
+        """Do work; return what it has counted, and the names of the files that it opened."""
+        self.counts.clear()
+        self.opened.clear()
+        work()
+        return dict(self.counts), list(self.opened)
+
+
+def operations(stage: int, path: str) -> dict[str, Any]:
+    """Save over an old checkpoint, and load; return what each asked of the disk and the ranks."""
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    engine = make_engine(stage, SMALL_WIDTH)
+    engine.backward(engine(torch.randn(1, SMALL_WIDTH)))
+    engine.step()
+    save_checkpoint(engine, path)
+    counted = Operations(str(Path(path).parent))
+    return {
+        "save": counted.of(lambda: save_checkpoint(engine, path)),
+        "load": counted.of(lambda: load_checkpoint(engine, path)),
+    }

@@ -1,4 +1,4 @@
-"""What saving and loading may cost: bytes and memory in proportion to the state, never more."""
+"""What saving and loading may cost: bytes and memory in proportion to the state, and operations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import mmap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, reload, save
+from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, operations, reload, save
 from tests.engine._worker_pool import ForkServer, Pools
 
 EXTRA_BYTES = 64e6
@@ -17,12 +18,12 @@ EXTRA_BYTES = 64e6
 
 
 @pytest.fixture
-def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, int]]]:
+def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, Any]]]:
     """Return what runs new ranks, whose memory no other test has grown, and what each measured."""
 
     def run(
-        call: Callable[[int, str], dict[str, int]], ranks: int, stage: int, path: Path
-    ) -> list[dict[str, int]]:
+        call: Callable[[int, str], dict[str, Any]], ranks: int, stage: int, path: Path
+    ) -> list[dict[str, Any]]:
         pools = Pools(fork_server)
         try:
             return pools.run(ranks, partial(call, stage, str(path)))
@@ -34,7 +35,7 @@ def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, int]]]:
 
 @pytest.mark.engine
 def test_a_rank_reads_what_it_needs_into_place(
-    measured: Callable[..., list[dict[str, int]]], tmp_path: Path
+    measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """Any rank count reads the state once in all, and holds one bounded chunk more than its own.
 
@@ -63,7 +64,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.engine
 def test_a_load_into_live_state_takes_each_page_once(
-    measured: Callable[..., list[dict[str, int]]], tmp_path: Path
+    measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """States are received beside the live ones, since a failed load must leave those: no more.
 
@@ -77,3 +78,38 @@ def test_a_load_into_live_state_takes_each_page_once(
         assert loaded["left"] < EXTRA_BYTES
         if LARGE_PAGES.is_file() and "[never]" not in LARGE_PAGES.read_text():
             assert loaded["faults"] * mmap.PAGESIZE < loaded["states"] / 4
+
+
+SAVE_AGREEMENTS, LOAD_AGREEMENTS = 4, 5
+RANK_0_SYNCS = 7
+"""Beside its files: the owner's note, `latest`, the manifest, four times the names in a folder."""
+LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
+"""How often rank 0 asks for the status of each file that it replaces, and of all else together."""
+
+
+@pytest.mark.engine
+def test_fixed_costs(measured: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    """What a save or load costs however small the state: agreements, syncs, looks, opened files.
+
+    A sync takes milliseconds on many disks, a look at a file a round trip on network filesystems,
+    and rank 0 does both for all ranks; a load opens what it reads, and no file of another rank's
+    that it reads nothing else of.
+    """
+    for stage, own_files in ((2, 1), (3, 2)):
+        path = tmp_path / f"{stage}.ckpt"
+        of_ranks = measured(operations, 3, stage, path)
+        files = sum(1 for file in path.rglob("*") if file.is_file())
+        for rank, found in enumerate(of_ranks):
+            (saved, _), (loaded, opened) = found["save"], found["load"]
+            assert 0 < saved["agreements"] <= SAVE_AGREEMENTS
+            assert 0 < loaded["agreements"] <= LOAD_AGREEMENTS
+            assert "syncs" not in loaded
+            written = 2 * (own_files if rank else 2)  # each with its checksums
+            assert written <= saved["syncs"] <= written + (0 if rank else RANK_0_SYNCS)
+            assert saved["looks"] <= (10 if rank else LOOKS_PER_FILE * files + OTHER_LOOKS)
+            if rank:
+                shard = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+                model = "mp_rank_00_model_states.pt"
+                model = f"zero_pp_rank_0_{model}" if stage == 3 else model
+                read = (shard, f"{shard}.sums", model, f"{model}.sums")
+                assert sorted(opened) == sorted((*read, "manifest.json", "latest"))

@@ -10,6 +10,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +23,7 @@ from lightning_elastic_zero.coordination import Timeouts
 from lightning_elastic_zero.coordination.leader import Leader
 from lightning_elastic_zero.coordination.liveness import IdleTimer
 from lightning_elastic_zero.coordination.messages import Heartbeat, pack, unpack
-from lightning_elastic_zero.coordination.rank_session import Step
+from lightning_elastic_zero.coordination.rank_session import Step, poll_pauses_s
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
@@ -136,6 +138,35 @@ class TestResults:
         now_s[0] += Timeouts().heartbeat_interval_s / 2
         leader.poll()
         assert calls == {"add": 22, "multi_get": 1, "check": 1}
+
+
+class TestPauses:
+    @given(st.integers(2, 4096))
+    def test_short_ones_come_first(self, size: int) -> None:
+        """Few ranks look again at once; all of them together ask the store no more than it bears.
+
+        However many there are, the first look comes within 1.5 ms, and 4 ranks have looked three
+        times before a millisecond is over.
+        """
+        pauses_s = list(islice(poll_pauses_s(size), 40))
+        assert all(one <= other for one, other in pairwise(pauses_s))
+        assert pauses_s[0] == pytest.approx(1.5 * min(0.001, size / 40_000))
+        assert pauses_s[-1] == pytest.approx(max(0.05, size / 5000))
+        if size <= 4:
+            assert sum(pauses_s[:3]) < 0.001
+
+    def test_rank_0_judges_as_soon_as_it_has_reported(self, job: Cluster) -> None:
+        """Where it comes last, as the one that writes most, nobody waits for its next look."""
+        first, *others = job.ranks
+        steps = [Step("run_all", "write") for _ in job.ranks]
+        for rank, step in zip(job.ranks, steps, strict=True):
+            rank.session.take_turn(partial(rank.session.enter_step, step))
+        for rank in (*others, first):
+            assert not steps[0].decided.is_set()
+            step = steps[rank.rank]
+            rank.session.take_turn(partial(rank.session.report, step, "", failed=False))
+        assert steps[0].decided.is_set()
+        assert steps[0].failure is None
 
 
 class TestFailures:

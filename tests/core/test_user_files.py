@@ -29,11 +29,11 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 from lightning_elastic_zero.storage import (
     StagedDirectory,
     check_replaceable,
+    leave_shared,
     make_link,
     remove_leftovers,
     remove_shared,
     repair_target,
-    write_durably,
 )
 from lightning_elastic_zero.storage.copying import copy_checkpoint
 from lightning_elastic_zero.storage.file_ownership import classify_files
@@ -364,9 +364,9 @@ class TestRaces:
     def test_shared_files_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
         """Nothing that is there is written over, and what has another name stays."""
         (tmp_path / ".compared-other").write_bytes(b"other")
-        write_durably(tmp_path / ".compared-mine", b"mine")
+        leave_shared(tmp_path, ".compared-mine", b"mine")
         with pytest.raises(SaveError):
-            write_durably(tmp_path / ".compared-other", b"mine")
+            leave_shared(tmp_path, ".compared-other", b"mine")
         assert contents(tmp_path) == {".compared-other": "other", ".compared-mine": "mine"}
         remove_shared(tmp_path, ".compared-mine", ".compared-absent")
         assert contents(tmp_path) == {".compared-other": "other"}

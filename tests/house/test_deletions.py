@@ -55,6 +55,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/shared_directory.py", "remove_shared", "(directory / name).unlink"): (
         RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
     ),
+    ("storage/shared_directory.py", "leave_shared", "path.open to write"): (
+        RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
+    ),
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
     # Into the staging directory, which this process has just made.

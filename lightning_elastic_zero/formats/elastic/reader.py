@@ -70,6 +70,7 @@ class ElasticReader(CheckpointReader):
         self._optimized = {p.name for p in manifest.optimized}
         self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
         self._layout = manifest.layout()
+        self._read_first: int | None = None
 
     def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
         """Do nothing: every byte is verified when it is read."""
@@ -99,6 +100,7 @@ class ElasticReader(CheckpointReader):
         Raises:
             CheckpointCorruptedError: one is missing or has another size; all of them are named.
         """
+        self._read_first = min(masters, default=None)
         names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
         models = sorted({0, *frozen})  # rank 0's has what is held once
         names += [model_file(rank, self.manifest.stage) for rank in models]
@@ -163,13 +165,24 @@ class ElasticReader(CheckpointReader):
         return StoredRun(stored, start, stop)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
-        file = self.files.get(optimizer_file(at.rank, self.manifest.precision))
-        shard = file.tree[OPTIMIZER][STATES][at.buffer][at.name]
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``.
+
+        They are alike on all ranks of a save, or it would have failed: so a rank takes them from
+        the file that it reads first. Else all of them would open one file more, the same one.
+        """
+        file, shards = self._shards(at.rank if self._read_first is None else self._read_first, at)
+        if not shards:  # that rank holds nothing of the buffer
+            file, shards = self._shards(at.rank, at)
+        shard = next(iter(shards.values()))
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
         keys = [key.name for key in group.state if key.kind == "scalar"]
         found: dict[str, Scalar] = file.load_tree({key: shard[key] for key in keys})
         return found
+
+    def _shards(self, rank: int, at: Fragment) -> tuple[TorchFile, Mapping[str, Any]]:
+        """Return the file of a rank, and its states of the held flat buffer that holds ``at``."""
+        file = self.files.get(optimizer_file(rank, self.manifest.precision))
+        return file, file.tree[OPTIMIZER][STATES][at.buffer]
 
     # -- what is held once -------------------------------------------------------------------
 
