@@ -17,9 +17,10 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError
 from lightning_elastic_zero.formats import WEIGHT
-from lightning_elastic_zero.formats.elastic.client_state import dotted, split_objects
+from lightning_elastic_zero.formats.elastic.client_state import split_objects
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
+from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import (
     MANIFEST_NAME,
@@ -73,7 +74,7 @@ def write(
             staged.path, manifest, rank=0, on_bytes=on_bytes, source_of=stand_ins.source_of
         )
         files = writer.write(state, ClientPart(split.plain, split.objects))
-        objects = tuple(dotted(path) for path, _ in split.objects)
+        objects = tuple(format_tree_path(path) for path, _ in split.objects)
         _finish(staged, replace(manifest, client_objects=objects), files)
 
 
