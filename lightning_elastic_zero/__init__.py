@@ -109,7 +109,7 @@ if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a mi
     def __getattr__(name: str) -> object:
         """Import what is asked for the first time it is asked for, and keep it."""
         if name == "__version__":
-            value = _installed_version()
+            value = importlib.import_module("lightning_elastic_zero.requirements").own_version()
         elif name in _MODULE_OF_NAME:
             value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
         else:
@@ -122,15 +122,6 @@ if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a mi
 def __dir__() -> list[str]:
     """List the lazy names too."""
     return sorted({*globals(), *__all__})
-
-
-def _installed_version() -> str:
-    """Return the installed distribution's version, or one that marks a bare source tree."""
-    metadata = importlib.import_module("importlib.metadata")
-    try:
-        return str(metadata.version("lightning-elastic-zero"))
-    except metadata.PackageNotFoundError:
-        return "0.0.0+source"
 
 
 def _make_strategy(**arguments: object) -> object:

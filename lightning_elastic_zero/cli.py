@@ -10,13 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.requirements import own_version
 from lightning_elastic_zero.tools.shell_completion import SHELLS, completion_script
 from lightning_elastic_zero.tools.terminal import show
 
@@ -61,21 +61,13 @@ class _PrintCompletion(argparse.Action):
         parser.exit(YES)
 
 
-def _version() -> str:
-    """Return the installed distribution's version, or one that marks a bare source tree."""
-    try:
-        return metadata.version("lightning-elastic-zero")
-    except metadata.PackageNotFoundError:
-        return "0.0.0+source"
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-elastic-zero",
         description="Look into checkpoints of every kind that the library reads, prove them, "
         "compare them, and take them elsewhere: no GPU and no process group is needed. And find "
         "out whether saving and loading hold on a machine.",
-        version=_version(),
+        version=own_version(),
         default_env=False,
     )
     parser.add_argument(

@@ -71,6 +71,11 @@ class Requirement:
 
 
 @cache
+def own_version() -> str:
+    """Return the installed distribution's version, or one that marks a bare source tree."""
+    return version_of("lightning-elastic-zero") or "0.0.0+source"
+
+
 def version_of(package: str) -> str:
     """Return an installed package's version, empty where it is not installed.
 

@@ -39,6 +39,9 @@ import xxhash
 
 from lightning_elastic_zero.tensor_state import Scalar, dtype_name
 
+STEP = "step"
+"""The scalar state that some optimizers keep in their groups."""
+
 NO_OPTIMIZER = "none"
 """What is written in the place of the number of an optimizer that has no state."""
 

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-_HOST = ("cpu", "meta")
-
 
 class Event(Protocol):
     """What ``torch.Event`` and ``torch.cuda.Event`` have in common here."""
@@ -23,11 +21,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until that is done."""
-
-
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies on an accelerator's device."""
-    return tensor.device.type not in _HOST
 
 
 def current_device() -> torch.device | None:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import xxhash
 
-from lightning_elastic_zero.checkpoint.live_fingerprint import STEP, live_fingerprint
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.save_selection import state_to_save
 from lightning_elastic_zero.checkpoint.types import LiveState, SaveOptions
 from lightning_elastic_zero.compatibility import RestoreScope
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.manifest import Group, Manifest
-from lightning_elastic_zero.state_fingerprint import Fingerprint
+from lightning_elastic_zero.state_fingerprint import STEP, Fingerprint
 from lightning_elastic_zero.tensor_state import RankState, bit_sums, dtype_name
 from lightning_elastic_zero.text import format_ranks
 

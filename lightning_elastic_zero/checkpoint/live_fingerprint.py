@@ -10,6 +10,7 @@ from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.layout import spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.state_fingerprint import (
+    STEP,
     Fingerprint,
     FingerprintPart,
     TensorId,
@@ -19,10 +20,6 @@ from lightning_elastic_zero.state_fingerprint import (
 )
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar
-
-STEP = "step"
-"""The scalar state that some optimizers keep in their groups."""
-
 
 PIECE_ELEMENTS = 1 << 24
 """Elements that are added up between two signs of life: a tenth of a second on a busy core."""

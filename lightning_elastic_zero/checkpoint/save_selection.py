@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_elastic_zero.checkpoint.types import SaveOptions
-from lightning_elastic_zero.formats.elastic.client_state import Objects, dotted
+from lightning_elastic_zero.formats.elastic.client_state import Objects
 from lightning_elastic_zero.formats.safe_pickle.unpickler import find_refused
+from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import RankState
 
@@ -63,8 +64,8 @@ def warn_of_objects(path: Path, objects: Objects, warned: set[str] | None) -> No
     """Rank 0: warn, once, of what a load will refuse to build unless it is allowed to."""
     if warned is None:
         return
-    new = [(at, value) for at, value in objects if dotted(at) not in warned]
-    warned.update(dotted(at) for at, _ in new)
+    new = [(at, value) for at, value in objects if format_tree_path(at) not in warned]
+    warned.update(format_tree_path(at) for at, _ in new)
     for where, what in find_refused(new).items():
         log.warning(
             "%s: %s holds %s, no plain data: this checkpoint can be loaded only with "

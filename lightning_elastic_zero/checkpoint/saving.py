@@ -49,7 +49,6 @@ from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.elastic.client_state import (
     Objects,
-    dotted,
     fingerprints,
     pickled,
     rank_differences,
@@ -57,6 +56,7 @@ from lightning_elastic_zero.formats.elastic.client_state import (
 )
 from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter, writes_weights
+from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.storage import (
     TABLE_PREFIX,
@@ -138,7 +138,7 @@ class ShardContents:
             "buffers": fingerprints(dict(self.state.module_buffers)),
             "client": fingerprints(self.client),
             "objects": {
-                dotted(path): hashlib.sha256(pickled(value, path)).hexdigest()
+                format_tree_path(path): hashlib.sha256(pickled(value, path)).hexdigest()
                 for path, value in self.objects
             },
         }
@@ -390,7 +390,7 @@ def _complete(
         save_id=first["save_id"],
         files=tuple(FileEntry(**entry) for of_rank in written for entry in of_rank["files"]),
         rank_state=tuple(sorted({kept for of_rank in written for kept in of_rank["kept"]})),
-        client_objects=tuple(dotted(path) for path, _ in contents.objects),
+        client_objects=tuple(format_tree_path(path) for path, _ in contents.objects),
     )
     tables = (f"{TABLE_PREFIX}{name}" for name in first[DIGESTS])
     remove_shared(folder, *tables, f"{TOKEN_PREFIX}{first['save_id']}")

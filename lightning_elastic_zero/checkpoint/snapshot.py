@@ -21,7 +21,6 @@ import torch
 
 from lightning_elastic_zero.checkpoint.device_streams import (
     Event,
-    is_on_device,
     on_stream,
     record_event,
     side_stream,
@@ -31,7 +30,7 @@ from lightning_elastic_zero.checkpoint.saving import ShardContents
 from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
 from lightning_elastic_zero.formats.elastic.writer import pickle_objects, writes_weights
 from lightning_elastic_zero.storage import ignore_progress
-from lightning_elastic_zero.tensor_state import FlatState, RankState
+from lightning_elastic_zero.tensor_state import FlatState, RankState, is_on_device
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to be made: to, from."""

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from lightning_elastic_zero.checkpoint.device_streams import is_on_device, on_stream, side_stream
+from lightning_elastic_zero.checkpoint.device_streams import on_stream, side_stream
+from lightning_elastic_zero.tensor_state import is_on_device
 
 _GLANCE_S = 1.0
 

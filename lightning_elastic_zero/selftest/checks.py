@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-STAGES = (0, 1, 2, 3)
-"""Of ZeRO."""
-
 MODES = ("blocking", "background")
 """Ways to save."""
 

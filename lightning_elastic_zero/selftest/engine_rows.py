@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.selftest.checks import (
     COPY,
     GOOD,
@@ -17,7 +18,6 @@ from lightning_elastic_zero.selftest.checks import (
     NEXT_STAGE,
     PUBLICATION,
     RAW,
-    STAGES,
     STALL,
     TOLD,
     TORN,

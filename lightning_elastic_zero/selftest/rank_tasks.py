@@ -21,12 +21,12 @@ from lightning_elastic_zero.engine.trial import (
     trial_engine,
 )
 from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.selftest.checks import (
     GOOD,
     MODES,
     NEXT_SAVE,
     NEXT_STAGE,
-    STAGES,
     checkpoint_file,
     returned_name,
     saved_name,

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_elastic_zero.storage.existing_target import format_names, inspect_target
+from lightning_elastic_zero.storage.existing_target import MOST_NAMED, inspect_target
 from lightning_elastic_zero.storage.file_ownership import classify_files, remove_own_files
 from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.text import format_names
 
 DELETING_PREFIX = ".zero-removed-"
 """Prefix of a checkpoint that is being deleted: renamed first, so that none is half there."""
@@ -135,4 +136,4 @@ def _keep_under_visible_name(path: Path, known_as: Path | None, refusal_reason: 
 
 
 def _foreign_files_reason(foreign: tuple[str, ...]) -> str:
-    return f"holds what no save wrote: {format_names(foreign)}" if foreign else ""
+    return f"holds what no save wrote: {format_names(foreign, MOST_NAMED)}" if foreign else ""

@@ -12,8 +12,9 @@ from typing import Literal
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_ownership import LATEST, classify_files, is_checkpoint
+from lightning_elastic_zero.text import format_names
 
-_NAMED = 5
+MOST_NAMED = 5
 """How many names a message lists."""
 
 _LISTED = 1000
@@ -57,7 +58,7 @@ def _directory(path: Path) -> ExistingTarget:
     if not contents.problem:
         if not contents.foreign:
             return ExistingTarget("checkpoint")
-        more = format_names(contents.foreign)
+        more = format_names(contents.foreign, MOST_NAMED)
         return ExistingTarget("checkpoint", f"holds what no save wrote: {more}")
     if not contents.foreign:
         return ExistingTarget("empty")
@@ -120,11 +121,12 @@ def _described(path: Path) -> str:
     mine = [name for name in names if is_checkpoint(path / name)]
     tags = [name for name in names if _is_tag(path / name)]
     if mine:
-        return f"it holds checkpoints ({format_names(mine)})"
+        return f"it holds checkpoints ({format_names(mine, MOST_NAMED)})"
     if tags:
         has_latest = LATEST in names
-        return f"DeepSpeed saved there ({format_names([*tags, LATEST] if has_latest else tags)})"
-    return f"it holds {format_names(names)}"
+        saved = [*tags, LATEST] if has_latest else tags
+        return f"DeepSpeed saved there ({format_names(saved, MOST_NAMED)})"
+    return f"it holds {format_names(names, MOST_NAMED)}"
 
 
 def _is_tag(path: Path) -> bool:
@@ -133,8 +135,3 @@ def _is_tag(path: Path) -> bool:
         names = (entry.name for entry in itertools.islice(entries, _LISTED))
         return any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names)
     return False
-
-
-def format_names(names: list[str] | tuple[str, ...]) -> str:
-    """Return the first of some names."""
-    return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])

@@ -24,6 +24,20 @@ EXPORT_PREFIX = ".zero-export-"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
+def check_free(target: Path) -> None:
+    """Refuse a target that exists: nothing is overwritten.
+
+    Raises:
+        SaveError: something is there.
+    """
+    if os.path.lexists(target):
+        msg = (
+            f"{target} is there already, and nothing is overwritten: write to another path, or "
+            "move away what lies there"
+        )
+        raise SaveError(msg)
+
+
 class StagedExport:
     """A directory in the making, or one file in such a directory.
 
@@ -38,12 +52,7 @@ class StagedExport:
         Raises:
             SaveError: something is at the target, or the directory cannot be made.
         """
-        if os.path.lexists(target):
-            msg = (
-                f"{target} is there already, and nothing is overwritten: write to another path, or "
-                "move away what lies there"
-            )
-            raise SaveError(msg)
+        check_free(target)
         self.target = target
         self.path = target.parent / f"{EXPORT_PREFIX}{uuid.uuid4().hex}"
         with as_save_error(target):

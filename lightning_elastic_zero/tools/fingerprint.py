@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.state_fingerprint import (
+    STEP,
     Fingerprint,
     FingerprintPart,
     TensorId,
@@ -23,9 +24,6 @@ from lightning_elastic_zero.tensor_state import Scalar
 from lightning_elastic_zero.tools.opened import OpenCheckpoint, StateRun, opened
 from lightning_elastic_zero.tools.parallel import run_parts
 from lightning_elastic_zero.tools.progress import OnBytes
-
-STEP = "step"
-"""The scalar state that some optimizers keep in their groups."""
 
 
 def fingerprint_checkpoint(

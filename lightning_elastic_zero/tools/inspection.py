@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, Writer
+from lightning_elastic_zero.tensor_state import itemsize_of
 from lightning_elastic_zero.tools.opened import OpenCheckpoint, holds_whole_tensors, opened
 
 MOST_DEVICES = 4096
@@ -203,7 +202,7 @@ def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
         shape=parameter.shape,
         dtype=parameter.dtype,
         elements=parameter.numel,
-        weight_bytes=held * _itemsize(dtype),
+        weight_bytes=held * itemsize_of(dtype),
         state_bytes=held * _state_itemsize(group),
         group=parameter.group,
         aliases=parameter.aliases,
@@ -213,12 +212,7 @@ def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
 def _state_itemsize(group: Group | None) -> int:
     """Return the bytes of an element's states."""
     keys = () if group is None else group.state
-    return sum(_itemsize(key.dtype) for key in keys if key.kind == "elementwise")
-
-
-def _itemsize(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
+    return sum(itemsize_of(key.dtype) for key in keys if key.kind == "elementwise")
 
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch
-
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.partition import piece_numel
+from lightning_elastic_zero.tensor_state import itemsize_of
 from lightning_elastic_zero.tools.inspection import CheckpointReport, device_counts, report_of
 from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
 from lightning_elastic_zero.tools.verification import DAMAGE
@@ -104,7 +103,7 @@ def _weight_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[i
     """Return a rank's bytes of weights, of those that are frozen, as stored, and of gradients."""
     weights = frozen = trained = 0
     for p in report.parameters:
-        itemsize = _itemsize(p.dtype)
+        itemsize = itemsize_of(p.dtype)
         piece = piece_numel(p.elements, devices)
         weights += itemsize * (piece if stage == STAGE_WEIGHTS else p.elements)
         if p.group is None:
@@ -127,13 +126,8 @@ def _state_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[in
             states += each * piece_numel(group.elements, devices if stage else 1)
         if stage == 0:
             same = [p for p in members if p.dtype == report.master_dtype]
-            in_place += sum(p.elements * _itemsize(p.dtype) for p in same)
+            in_place += sum(p.elements * itemsize_of(p.dtype) for p in same)
     return states, in_place
-
-
-def _itemsize(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
 
 
 def _choices(batch: int | None, devices: int) -> list[BatchChoice]:

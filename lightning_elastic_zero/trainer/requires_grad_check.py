@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_elastic_zero.engine import follows_requires_grad, trained_parameters
+from lightning_elastic_zero.text import format_names
 
 _LISTED = 10
 """Names in a warning; the rest is counted."""
@@ -59,6 +60,4 @@ class RequiresGradCheck:
 
 def _names(module: nn.Module, parameters: Collection[nn.Parameter]) -> str:
     """List names, the first of them where there are many."""
-    names = [name for name, p in module.named_parameters() if p in parameters]
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return format_names((n for n, p in module.named_parameters() if p in parameters), _LISTED)

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.formats.elastic.client_state import (
     REMOVED,
-    dotted,
     fingerprints,
     is_plain,
     join_objects,
@@ -31,6 +30,7 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     split_objects,
 )
 from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
+from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.tensor_state import numpy_to_python, plain
 from tests.core.spelling import spelled
 from tests.core.strategies import plain_leaves, trees
@@ -134,7 +134,7 @@ class TestSplit:
         split = split_objects({"a": {"b": [1, path], 7: path}, "c": path})
         assert split.plain == {"a": {"b": [1, None], 7: None}, "c": None}
         assert split.objects == ((("a", "b", 1), path), (("a", 7), path), (("c",), path))
-        assert [dotted(place) for place, _ in split.objects] == ["a.b.1", "a.7", "c"]
+        assert [format_tree_path(place) for place, _ in split.objects] == ["a.b.1", "a.7", "c"]
 
     def test_a_view_does_not_carry_what_it_views(self) -> None:
         """A bias that is a view of a flat buffer is saved with its own bytes, wherever it sits."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.checkpoint import device_streams
+from lightning_elastic_zero.tensor_state import is_on_device
 from tests.core import _late_device
 from tests.engine._worker_pool import ROOT, environment
 
@@ -87,5 +88,5 @@ def test_without_an_accelerator_nothing_is_started() -> None:
         assert device_streams.current_device() is None
     device_streams.use_device(None)
     assert torch.cuda.is_initialized() == before  # type: ignore[no-untyped-call]
-    assert not device_streams.is_on_device(torch.zeros(1))
-    assert not device_streams.is_on_device(torch.zeros(1, device="meta"))
+    assert not is_on_device(torch.zeros(1))
+    assert not is_on_device(torch.zeros(1, device="meta"))

@@ -9,7 +9,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.dcp.chunks import Chunks
-from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves, TreePath
+from lightning_elastic_zero.formats.dcp.tree import Leaf, OptimizerLeaves
 from lightning_elastic_zero.formats.full_state.self_description import (
     Members,
     describe_alone,
@@ -17,6 +17,7 @@ from lightning_elastic_zero.formats.full_state.self_description import (
 )
 from lightning_elastic_zero.formats.full_state.torch_optimizer import MEMBERS
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT
+from lightning_elastic_zero.formats.tree_path import TreePath
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import canonical_repr
 

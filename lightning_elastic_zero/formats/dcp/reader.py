@@ -17,9 +17,7 @@ from lightning_elastic_zero.formats.dcp.metadata import read_metadata
 from lightning_elastic_zero.formats.dcp.optimizer_state_dict import members_alone, state_dict_of
 from lightning_elastic_zero.formats.dcp.tree import (
     Leaf,
-    TreePath,
     choose_model,
-    format_tree_path,
     knows_order,
     largest_model,
     leaves_of,
@@ -31,6 +29,7 @@ from lightning_elastic_zero.formats.full_state.self_description import Members, 
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
 from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
+from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 from lightning_elastic_zero.manifest import Manifest
 
 TRAINER_STATE = "meta.pt"

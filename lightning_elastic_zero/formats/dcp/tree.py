@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
+from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 from lightning_elastic_zero.manifest import Manifest
-
-TreePath: TypeAlias = "tuple[str | int, ...]"
 
 GROUPS, STATE = "param_groups", "state"
 
@@ -153,8 +152,3 @@ def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
 def largest_model(tree: Tree) -> TreePath:
     """Return the subtree with the most tensors; the top where there is none."""
     return max(tree.models, key=lambda path: len(tree.models[path]), default=())
-
-
-def format_tree_path(path: TreePath) -> str:
-    """Return a path as a person writes it."""
-    return ".".join(map(str, path)) or "the top level"

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from lightning_elastic_zero.formats.dcp.tree import TreePath, format_tree_path
+from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 from lightning_elastic_zero.layout import spans
 from lightning_elastic_zero.storage import ignore_bytes
 

@@ -22,9 +22,8 @@ import torch
 import xxhash
 
 from lightning_elastic_zero.errors import SaveError
-
-TreePath: TypeAlias = "tuple[str | int, ...]"
-"""Keys and indices that lead to a value in the tree."""
+from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
+from lightning_elastic_zero.tensor_state import is_on_device
 
 REMOVED = False
 """Ends a path to something that a rank does not have and rank 0 has; no key is a bool."""
@@ -34,7 +33,6 @@ _NUMBERS = {type(None), bool, int, float}
 """Their pickles depend on nothing but their values, and long lists of them are quickly pickled."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_HOST = ("cpu", "meta")
 _HASHED_BYTES = 1 << 24
 """Tensor bytes hashed at a time."""
 
@@ -150,7 +148,7 @@ def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
 
     A device that is named in a file is asked for wherever the file is read by ``torch.load``.
     """
-    if value.device.type not in _HOST:
+    if is_on_device(value):
         moved = _moved_to_host(value)
         vars(moved).update({key: to_host(field) for key, field in vars(value).items()})
         return moved
@@ -185,11 +183,6 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
         else:
             node[last] = value
     return plain
-
-
-def dotted(path: TreePath) -> str:
-    """Return a path as a person writes it: ``callbacks.EarlyStopping.best``."""
-    return ".".join(str(key) for key in path)
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
@@ -326,8 +319,8 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def _refusal(value: object, path: TreePath, what: str) -> SaveError:
     return SaveError(
-        f"the trainer's state holds {dotted(path)}, a {type(value).__name__} that {what} keep it "
-        "out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
+        f"the trainer's state holds {format_tree_path(path)}, a {type(value).__name__} that {what} "
+        "keep it out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
     )
 
 
@@ -372,7 +365,7 @@ class _HostPickler(pickle.Pickler):
     """Pickles tensors of devices as ones of the host."""
 
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 (whatever is pickled)
-        if isinstance(value, torch.Tensor) and value.device.type not in _HOST:
+        if isinstance(value, torch.Tensor) and is_on_device(value):
             moved: Any = _moved_to_host(value)
             return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.elastic.client_state import TreePath, dotted, is_plain
+from lightning_elastic_zero.formats.elastic.client_state import is_plain
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import unpickle
+from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 
 _PROTOCOL = 2
 """Of ``torch.save``."""
@@ -32,9 +33,9 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
             continue
         path, found, why = _innermost((name,), value, why)
         msg = (
-            f"{dotted(path)} is a {type(found).__name__}, and what is saved has to be plain data, "
-            f"which torch.load(weights_only=True) reads ({why}): no load could restore it. Let "
-            "state_dict() give numbers, texts, tensors, and lists and dicts of them"
+            f"{format_tree_path(path)} is a {type(found).__name__}, and what is saved has to be "
+            f"plain data, which torch.load(weights_only=True) reads ({why}): no load could "
+            "restore it. Let state_dict() give numbers, texts, tensors, and lists and dicts of them"
         )
         raise SaveError(msg)
 

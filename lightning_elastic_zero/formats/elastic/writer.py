@@ -30,7 +30,6 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 )
 from lightning_elastic_zero.formats.elastic.client_state import (
     Objects,
-    TreePath,
     check_pickle,
     host_pickle,
     to_host,
@@ -40,6 +39,7 @@ from lightning_elastic_zero.formats.torch_file import (
     PiecewiseSource,
     TorchFileWriter,
 )
+from lightning_elastic_zero.formats.tree_path import TreePath
 from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 

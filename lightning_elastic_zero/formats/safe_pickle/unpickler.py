@@ -22,7 +22,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.elastic.client_state import TreePath, dotted, host_pickle
+from lightning_elastic_zero.formats.elastic.client_state import host_pickle
 from lightning_elastic_zero.formats.safe_pickle.allowed_calls import (
     CLIENT_OBJECTS,
     INTERNED_CLASSES,
@@ -37,6 +37,7 @@ from lightning_elastic_zero.formats.safe_pickle.array_builders import (
     require,
 )
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
+from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 
 _MOVED = {"pathlib._local": "pathlib"}
 """Where Python 3.13 says that its paths are, which no other version does."""
@@ -93,7 +94,7 @@ def find_refused(objects: Iterable[tuple[TreePath, object]]) -> dict[str, str]:
         try:
             unpickler.load()
         except Exception:  # noqa: BLE001 - and whatever stands in the way of a load is an answer
-            found[dotted(path)] = unpickler.refused or f"a {type(value).__name__}"
+            found[format_tree_path(path)] = unpickler.refused or f"a {type(value).__name__}"
     return found
 
 
@@ -296,7 +297,7 @@ def _place(begun: Iterable[object]) -> str:
     """
     for value in begun:
         if type(value) is tuple and value and all(type(key) in (str, int) for key in value):
-            return dotted(value)
+            return format_tree_path(value)
     return ""
 
 

@@ -16,10 +16,7 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
 from lightning_elastic_zero.storage import CHUNK_BYTES, RangeFile, ignore_bytes
-from lightning_elastic_zero.tensor_state import check_cast
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of each size: elements that are not cast are copied as these, bit for bit."""
+from lightning_elastic_zero.tensor_state import INTEGER_DTYPES, check_cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +227,13 @@ class _RangeCopy:
         slot = self.slot[first : first + numel]
         if elements.data_ptr() == slot.data_ptr():
             return
-        if slot.dtype != elements.dtype or itemsize not in _BITS:
+        if slot.dtype != elements.dtype or itemsize not in INTEGER_DTYPES:
             slot.copy_(elements)
             return
-        slot, elements = slot.view(_BITS[itemsize]), elements.view(_BITS[itemsize])
+        slot, elements = (
+            slot.view(INTEGER_DTYPES[itemsize]),
+            elements.view(INTEGER_DTYPES[itemsize]),
+        )
         if slot.device.type == "cpu":
             # torch would share out the copy among threads, which wait for each other: on a busy
             # host that was ten times slower than one thread alone.

@@ -6,7 +6,6 @@ numbers, buffers that differ) is theirs, and is not in it.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats import WEIGHT
-from lightning_elastic_zero.formats.elastic.client_state import dotted, split_objects
+from lightning_elastic_zero.formats.elastic.client_state import split_objects
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
+from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import (
     MANIFEST_NAME,
@@ -29,6 +29,7 @@ from lightning_elastic_zero.manifest import (
 )
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.storage import StagedDirectory, write_durably
+from lightning_elastic_zero.storage.exports import check_free
 from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
 from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name
 from lightning_elastic_zero.tools.conversion.selection import (
@@ -48,7 +49,7 @@ def write(
     Raises:
         SaveError: something is at the target, or has come there meanwhile.
     """
-    _check_free(target)
+    check_free(target)  # An older checkpoint of ours may be the very source.
     options.check_whole("a checkpoint of this library")
     _check_trained(checkpoint)
     lean = options.optimizer is False or checkpoint.manifest.weights_only
@@ -73,22 +74,8 @@ def write(
             staged.path, manifest, rank=0, on_bytes=on_bytes, source_of=stand_ins.source_of
         )
         files = writer.write(state, ClientPart(split.plain, split.objects))
-        objects = tuple(dotted(path) for path, _ in split.objects)
+        objects = tuple(format_tree_path(path) for path, _ in split.objects)
         _finish(staged, replace(manifest, client_objects=objects), files)
-
-
-def _check_free(target: Path) -> None:
-    """Refuse a target that exists; an older checkpoint of ours may be the very source.
-
-    Raises:
-        SaveError: something is there.
-    """
-    if os.path.lexists(target):
-        msg = (
-            f"{target} is there already, and nothing is overwritten: write to another path, or "
-            "move away what lies there"
-        )
-        raise SaveError(msg)
 
 
 def _check_hyperparameters(checkpoint: OpenCheckpoint) -> None:
@@ -229,5 +216,5 @@ def _finish(staged: StagedDirectory, manifest: Manifest, files: Sequence[FileEnt
     text = replace(manifest, files=tuple(files)).to_json()
     write_durably(staged.path / MANIFEST_NAME, text.encode())
     staged.sync()
-    _check_free(staged.target)
+    check_free(staged.target)
     staged.publish()
