@@ -53,10 +53,10 @@ test-long: ops ## Run the tests that take minutes: full matrices, faults
 test-releases: $(INSTALLED) ## Run the core tests in environments with other releases, each made first
 	$(PYTEST) -m releases $(ARGS)
 
-test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
+test-gpu: ops ## Run the tests of devices on this machine's cards; on none: ARGS=--device=cpu
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
-	$(PYTEST) -m gpu $(ARGS)
+	$(PYTEST) -m "gpu or device" $(ARGS)
 
 mutants: ops ## Break the core in hundreds of small ways: some test has to fail each time
 	$(PY) -m tests.mutation $(ARGS)

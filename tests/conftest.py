@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.devices._device_ranks import DEVICE, KINDS, chosen_device
 from tests.engine._worker_pool import ForkServer, Pools
 from tests.ports import remove_shared_memory
 from tests.rotation import Rotation, parts_of, turn_of_commit
@@ -30,10 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kills", type=int, default=2, help="at each step of a save, in test-long")
     group.addoption("--exits", type=int, default=30, help="worlds that end, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")
+    group = parser.getgroup("devices")
+    group.addoption(
+        "--device", choices=KINDS, help="of tests marked device (DS_ACCELERATOR, or what there is)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find out whose turn it is."""
+    """Find out whose turn it is, and what device there is."""
+    config.stash[DEVICE] = chosen_device(config.getoption("--device"))
     turn = config.getoption("--rotation")
     config.stash[ROTATION] = Rotation(turn_of_commit() if turn is None else turn)
 
@@ -41,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Return what repeats this run's choice of cases."""
     rotation, wanted = config.stash[ROTATION], config.getoption("--part")
-    line = f"cases that rotate: --rotation={rotation.turn}"
+    line = f"device: {config.stash[DEVICE]}; cases that rotate: --rotation={rotation.turn}"
     if wanted:
         part, parts = rotation.part_of(wanted)
         line += f" --part={part + 1}/{parts}"
@@ -75,6 +81,12 @@ def pytest_collection_modifyitems(
         others = [item for item, place in zip(items, dealt, strict=True) if place != part]
         items[:] = [item for item, place in zip(items, dealt, strict=True) if place == part]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what processors do not have."""
+    if item.config.stash[DEVICE] == "cpu" and item.get_closest_marker("gpu"):
+        pytest.skip("only a CUDA device has what it looks at")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -145,6 +157,7 @@ LONG_FIRST = (
     "examples",
     "dist",
     "budget",
+    "devices",
     "engine",
     "foreign",
     "releases",

@@ -1,7 +1,7 @@
 """A device that is not the CPU, for machines that have no other: four of them, in torch's own way.
 
 See ``_late_device.cpp``. What it shows of threads, streams and memory holds for CUDA as far as both
-do what torch's interface says; ``test_devices_gpu`` is for a machine that has the real one.
+do what torch's interface says; ``test_device_snapshots_gpu`` is for a machine with the real one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,12 @@ def run_case(case: str, where: str, folder: Path) -> None:
         str(folder),
     ]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, timeout=TIMEOUT_S, check=False
+        command,
+        cwd=ROOT,
+        env=environment("cuda" if where.startswith("cuda") else "cpu"),
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
 

@@ -106,7 +106,6 @@ def test_each_library_seeds_its_own_generator(seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_devices_own_stream_is_kept_and_begun_like_the_others() -> None:
     """Where the state holds it; where it does not, the device's stream goes on."""
     device = torch.device("cuda", torch.cuda.current_device())

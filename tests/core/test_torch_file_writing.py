@@ -223,7 +223,6 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_from_and_to_a_device(tmp_path: Path) -> None:
     """Elements on a device are written from there and read to there, bit for bit."""
     live, builder = any_bits(10_000_000).cuda(), TorchFileWriter()

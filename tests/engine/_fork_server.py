@@ -146,14 +146,14 @@ def _fork(path: str, rank: int, world: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        _serve(path, rank, world, port)
+        serve(path, rank, world, port, "cpu")
     except BaseException:  # noqa: BLE001 - a forked child must never return into the loop above
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _serve(path: str, rank: int, world: int, port: int) -> None:
+def serve(path: str, rank: int, world: int, port: int, device: str) -> None:
     """Join the world's process group and run what the session asks for, one call at a time."""
     os.environ.update(
         RANK=str(rank),
@@ -164,7 +164,7 @@ def _serve(path: str, rank: int, world: int, port: int) -> None:
     )
     session = connect(path)
     session.send(rank)
-    _join_world()
+    _join_world(device)
     session.send_bytes(pickle.dumps(("value", "ready")))
     while True:
         try:
@@ -178,13 +178,17 @@ def _serve(path: str, rank: int, world: int, port: int) -> None:
         session.send_bytes(pickle.dumps(outcome))  # Tensors by value.
 
 
-def _join_world() -> None:
+def _join_world(device: str) -> None:
     import deepspeed
+    import torch
 
     from lightning_elastic_zero.engine import use_accelerator
 
-    use_accelerator("cpu")
-    deepspeed.init_distributed("gloo", timeout=COLLECTIVE_TIMEOUT)
+    use_accelerator(device)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if device == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT)
 
 
 if __name__ == "__main__":

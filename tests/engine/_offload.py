@@ -78,8 +78,9 @@ def _small_tensors_swapped() -> Iterator[None]:
 def step_some_on_device(engine: Any, setup: Setup) -> None:  # noqa: ANN401 - DeepSpeed is untyped
     """Make partial offload's second optimizer step what it would step on a device.
 
-    On a CPU DeepSpeed cannot tell its devices apart: this is the same one by another name.
+    On a CPU DeepSpeed cannot tell its devices apart: this is the same one by another name. On a
+    card it does so by itself.
     """
-    if setup.ratio < 1:
+    if setup.ratio < 1 and engine.device.type == "cpu":
         devices = engine.optimizer.subgroup_to_device
         devices.update(dict.fromkeys(range(int((1 - setup.ratio) * len(devices))), "cpu:0"))

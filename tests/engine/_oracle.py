@@ -69,7 +69,7 @@ def positions(setup: Setup) -> list[torch.Tensor]:
             at += parameter.numel()
         # Without any rate: in stage 0, making the optimizer takes a step in bf16.
         with engine_of(twin, 0, tilt=0.0, model=model) as engine:
-            flats = [_decode(flat.detach().flatten(), at) for flat in flat_buffers(engine, twin)]
+            flats = [_decode(_on_host(flat).flatten(), at) for flat in flat_buffers(engine, twin)]
         _check_tiling(flats, at - FIRST_CODE, setup.world if setup.zero == "0" else 1)
         _maps[twin] = flats
     return _maps[twin]
@@ -83,9 +83,13 @@ def _decode(flat: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def _check_tiling(flats: list[torch.Tensor], numel: int, copies: int) -> None:
+    from deepspeed.accelerator import get_accelerator
+
     counts = torch.zeros(numel, dtype=torch.long)
     for flat in flats:
         counts += torch.bincount(flat[flat != PADDING], minlength=numel)
+    # On the device: nccl takes nothing else.
+    counts = counts.to(get_accelerator().current_device_name())
     distributed.all_reduce(counts)
     wrong = counts != copies
     require(not wrong.any(), f"{int(wrong.sum())} elements do not lie in {copies} places")
@@ -95,7 +99,7 @@ def _check_tiling(flats: list[torch.Tensor], numel: int, copies: int) -> None:
 
 
 def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Return copies of masters and states of each flat buffer, swapped in where they are in files.
+    """Return copies on the host of each flat buffer's masters and states, swapped in from files.
 
     What DeepSpeed swaps in lies in buffers that it uses again.
     """
@@ -109,12 +113,12 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
         states = {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            key: _on_host(value) if isinstance(value, torch.Tensor) else value
             for key, value in inner.state.get(flat, {}).items()
         }
         if inner is not inner_of(engine) and states:
             states["step"] = int(states["step"])  # The other optimizer counts in a number.
-        found.append((flat.detach().clone(), states))
+        found.append((_on_host(flat), states))
         if swapped:
             optimizer._release_swap_buffers(index)
     if setup.optimizer == "FusedAdam" and len(found) > len(inner_of(engine).param_groups):
@@ -178,7 +182,7 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
             {k: repr(v) for k, v in group.items() if k != "params"} for group in inner.param_groups
         ],
         "weights": _weights(engine, setup),
-        "buffers": {name: buffers[name].clone() for name in setup.buffers_kept},
+        "buffers": {name: _on_host(buffers[name]) for name in setup.buffers_kept},
         "counters": {
             name: getattr(engine, name)
             for name in ("global_steps", "global_samples", "skipped_steps")
@@ -203,17 +207,22 @@ def _flat_states(states: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that no engine changes, and that is compared with those of other devices."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
     """Return whole module weights: as forward would find them, and, in ZeRO-3, gathered anew."""
     parameters = dict(engine.module.named_parameters())
     if setup.zero != "3":
-        return {name: p.detach().clone() for name, p in parameters.items()}
+        return {name: _on_host(p) for name, p in parameters.items()}
     import deepspeed
 
     found: list[dict[str, torch.Tensor]] = []
     for _ in range(2):  # Persistent parameters are whole already; leaving the context cuts them.
         with deepspeed.zero.GatheredParameters(list(parameters.values())):
-            found.append({name: p.detach().clone() for name, p in parameters.items()})
+            found.append({name: _on_host(p) for name, p in parameters.items()})
     stale = [n for n in parameters if not torch.equal(found[0][n], found[1][n])]
     require(not stale, f"stale gathered parameters: {stale}")
     return found[1]

@@ -382,7 +382,7 @@ def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
     for step in range(first, last):
         if setup.steady:
             engine.module.bn.eval()
-        x, y = batch(step, rank, setup.world)
+        x, y = (part.to(engine.device) for part in batch(step, rank, setup.world))
         loss = (engine(x).float() - y).pow(2).mean()
         overflows = setup.precision == "fp16" and step % 4 == 1
         engine.backward(loss * OVERFLOW if overflows else loss)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from tests.engine import _fork_server
 from tests.ports import free_port
@@ -123,20 +123,10 @@ class ForkServer:
         self._worlds += 1
         name = f"{self._worlds}-of-{world}"
         logs = tuple(folder / f"{name}.{rank}.log" for rank in range(world))
-        with _listening(folder / name) as listener:
+        with listening(folder / name) as listener:
             connection.send(_fork_server.WorldRequest(name, world, free_port()))
             pids = tuple(connection.recv())
-            try:
-                arrived = [_accept(listener) for _ in range(world)]
-                order = {connection.recv(): connection for connection in arrived}
-                ranks = World(pids, tuple(order[r] for r in range(world)), logs)
-                ready = ranks.results(HANG_TIMEOUT_S)
-                assert len(ready) == world, ranks.said()
-                assert {kind for kind, _ in ready.values()} == {"value"}, ready
-            except (OSError, EOFError) as error:
-                msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
-                raise AssertionError(msg) from error
-        return ranks
+            return joined_world(listener, pids, logs)
 
     def start_program(self, call: Callable[[], object], folder: Path, name: str) -> Program:
         """Start a process that makes a call and then ends as any does; its output goes to files."""
@@ -158,7 +148,7 @@ class ForkServer:
 
     def _start_process(self) -> Connection:
         folder = Path(self._folder.name)
-        with _listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
+        with listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, _fork_server.__file__, str(folder)],
                 env=environment(),
@@ -178,11 +168,21 @@ class ForkServer:
         return self._connection
 
 
+class RankServer(Protocol):
+    """What starts worlds of ranks."""
+
+    def start(self, world: int) -> World:
+        """Start a world of ranks that is the caller's own, to end."""
+
+    def close(self) -> None:
+        """End whoever was started."""
+
+
 class Pools:
     """Starts worlds when they are first asked for, and ends them all."""
 
-    def __init__(self, server: ForkServer | None = None) -> None:
-        """Take what forks the ranks; without it, start and end one with this environment."""
+    def __init__(self, server: RankServer | None = None) -> None:
+        """Take what starts the ranks; without it, start and end a fork server of its own."""
         self._own = None if server else ForkServer()
         self._server = server or self._own
         self._worlds: dict[int, World] = {}
@@ -221,21 +221,42 @@ class Pools:
             self._own.close()
 
 
-def environment() -> dict[str, str]:
-    """Return the ranks what the Makefile exports, where a test is run without it."""
+def environment(device: str = "cpu") -> dict[str, str]:
+    """Return the ranks of a device what the Makefile exports, where a test is run without it.
+
+    ``make test-gpu`` exports what is for a card, and has CPU ranks too.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    extensions = str(ROOT / ".cache" / "torch_extensions" / "cpu")
-    defaults = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    defaults = {"TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions" / device)}
     # Without it, DeepSpeed starts `numactl` at each reduction of gradients, to count what it has.
     defaults["LOCAL_SIZE"] = "1"
     # Other releases of DeepSpeed or Lightning may stand before the installed ones (tests/releases).
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     found = os.pathsep.join(dict.fromkeys([*filter(None, others), str(ROOT)]))
-    fixed = {"PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+    fixed = {"PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
+    if os.environ.get("DS_ACCELERATOR", device) != device:
+        fixed |= defaults  # What is exported was compiled for the other one.
     return {**defaults, **os.environ, **fixed}
 
 
-def _listening(path: Path) -> socket.socket:
+def joined_world(listener: socket.socket, pids: tuple[int, ...], logs: tuple[Path, ...]) -> World:
+    """Return a world once all its ranks have come, and have joined their process group."""
+    world = len(pids)
+    try:
+        arrived = [_accept(listener) for _ in range(world)]
+        order = {connection.recv(): connection for connection in arrived}
+        ranks = World(pids, tuple(order[r] for r in range(world)), logs)
+        ready = ranks.results(HANG_TIMEOUT_S)
+        assert len(ready) == world, ranks.said()
+        assert {kind for kind, _ in ready.values()} == {"value"}, ready
+    except (OSError, EOFError) as error:
+        msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
+        raise AssertionError(msg) from error
+    return ranks
+
+
+def listening(path: Path) -> socket.socket:
+    """Return a socket to which ranks connect."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))

@@ -229,7 +229,7 @@ def _fork_ranks_from_here() -> None:
     def start_process(server: _worker_pool.ForkServer) -> Connection:
         """Do what ``ForkServer`` does, in a fork where that starts a process."""
         folder = Path(server._folder.name)
-        with _worker_pool._listening(folder / "nursery") as listener:
+        with _worker_pool.listening(folder / "nursery") as listener:
             pid = os.fork()
             if not pid:
                 try:

@@ -1,0 +1,28 @@
+"""A rank of ``DeviceRanks``: a new process, in which nothing has asked for a device before."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+
+
+def main(path: str, rank: str, world: str, port: str, device: str) -> None:
+    """Set torch up as the ranks of ``_fork_server`` have it, and serve the session."""
+    faulthandler.register(signal.SIGUSR1)
+    # Without it cuBLAS does not compute the same twice; it is read when cuBLAS starts.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    import torch
+
+    torch.set_num_threads(1)
+    # Uninitialised memory is NaN. What has no deterministic kernel on a card warns there.
+    torch.use_deterministic_algorithms(mode=True, warn_only=device == "cuda")
+
+    from tests.engine import _fork_server
+
+    _fork_server.serve(path, int(rank), int(world), int(port), device)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

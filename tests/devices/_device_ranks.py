@@ -1,0 +1,93 @@
+"""Worlds of ranks on the device that ``--device`` names: a card for each rank, or processors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine._worker_pool import ROOT, World, environment, joined_world, listening
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S
+
+KINDS = ("cpu", "cuda")
+DEVICE = pytest.StashKey[str]()
+"""One of them, for a whole session."""
+
+
+def chosen_device(told: str | None) -> str:
+    """Return what ``--device`` says, else ``DS_ACCELERATOR``, else what the machine has.
+
+    Raises:
+        pytest.UsageError: it is a card, and there is none: nothing of what was asked for would run.
+    """
+    told = told or os.environ.get("DS_ACCELERATOR")
+    if told == "cpu":
+        return told
+    if torch.cuda.is_available():
+        return "cuda"
+    if told == "cuda":
+        msg = (
+            "torch sees no CUDA device here, which --device=cuda or DS_ACCELERATOR=cuda asks for: "
+            "--device=cpu runs the same tests on processors (make test-gpu ARGS=--device=cpu)"
+        )
+        raise pytest.UsageError(msg)
+    return "cpu"
+
+
+def skip_without_devices(device: str, world: int) -> None:
+    """Skip a test whose ranks would share a card, which nccl refuses."""
+    if device == "cuda" and world > (cards := torch.cuda.device_count()):
+        pytest.skip(f"{world} ranks need {world} CUDA devices, since nccl wants one each: {cards}")
+
+
+class DeviceRanks:
+    """Starts worlds of ranks, each a new process: after a fork, CUDA may work or not.
+
+    That depends on what of torch and DeepSpeed has asked for a device before. CPU ranks are started
+    in the same way, so that it is tested where there is no card.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Begin with no rank."""
+        self._device = device
+        self._folder = tempfile.TemporaryDirectory(prefix="ez-device-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._worlds = 0
+
+    def start(self, world: int) -> World:
+        """Start a world of ranks that is the caller's own, to end."""
+        self._worlds += 1
+        path = Path(self._folder.name) / f"{self._worlds}-of-{world}"
+        logs = tuple(path.with_name(f"{path.name}.{rank}.log") for rank in range(world))
+        command = [sys.executable, "-m", "tests.devices._device_rank", str(path)]
+        port = free_port()
+        with ExitStack() as stack:
+            listener = stack.enter_context(listening(path))
+            ranks = [
+                subprocess.Popen(
+                    [*command, str(rank), str(world), str(port), self._device],
+                    cwd=ROOT,
+                    env=environment(self._device),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stack.enter_context(logs[rank].open("wb")),
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for rank in range(world)
+            ]
+            self._processes += ranks
+            return joined_world(listener, tuple(rank.pid for rank in ranks), logs)
+
+    def close(self) -> None:
+        """End whoever was started."""
+        for process in self._processes:
+            process.kill()
+            process.wait(HANG_TIMEOUT_S)
+        self._folder.cleanup()

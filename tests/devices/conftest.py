@@ -1,0 +1,41 @@
+"""The ranks on the device that ``--device`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, TypeVar
+
+import pytest
+
+from tests.devices._device_ranks import DEVICE, DeviceRanks, skip_without_devices
+from tests.engine._worker_pool import Pools
+
+T = TypeVar("T")
+OnDevice: TypeAlias = Callable[[int, Callable[[], T]], list[T]]
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Return ``"cpu"`` or ``"cuda"``."""
+    return pytestconfig.stash[DEVICE]
+
+
+@pytest.fixture(scope="session")
+def device_pools(device: str) -> Iterator[Pools]:
+    """Yield the worlds of ranks on that device; ``pools`` are on processors."""
+    ranks = DeviceRanks(device)
+    started = Pools(ranks)
+    yield started
+    started.close()
+    ranks.close()
+
+
+@pytest.fixture
+def on_device(device: str, device_pools: Pools) -> OnDevice[T]:
+    """Return what runs a call on all ranks of a world there, or skips the test without room."""
+
+    def run(world: int, call: Callable[[], T]) -> list[T]:
+        skip_without_devices(device, world)
+        return device_pools.run(world, call)
+
+    return run
