@@ -22,7 +22,7 @@ from lightning_elastic_zero.tools.terminal import show
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.selftest.report import SelftestReport
-    from lightning_elastic_zero.tools.progress import ProgressLine
+    from lightning_elastic_zero.tools.progress_line import ProgressLine
 
 YES, NO, FAILED = 0, 1, 2
 _THREADS = "0: as many as processors"
@@ -102,24 +102,24 @@ def _add_inspect(parser: ArgumentParser) -> None:
 
 
 def _inspect(args: Namespace) -> int:
-    from lightning_elastic_zero.tools import tables
+    from lightning_elastic_zero.tools import rendering
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 
     report = inspect_checkpoint(args.path)
-    chosen = tables.select(report.parameters, args.filter, args.sort)
+    chosen = rendering.select(report.parameters, args.filter, args.sort)
     if args.json:
         kept = {p.name for p in chosen}
         plain = report.to_plain()
         plain["parameters"] = [p for p in plain["parameters"] if p["name"] in kept]
         print(json.dumps(plain, indent=1))
         return YES
-    lines = [*tables.summary_lines(report), *tables.group_lines(report)]
+    lines = [*rendering.summary_lines(report), *rendering.group_lines(report)]
     if args.tree:
-        lines += tables.tree_lines(chosen, args.tree)
+        lines += rendering.tree_lines(chosen, args.tree)
     if args.parameters or args.filter != "*":
-        lines += tables.parameter_lines(chosen)
+        lines += rendering.parameter_lines(chosen)
     if args.files:
-        lines += tables.file_lines(report)
+        lines += rendering.file_lines(report)
     for line in lines:
         show(line, sys.stdout)
     return YES
@@ -137,7 +137,7 @@ def _add_verify(parser: ArgumentParser) -> None:
 
 
 def _verify(args: Namespace) -> int:
-    from lightning_elastic_zero.tools.tables import verdict
+    from lightning_elastic_zero.tools.rendering import verdict
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
     if bool(args.paths) == bool(args.newest_sound):
@@ -173,7 +173,7 @@ def _verify(args: Namespace) -> int:
 
 
 def _progress(doing: str) -> ProgressLine:
-    from lightning_elastic_zero.tools.progress import ProgressLine
+    from lightning_elastic_zero.tools.progress_line import ProgressLine
 
     return ProgressLine(doing)
 
@@ -280,7 +280,7 @@ def _add_convert(parser: ArgumentParser) -> None:
 
 def _convert(args: Namespace) -> int:
     from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
-    from lightning_elastic_zero.tools.progress import format_bytes
+    from lightning_elastic_zero.tools.progress_line import format_bytes
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
         _show_error("convert:", f"--rename takes OLD=NEW, not {wrong[0]}")
@@ -321,8 +321,8 @@ def _add_plan(parser: ArgumentParser) -> None:
 def _plan(args: Namespace) -> int:
     from dataclasses import asdict
 
+    from lightning_elastic_zero.tools.rendering import plan_lines
     from lightning_elastic_zero.tools.resume_plan import plan_resume
-    from lightning_elastic_zero.tools.tables import plan_lines
 
     plan = plan_resume(args.path, args.devices, int(args.stage))
     print(json.dumps(asdict(plan), indent=1) if args.json else "\n".join(plan_lines(plan)))

@@ -59,7 +59,7 @@ class FlatBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ParameterSpan:
     """Where a parameter lies in a row of elements that is cut into equal parts, one per rank.
 
     The row is the whole flat buffer in ZeRO-1/2, and the parameter itself in ZeRO-3.
@@ -95,7 +95,7 @@ class _Partition:
                 raise CheckpointFormatError(msg)
             seen.update(buffer.names)
         self._buffers = tuple(buffers)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ParameterSpan] = {}
         """By name, ordered by buffer and offset."""
 
     def on_rank(self, rank: int) -> list[Fragment]:
@@ -151,7 +151,7 @@ class ContiguousPartition(_Partition):
                 )
                 raise CheckpointFormatError(msg)
             for name, start, numel in zip(buffer.names, starts, buffer.numels, strict=True):
-                self._places[name] = _Place(index, start, numel, part=size, offset=0)
+                self._places[name] = _ParameterSpan(index, start, numel, part=size, offset=0)
 
     def _near(self, rank: int) -> Iterator[str]:
         for buffer, starts in zip(self._buffers, self._starts, strict=True):
@@ -175,7 +175,7 @@ class PerParameterPartition(_Partition):
             offset = 0
             for name, numel in zip(buffer.names, buffer.numels, strict=True):
                 piece = piece_numel(numel, world_size)
-                self._places[name] = _Place(index, 0, numel, piece, offset)
+                self._places[name] = _ParameterSpan(index, 0, numel, piece, offset)
                 offset += piece
 
 

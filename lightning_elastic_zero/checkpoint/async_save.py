@@ -31,7 +31,7 @@ from typing import Any
 
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
-from lightning_elastic_zero.checkpoint.saving import Cancellation, collect, write
+from lightning_elastic_zero.checkpoint.saving import Cancellation, collect, write_shards
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination import Ranks
@@ -105,11 +105,11 @@ class AsyncCheckpointer:
         began = time.monotonic()
 
         def take() -> Snapshot:
-            self._wait(ranks.progress)
+            self._wait(ranks.report_progress)
             self._job = None  # with the snapshot, whose memory may have to be replaced
             # A target that is refused is refused here, not when the next save asks for news.
             contents = collect(engine, path, ranks.rank, client_state, options)
-            return self._snapshotter.take(contents, ranks.rank, ranks.progress)
+            return self._snapshotter.take(contents, ranks.rank, ranks.report_progress)
 
         with self._reporting_once():
             snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
@@ -139,7 +139,7 @@ class AsyncCheckpointer:
         """
         # Also where there is none: a rank that was interrupted may have ended its own.
         with self._reporting_once():
-            ranks.run_all("wait for the save in flight", lambda: self._wait(ranks.progress))
+            ranks.run_all("wait for the save in flight", lambda: self._wait(ranks.report_progress))
         self._job = None
 
     @contextmanager
@@ -234,7 +234,7 @@ class _Job(threading.Thread):
         try:
             use_device(self._device)
             with self.snapshot.reading():
-                stats = write(
+                stats = write_shards(
                     self.snapshot.contents,
                     self._ranks,
                     self._cancellation,

@@ -16,9 +16,9 @@ from lightning_elastic_zero.storage import (
     await_shared,
     check_local_path,
     leave_token,
-    probe_abilities,
+    probe_capabilities,
+    scratch_folder,
     token_name,
-    trial_folder,
     write_durably,
 )
 
@@ -84,7 +84,7 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
                 directory.mkdir(parents=True, exist_ok=True)
                 device = directory.stat().st_dev
             is_new = device not in _tried_devices
-            folder = opened.enter_context(trial_folder(directory, PREFIX, ranks.progress))
+            folder = opened.enter_context(scratch_folder(directory, PREFIX, ranks.report_progress))
             if is_new:
                 _try_out(directory, folder / "abilities")
                 _tried_devices.add(device)
@@ -134,7 +134,7 @@ def _look(folder: Path, ranks: Ranks, leavers: Collection[int]) -> str:
     try:
         for rank in leavers:
             await_shared(folder, token_name(rank), writer=rank)
-            ranks.progress()
+            ranks.report_progress()
     except SaveError as error:
         return str(error)
     return ""
@@ -156,7 +156,7 @@ def _try_out(directory: Path, folder: Path) -> None:
     """
     with as_save_error(directory):
         folder.mkdir()
-    failed = [found for found in probe_abilities(folder) if found.outcome == "FAILS"]
+    failed = [found for found in probe_capabilities(folder) if found.outcome == "FAILS"]
     if failed:
         found = "; ".join(f"{ability.what}: {ability.details}" for ability in failed)
         msg = f"Checkpoints cannot be saved into {directory}: {found}."

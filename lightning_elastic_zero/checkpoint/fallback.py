@@ -46,7 +46,8 @@ def find_fallback(
         nothing says that there was ever one, or where other software wrote the damaged one.
     """
     found = ranks.broadcast(
-        f"load {asked}: look for an older one", lambda: _beside(asked, ranks.progress, fits_model)
+        f"load {asked}: look for an older one",
+        lambda: _beside(asked, ranks.report_progress, fits_model),
     )
     for path, step in found:
         problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
@@ -125,7 +126,7 @@ def _published_at(*paths: Path) -> int:
 def _problem(path: str, ranks: Ranks) -> str:
     """Verify this rank's share; return what is wrong with it."""
     try:
-        with closing(open_checkpoint(Path(path), on_progress=ranks.progress)) as source:
+        with closing(open_checkpoint(Path(path), on_progress=ranks.report_progress)) as source:
             source.check_all()
             on_bytes = report_bytes("verifying", ranks)
             verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, on_bytes)

@@ -54,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ComparedState:
     """What this rank has to compare."""
 
     manifest: Manifest
@@ -90,7 +90,8 @@ def check_loaded(
         return Verdict("", f"not compared with the fingerprint of its save: {why_not['weights']}")
     with_optimizer = not why_not["optimizer"]
     held = ranks.run_all(
-        f"{step}: look at the engine", lambda: _held(saved, live, with_optimizer=with_optimizer)
+        f"{step}: look at the engine",
+        lambda: _compared_state(saved, live, with_optimizer=with_optimizer),
     )
     found = live_fingerprint(held.manifest, held.state, ranks, f"{step}: fingerprint")
     compared = [part for part in ("weights", "optimizer") if not why_not[part]]
@@ -119,7 +120,7 @@ def _parsed(saved: SavedState) -> Fingerprint:
         raise CheckpointFormatError(msg) from error
 
 
-def _held(saved: SavedState, live: LiveState, *, with_optimizer: bool) -> _Held:
+def _compared_state(saved: SavedState, live: LiveState, *, with_optimizer: bool) -> _ComparedState:
     manifest = _as_saved(saved.manifest, live.describe(), with_optimizer=with_optimizer)
     state = live.rank_state(exclude_frozen=False, keep_module_weights=True)
     left_out = set(saved.manifest.excluded)
@@ -129,10 +130,10 @@ def _held(saved: SavedState, live: LiveState, *, with_optimizer: bool) -> _Held:
     weights = xxhash.xxh3_64_hexdigest(repr((sums, state.replica_sums)).encode())
     state = replace(state, module_weights={})
     state = state_to_save(state, manifest, SaveOptions())
-    return _Held(manifest, state, weights, live.weights_match_masters())
+    return _ComparedState(manifest, state, weights, live.weights_match_masters())
 
 
-def _check_weights(where: str, held: _Held, ranks: Ranks, step: str) -> None:
+def _check_weights(where: str, held: _ComparedState, ranks: Ranks, step: str) -> None:
     """Compare what is no part of the number: what forward reads, and what all ranks have.
 
     Raises:

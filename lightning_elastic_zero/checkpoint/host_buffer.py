@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.host_memory import LARGE_PAGES, NOT_FOR_CHILDREN, map_pages
+from lightning_elastic_zero.large_pages import LARGE_PAGES, NOT_FOR_CHILDREN, map_pages
 from lightning_elastic_zero.storage import PeriodicThread, ignore_progress
 
 _ALIGNED_BYTES = 64

@@ -41,12 +41,12 @@ def live_fingerprint(
         state: what this rank holds, by reference.
         ranks: who agree.
         step: what they do, in words.
-        on_piece: called now and then in the place of ``ranks.progress``, which shows that this rank
-            lives.
+        on_piece: called now and then in the place of ``ranks.report_progress``, which
+            shows that this rank lives.
     """
 
     def own_part() -> list[int]:
-        return rank_part(manifest, state, ranks.rank, on_piece or ranks.progress).to_plain()
+        return rank_part(manifest, state, ranks.rank, on_piece or ranks.report_progress).to_plain()
 
     return add_up(ranks.all_gather(step, own_part)).total()
 

@@ -121,13 +121,15 @@ def _load(
     """Restore one checkpoint, or leave the engine as it was."""
     began = time.monotonic()
     first = ranks.broadcast(
-        "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
+        "load: find the checkpoint", lambda: _find(path, options, ranks.report_progress)
     )
     step = f"load {first['path']}"
     with ExitStack() as files, ExitStack() as undo:
 
         def open_and_check() -> tuple[_Load, RestoreScope, SharedState]:
-            source = files.enter_context(closing(_open(path, first, live, options, ranks.progress)))
+            source = files.enter_context(
+                closing(_open(path, first, live, options, ranks.report_progress))
+            )
             load = _Load(source, live, options, str(path), ranks)
             return load, *load.check()
 
@@ -276,7 +278,7 @@ class _Load:
                 self._regrouped(scope),
                 state=scope.optimizer_state,
                 hyperparameters=scope.hyperparameters,
-                stepped=not info.progress or steps > 0,
+                stepped=not info.has_counters or steps > 0,
             )
 
     def _regrouped(self, scope: RestoreScope) -> Manifest:
@@ -335,7 +337,7 @@ class _Load:
             if scope.hyperparameters
             else None,
             module_buffers=shared.buffers,
-            progress=saved.progress if resumes and source.info.progress else here.progress,
+            progress=saved.progress if resumes and source.info.has_counters else here.progress,
             loss_scaler=shared.loss_scaler if resumes else {},
             lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
             optimizer=saved.writer.optimizer,

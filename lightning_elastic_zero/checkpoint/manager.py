@@ -191,7 +191,7 @@ class CheckpointManager:
         """
 
         def make() -> None:
-            self._links.make(check_local_path(path), check_local_path(link), ranks.progress)
+            self._links.make(check_local_path(path), check_local_path(link), ranks.report_progress)
 
         ranks.broadcast("link a checkpoint", make)
 

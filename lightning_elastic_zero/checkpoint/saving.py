@@ -54,7 +54,7 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     rank_differences,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
+from lightning_elastic_zero.formats.elastic.safe_load_check import check_loads_weights_only
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter, writes_weights
 from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -105,7 +105,7 @@ def save_engine(
         f"save: look at the engine {engine.at_step()}",
         lambda: collect(engine, path, ranks.rank, client_state, options),
     )
-    stats = write(contents, ranks)
+    stats = write_shards(contents, ranks)
     seconds = time.monotonic() - began
     return replace(stats, seconds=seconds, waited_s=seconds)
 
@@ -220,7 +220,7 @@ class Cancellation:
             self.committed = True
 
 
-def write(
+def write_shards(
     contents: ShardContents,
     ranks: Ranks,
     cancellation: Cancellation | None = None,
@@ -254,9 +254,9 @@ def write(
         warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
         warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
         files = _complete(staged[0].path, contents, first, written or [])
-        staged[0].sync(ranks.progress)
+        staged[0].sync(ranks.report_progress)
         cancellation.commit()
-        staged[0].publish(ranks.progress)
+        staged[0].publish(ranks.report_progress)
         return _cost(files, time.monotonic() - began, write_s)
 
     try:
@@ -283,7 +283,7 @@ def _stage(
     warn_of_objects(target, contents.objects, contents.warned_objects)
     with as_save_error(target):
         if target.parent.is_dir():
-            remove_leftovers(target.parent, ranks.progress)
+            remove_leftovers(target.parent, ranks.report_progress)
         staged.append(StagedDirectory.create(target, save_id))
         (staged[0].path / TAG).mkdir()
         write_tables(staged[0].path, tables)

@@ -182,7 +182,7 @@ def report_bytes(
     def on_bytes(count: int) -> None:
         nonlocal done, reported
         done += count
-        ranks.progress()
+        ranks.report_progress()
         show(doing, count, total_bytes)
         if ranks.rank == 0 and time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()

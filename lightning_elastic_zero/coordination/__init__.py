@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.flag_broadcast import broadcast_flag
 from lightning_elastic_zero.coordination.gloo_shutdown import wait_for_gloo_at_exit
-from lightning_elastic_zero.coordination.meeting import leave_shared_store, size_of_process_group
+from lightning_elastic_zero.coordination.rendezvous import leave_shared_store, size_of_process_group
 from lightning_elastic_zero.coordination.store_connection import check_open_file_limit
 from lightning_elastic_zero.coordination.timeouts import (
     ABSENT_TIMEOUT_S,
@@ -80,7 +80,7 @@ class Ranks(Protocol):
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` on every rank; return all results, by rank, on every rank."""
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Show that long work goes on; raises what has failed the step elsewhere."""
 
     def has_failed(self) -> bool:
@@ -113,7 +113,7 @@ class OneRank:
         """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Do nothing: nobody waits."""
 
     def has_failed(self) -> bool:

@@ -66,10 +66,10 @@ class StoreRanks:
         """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Show that long work goes on; see ``Ranks``."""
         step = self._thread.step
-        step.progress += 1
+        step.work_count += 1
         if not step.reported.is_set():
             if step.failure is not None:
                 raise step.failure

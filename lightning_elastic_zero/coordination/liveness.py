@@ -88,7 +88,7 @@ class RankMonitor:
 
     def stall_reason(self, heartbeat: Heartbeat, seq: int, open_s: float) -> str | None:
         """Return why step ``seq``, open for ``open_s``, waits in vain for a living rank, if so."""
-        still_s = self._work.poll((heartbeat.seq, heartbeat.activity, heartbeat.progress))
+        still_s = self._work.poll((heartbeat.seq, heartbeat.activity, heartbeat.work_count))
         if heartbeat.seq < seq and open_s >= self._times.absent_timeout_s:
             return (
                 f"alive, but not here after {open_s:.0f} s, {heartbeat.last_seen()}; this call "

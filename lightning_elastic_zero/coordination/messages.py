@@ -97,7 +97,7 @@ class Heartbeat:
     """``working`` or ``waiting`` in that step, ``done`` with it, ``gone`` although the
     others have finished it, or ``closed``."""
 
-    progress: int
+    work_count: int
     """How often it has shown progress."""
 
     process: ProcessKey
@@ -110,8 +110,8 @@ class Heartbeat:
     @classmethod
     def unpacked(cls, held: bytes) -> Heartbeat:
         """Read it from the store."""
-        count, seq, kind, name, activity, progress, process = unpack(held)
-        return cls(count, seq, kind, name, activity, progress, ProcessKey(*process))
+        count, seq, kind, name, activity, work_count, process = unpack(held)
+        return cls(count, seq, kind, name, activity, work_count, ProcessKey(*process))
 
     def last_seen(self) -> str:
         """Return where the rank was."""

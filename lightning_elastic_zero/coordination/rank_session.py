@@ -82,7 +82,7 @@ class Step:
     decided: threading.Event = field(default_factory=threading.Event)
     """There is a verdict."""
 
-    progress: int = 0
+    work_count: int = 0
     """How often the caller has shown progress in it."""
 
     report_held: bool = False
@@ -233,7 +233,7 @@ class RankSession:
         self._count += 1
         at = self._at
         heartbeat = Heartbeat(
-            self._count, at.seq, at.kind, at.name, self._activity, at.progress, self._process
+            self._count, at.seq, at.kind, at.name, self._activity, at.work_count, self._process
         )
         self.store.set(f"beat/{self._rank}", heartbeat.packed())
         self._next_heartbeat_s = self._clock() + self._times.heartbeat_interval_s

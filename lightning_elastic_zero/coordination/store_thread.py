@@ -24,8 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from lightning_elastic_zero.coordination.meeting import SHARED
-from lightning_elastic_zero.coordination.order_queue import OrderQueue
+from lightning_elastic_zero.coordination.command_queue import CommandQueue
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     RankSession,
@@ -33,6 +32,7 @@ from lightning_elastic_zero.coordination.rank_session import (
     join_session,
     poll_pauses_s,
 )
+from lightning_elastic_zero.coordination.rendezvous import SHARED
 from lightning_elastic_zero.coordination.store_connection import shared_connection
 from lightning_elastic_zero.coordination.timeouts import Timeouts
 from lightning_elastic_zero.errors import RanksError
@@ -72,7 +72,7 @@ class StoreThread(threading.Thread):
         self._source: Any = store
         self._rank, self._world_size, self._prefix, self._times = rank, world_size, name, times
         self._call = call
-        self._orders = OrderQueue()
+        self._orders = CommandQueue()
         self._lost = ""  # why this rank can talk no more
         self._closing = False
         self._grouped = dist.is_initialized()

@@ -1,9 +1,9 @@
 """The live DeepSpeed engine as fragments and buffers: the only user of DeepSpeed's insides.
 
 ``support`` refuses what cannot be done; ``flat_buffers`` reads where each optimizer wrapper keeps
-its flat buffers; ``places`` computes and verifies what lies where in them; ``module`` reads names,
-shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores. Nothing of DeepSpeed
-is patched.
+its flat buffers; ``fragment_addresses`` computes and verifies what lies where in them; ``module``
+reads names, shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores. Nothing
+of DeepSpeed is patched.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def live_engine(
 
     Args:
         engine: DeepSpeed's.
-        places_checked: whether ``LiveEngine.verify_places`` has passed for it. What differs since
-            then are weights that a user has put elsewhere, which says nothing of the masters.
+        places_checked: whether ``LiveEngine.verify_addresses`` has passed for it. What differs
+            since then are weights that a user has put elsewhere, which says nothing of the masters.
 
     Raises:
         UnsupportedError: the engine, or an option of it, is not supported.
@@ -73,5 +73,5 @@ def live_engine(
     check_supported(engine)
     live = LiveEngine(engine)
     if not places_checked:
-        live.verify_places(fresh=False)
+        live.verify_addresses(fresh=False)
     return live

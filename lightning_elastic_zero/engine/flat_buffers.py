@@ -3,7 +3,7 @@
 In stage 0 there are none, or they are not partitioned: views of the weights stand for them.
 
 DeepSpeed's ``_hp_mapping`` is never read: it is wrong with ``round_robin_gradients``, and empty in
-several states. ``places`` computes what lies where.
+several states. ``fragment_addresses`` computes what lies where.
 """
 
 from __future__ import annotations

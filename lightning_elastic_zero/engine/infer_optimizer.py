@@ -16,7 +16,7 @@ from lightning_elastic_zero.engine.optimizer_state import (
     FRESH,
     SCHEDULER_KEYS,
 )
-from lightning_elastic_zero.engine.twin_optimizer import twin_after_a_step
+from lightning_elastic_zero.engine.probe_optimizer import probe_after_a_step
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import MEMBER_KEYS
 from lightning_elastic_zero.manifest import Group, Plain
@@ -121,7 +121,7 @@ def _refuse_stateless(index: int, held: Group, live: str) -> None:
 def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:  # noqa: ANN401
     """Return the names of the states that an optimizer keeps; None where they cannot be told."""
     try:
-        return set(twin_after_a_step(inner, index, saved))
+        return set(probe_after_a_step(inner, index, saved))
     except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)
         log.debug("cannot tell which states %s keeps: %r", type(inner).__name__, error)
         return None

@@ -12,12 +12,20 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.commit_optimizer import commit_optimizer
+from lightning_elastic_zero.engine.flat_buffer_state import flat_buffer_state
 from lightning_elastic_zero.engine.flat_buffers import (
     LiveFlatBuffer,
     inner_optimizer,
     live_flat_buffers,
 )
-from lightning_elastic_zero.engine.held_state import held_state
+from lightning_elastic_zero.engine.fragment_addresses import (
+    flat_buffer_row,
+    own_slices,
+    rank_fragments,
+    verify_addresses,
+    verify_pieces,
+    weights_match,
+)
 from lightning_elastic_zero.engine.infer_optimizer import (
     check_unnamed_hyperparameters,
     check_unnamed_state,
@@ -45,14 +53,6 @@ from lightning_elastic_zero.engine.optimizer_state import (
 )
 from lightning_elastic_zero.engine.param_groups import describe_groups
 from lightning_elastic_zero.engine.partial_offload import stepping_optimizer
-from lightning_elastic_zero.engine.places import (
-    flat_buffer_row,
-    own_slices,
-    rank_fragments,
-    verify_pieces,
-    verify_places,
-    weights_match,
-)
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
@@ -133,13 +133,13 @@ class LiveEngine:
         held = rank_fragments(self._stage, self._rows, self._world_size, self._rank)
         return list(zip(self._buffers, self._rows, held, strict=True))
 
-    def verify_places(self, *, fresh: bool) -> None:
+    def verify_addresses(self, *, fresh: bool) -> None:
         """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
 
         Ranks may differ in that: it belongs into a step of all of them.
 
         Args:
-            fresh: whether the engine is fresh from DeepSpeed; see ``places.verify_places``.
+            fresh: whether the engine is fresh from DeepSpeed; see ``verify_addresses``.
 
         Raises:
             UnsupportedError: this rank's lie elsewhere.
@@ -148,7 +148,7 @@ class LiveEngine:
             return
         verify_pieces(self._names, self._rank, self._world_size)
         for placed in self._placed:
-            verify_places(*placed, fresh=fresh)
+            verify_addresses(*placed, fresh=fresh)
 
     def weights_match_masters(self) -> bool:
         """Whether this rank's trained weights are its masters, rounded; True without masters.
@@ -217,7 +217,7 @@ class LiveEngine:
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
         stepped = self._engine.global_steps > self._engine.skipped_steps
-        held = partial(held_state, self._optimizer, self._wrapper, stepped=stepped)
+        held = partial(flat_buffer_state, self._optimizer, self._wrapper, stepped=stepped)
         found = tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
         if self._stage or not found:  # An evaluation has no optimizer.
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_elastic_zero.engine.releases import LossScaler, loss_scaler
+from lightning_elastic_zero.engine.releases import LossScalerAccess, loss_scaler
 from lightning_elastic_zero.manifest import Plain
 from lightning_elastic_zero.tensor_state import numpy_to_python
 
@@ -55,7 +55,7 @@ def restore_loss_scaler(engine: Any, saved: Mapping[str, Any]) -> None:  # noqa:
         grad_scaler.load_state_dict(state)
 
 
-def _numbers(scaler: LossScaler) -> dict[str, Plain]:
+def _numbers(scaler: LossScalerAccess) -> dict[str, Plain]:
     """Return the fields of a scaler of DeepSpeed's that are numbers."""
     held = numpy_to_python({key: getattr(scaler.holder, key) for key in scaler.fields})
     return {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}

@@ -229,7 +229,7 @@ def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: 
 
 
 @dataclass(frozen=True, slots=True)
-class LossScaler:
+class LossScalerAccess:
     """What scales the loss in a wrapper of DeepSpeed's."""
 
     name: str
@@ -252,18 +252,18 @@ SCALE_FIELDS = (
 """Of stage 0's scaler."""
 
 
-def loss_scaler(optimizer: Any) -> LossScaler | None:  # noqa: ANN401 (untyped library)
+def loss_scaler(optimizer: Any) -> LossScalerAccess | None:  # noqa: ANN401 (untyped library)
     """Return what scales the loss in a wrapper; None where nothing does.
 
     Stage 0 has a ``LossScaleConfig`` since 0.18; before, its fields were the wrapper's own.
     """
     if (scaler := getattr(optimizer, "loss_scaler", None)) is not None:
-        return LossScaler(type(scaler).__name__, scaler, tuple(vars(scaler)))
+        return LossScalerAccess(type(scaler).__name__, scaler, tuple(vars(scaler)))
     if type(optimizer).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
         return None
     holder = getattr(optimizer, "loss_scale_config", optimizer)
     fields = tuple(name for name in SCALE_FIELDS if hasattr(holder, name))
-    return LossScaler("LossScaleConfig", holder, fields)
+    return LossScalerAccess("LossScaleConfig", holder, fields)
 
 
 def zero_grad(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)

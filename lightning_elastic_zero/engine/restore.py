@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
-from lightning_elastic_zero.engine.fresh_state import fresh_values
+from lightning_elastic_zero.engine.fragment_addresses import COMPARE_ELEMENTS, bounded_runs
+from lightning_elastic_zero.engine.initial_state import initial_values
 from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler
 from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import (
@@ -19,10 +20,9 @@ from lightning_elastic_zero.engine.optimizer_state import (
     place_scalar,
 )
 from lightning_elastic_zero.engine.partial_offload import BACKUP_KEY
-from lightning_elastic_zero.engine.places import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import MEMBER_KEYS, regrouped
-from lightning_elastic_zero.host_memory import host_zeros
+from lightning_elastic_zero.large_pages import host_zeros
 from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.manifest import Manifest, StateKey
 from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like, same_bits
@@ -113,7 +113,7 @@ def allocate_states(
     known = set(source.groups[buffer.group].names)
     fresh = [fragment for fragment in fragments if fragment.name not in known]
     if targets and fresh:
-        values = fresh_values(inner, buffer.group, source.groups[buffer.group])
+        values = initial_values(inner, buffer.group, source.groups[buffer.group])
         for name, target in targets.items():
             for fragment in fresh:
                 end = fragment.offset + fragment.stop - fragment.start

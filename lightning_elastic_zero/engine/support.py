@@ -20,7 +20,7 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
-WRAPPERS = {
+OPTIMIZER_WRAPPERS = {
     PLAIN: "stage 0 in fp32",
     "FP16_Optimizer": "stage 0 in bf16 or fp16, with FusedAdam",
     "FP16_UnfusedOptimizer": "stage 0 in bf16 or fp16",
@@ -30,7 +30,7 @@ WRAPPERS = {
 }
 """The optimizer wrappers whose flat buffers the library knows, by exact class name."""
 
-NO_OPTIMIZER = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
+NO_OPTIMIZER_CLASSES = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
 """What stands in the wrapper's place in an engine for inference."""
 
 RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
@@ -69,7 +69,7 @@ def optimizer_wrapper(engine: Any) -> str:  # noqa: ANN401 (untyped library)
     name = type(engine.optimizer).__name__
     if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
         return ""
-    return "" if name in NO_OPTIMIZER else name
+    return "" if name in NO_OPTIMIZER_CLASSES else name
 
 
 def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -168,8 +168,8 @@ def _optimizer(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     wrapper = optimizer_wrapper(engine)
     if not wrapper:
         return
-    if wrapper not in WRAPPERS:
-        known = "; ".join(f"{name} ({what})" for name, what in WRAPPERS.items())
+    if wrapper not in OPTIMIZER_WRAPPERS:
+        known = "; ".join(f"{name} ({what})" for name, what in OPTIMIZER_WRAPPERS.items())
         yield f"the optimizer wrapper {wrapper}; known are {known}"
         return
     yield from _inner_optimizer(engine, wrapper)

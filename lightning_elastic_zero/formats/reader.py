@@ -75,7 +75,7 @@ class SourceInfo:
     """What a run has and this checkpoint does not hold, in words."""
     hyperparameters: bool = True
     """False: it holds no hyperparameters of the parameter groups; those configured now stay."""
-    progress: bool = True
+    has_counters: bool = True
     """False: it holds no step counters of DeepSpeed's."""
     mixed: str = ""
     """Why its optimizer state seems to be of another step than the rest, and what helps; told where

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from lightning_elastic_zero.checkpoint import find_unseen
 from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.selftest.environment import Environment
 from lightning_elastic_zero.selftest.report import Result, Row
-from lightning_elastic_zero.selftest.setting import Setting
-from lightning_elastic_zero.storage import probe_abilities
-from lightning_elastic_zero.storage.directory_abilities import SYNC_FILE, SYNC_NAMES
+from lightning_elastic_zero.storage import probe_capabilities
+from lightning_elastic_zero.storage.filesystem_capabilities import SYNC_FILE, SYNC_NAMES
 
 SEEN = "directory: visible between hosts"
 
 _WORST_FIRST: tuple[Result, ...] = ("FAILS", "not checked", "does without", "holds")
 
 
-def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
+def directory_rows(ranks: Ranks, folder: Path, setting: Environment) -> list[Row]:
     """Try the directory out, on every starter. Collective.
 
     Args:
@@ -35,7 +35,7 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
     return seen + _abilities(ranks, folder, setting)
 
 
-def _abilities(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
+def _abilities(ranks: Ranks, folder: Path, setting: Environment) -> list[Row]:
     """Return what the directory can do on all ranks: of each ability what the worst one found."""
 
     def probe() -> list[tuple[str, Result, str]]:
@@ -44,7 +44,7 @@ def _abilities(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
             own.mkdir()
         except OSError as error:
             return [("directory: write", "FAILS", f"{own.name}: {error.strerror or error}")]
-        return [(found.what, found.outcome, found.details) for found in probe_abilities(own)]
+        return [(found.what, found.outcome, found.details) for found in probe_capabilities(own)]
 
     found: dict[str, Row] = {}
     for of_rank in ranks.all_gather("selftest: try the directory out", probe):
@@ -56,7 +56,7 @@ def _abilities(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
     return [_without_memory(row, setting) for row in found.values()]
 
 
-def _without_memory(row: Row, setting: Setting) -> Row:
+def _without_memory(row: Row, setting: Environment) -> Row:
     """Return the row; that bytes came to a disk is no finding where there is none."""
     if row.what in {SYNC_FILE, SYNC_NAMES} and row.result == "holds" and setting.in_memory:
         kind = setting.file_system[0]

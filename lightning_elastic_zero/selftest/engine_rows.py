@@ -26,12 +26,12 @@ from lightning_elastic_zero.selftest.checks import (
     returned_name,
     saved_name,
 )
-from lightning_elastic_zero.selftest.messages import Request, State, WorldReport
+from lightning_elastic_zero.selftest.environment import Environment
 from lightning_elastic_zero.selftest.report import Row
-from lightning_elastic_zero.selftest.setting import Setting
-from lightning_elastic_zero.selftest.workers import run_world
+from lightning_elastic_zero.selftest.worker_pool import run_world
+from lightning_elastic_zero.selftest.worker_protocol import Request, State, WorldReport
 from lightning_elastic_zero.selftest.worlds import Worlds, measured_bytes
-from lightning_elastic_zero.tools.progress import format_bytes
+from lightning_elastic_zero.tools.progress_line import format_bytes
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
 _COLLECTIVE_TIMEOUT_S = 120.0
@@ -52,7 +52,7 @@ class Starters:
         self,
         task: str,
         world_size: int,
-        setting: Setting,
+        setting: Environment,
         expected: Mapping[str, State],
         killed: int | None = None,
     ) -> WorldReport:
@@ -69,7 +69,7 @@ class Starters:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class WorldReports:
     """What the three worlds told, those that ran so far."""
 
     saves: WorldReport | None = None
@@ -81,7 +81,7 @@ class Found:
     """What was wrong with the one that was being written."""
 
 
-def engine_rows(starters: Starters, setting: Setting) -> list[Row]:
+def engine_rows(starters: Starters, setting: Environment) -> list[Row]:
     """Save, measure, kill and load, on all worlds. Collective."""
     worlds, on_phase = setting.worlds, starters.on_phase
     on_phase(f"saving on {worlds.saves}, measuring, and killing a rank")
@@ -95,17 +95,19 @@ def engine_rows(starters: Starters, setting: Setting) -> list[Row]:
     loads = starters.run("load_all", worlds.loads, setting, saves.states())
     on_phase(f"loading on {worlds.returns}")
     returns = starters.run("load_again", worlds.returns, setting, loads.states())
-    found = Found(saves, loads, returns, kept, unpublished)
+    found = WorldReports(saves, loads, returns, kept, unpublished)
     return _world_rows(found, worlds) + _uncovered_rows(setting)
 
 
-def unchecked_rows(setting: Setting, why: str) -> list[Row]:
+def unchecked_rows(setting: Environment, why: str) -> list[Row]:
     """Return the rows where no world has run."""
-    rows = [Row(row.what, "not checked", why) for row in _world_rows(Found(), setting.worlds)]
+    rows = [
+        Row(row.what, "not checked", why) for row in _world_rows(WorldReports(), setting.worlds)
+    ]
     return rows + _uncovered_rows(setting)
 
 
-def _world_rows(found: Found, worlds: Worlds) -> list[Row]:
+def _world_rows(found: WorldReports, worlds: Worlds) -> list[Row]:
     """Return the rows of what was found."""
     return [
         *_process_rows(found, worlds),
@@ -115,7 +117,7 @@ def _world_rows(found: Found, worlds: Worlds) -> list[Row]:
     ]
 
 
-def _uncovered_rows(setting: Setting) -> list[Row]:
+def _uncovered_rows(setting: Environment) -> list[Row]:
     """Return rows for what cannot be found out here, whatever happens."""
     rows = []
     if not setting.worlds.changes:
@@ -130,7 +132,7 @@ def _uncovered_rows(setting: Setting) -> list[Row]:
     return rows
 
 
-def _process_rows(found: Found, worlds: Worlds) -> list[Row]:
+def _process_rows(found: WorldReports, worlds: Worlds) -> list[Row]:
     """Whether all processes came to the end of their task."""
     rows = []
     for task, report, size in (
@@ -151,27 +153,33 @@ def _process_rows(found: Found, worlds: Worlds) -> list[Row]:
     return rows
 
 
-def _load_rows(found: Found, worlds: Worlds) -> list[Row]:
+def _load_rows(found: WorldReports, worlds: Worlds) -> list[Row]:
     """Return the rows of each checkpoint that was saved and loaded."""
     rows = []
     to, back = f"{worlds.saves} -> {worlds.loads}", f"{worlds.loads} -> {worlds.returns}"
     for stage in STAGES:
         for mode in MODES:
             name = saved_name(stage, mode)
-            told = {"saving": _told(found.saves, name), "loading": _told(found.loads, name)}
+            told = {
+                "saving": _reported_problem(found.saves, name),
+                "loading": _reported_problem(found.loads, name),
+            }
             rows.append(_row(f"ZeRO-{stage}, {mode}, {to}", told))
     for stage in STAGES:
         name = returned_name(stage)
-        told = {"saving": _told(found.loads, name), "loading": _told(found.returns, name)}
+        told = {
+            "saving": _reported_problem(found.loads, name),
+            "loading": _reported_problem(found.returns, name),
+        }
         rows.append(_row(f"ZeRO-{stage} to ZeRO-{NEXT_STAGE[stage]}, {back}", told))
     return rows
 
 
-def _kill_rows(found: Found, worlds: Worlds) -> list[Row]:
+def _kill_rows(found: WorldReports, worlds: Worlds) -> list[Row]:
     """Return the rows of the kill: none of them holds where nothing was killed in its save."""
     no_kill = found.saves.no_kill() if found.saves else ""
-    good = {"saving": _told(found.saves, GOOD), "its bytes": found.kept}
-    told = {"": _told(found.saves, TOLD)}
+    good = {"saving": _reported_problem(found.saves, GOOD), "its bytes": found.kept}
+    told = {"": _reported_problem(found.saves, TOLD)}
     if worlds.saves == 1:
         survivors = Row("kill: the other ranks are told", "not checked", "there is one rank")
     else:
@@ -180,8 +188,8 @@ def _kill_rows(found: Found, worlds: Worlds) -> list[Row]:
         survivors,
         _row("kill: the last good checkpoint is whole", good),
         _row("kill: what was being written is not published", {"": found.unpublished}),
-        _row("kill: the last good one is loaded", {"": _told(found.loads, GOOD)}),
-        _row("kill: the next save succeeds", {"": _told(found.loads, NEXT_SAVE)}),
+        _row("kill: the last good one is loaded", {"": _reported_problem(found.loads, GOOD)}),
+        _row("kill: the next save succeeds", {"": _reported_problem(found.loads, NEXT_SAVE)}),
     ]
     return [
         replace(row, result="not checked", details=no_kill)
@@ -191,7 +199,7 @@ def _kill_rows(found: Found, worlds: Worlds) -> list[Row]:
     ]
 
 
-def _told(report: WorldReport | None, check: str) -> str | None:
+def _reported_problem(report: WorldReport | None, check: str) -> str | None:
     return None if report is None else report.problem(check)
 
 
@@ -205,7 +213,7 @@ def _row(what: str, told: Mapping[str, str | None]) -> Row:
     return Row(what, "holds", "bit for bit" if "loading" in told else "")
 
 
-def _figure_rows(found: Found, worlds: Worlds) -> list[Row]:
+def _figure_rows(found: WorldReports, worlds: Worlds) -> list[Row]:
     """Return the rows of what was measured: none of them holds or fails, but that of measuring."""
     whats = (
         "speed: written and synced, per rank",
@@ -213,12 +221,12 @@ def _figure_rows(found: Found, worlds: Worlds) -> list[Row]:
         "background: publication beside a raw write",
         "background: stall beside a copy",
     )
-    problem = _told(found.saves, MEASURED)
+    problem = _reported_problem(found.saves, MEASURED)
     raw, copy, publication, stall = (
         found.saves.figures(name) if found.saves else [] for name in (RAW, COPY, PUBLICATION, STALL)
     )
     if problem or not (raw and copy and publication and stall):
-        why = _told(found.saves, UNMEASURED) or "it was not measured"
+        why = _reported_problem(found.saves, UNMEASURED) or "it was not measured"
         rows = [Row(what, "not checked", why) for what in whats]
         return [*rows, Row("speed", "FAILS", problem)] if problem else rows
     size_bytes = measured_bytes(worlds.saves)

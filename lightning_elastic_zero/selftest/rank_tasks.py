@@ -13,9 +13,9 @@ import torch
 from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
 from lightning_elastic_zero.coordination import Timeouts, connect_ranks
-from lightning_elastic_zero.engine.trial import (
+from lightning_elastic_zero.engine.selftest_engine import (
     TrialModel,
-    held_state,
+    gather_full_state,
     join_ranks,
     train,
     trial_engine,
@@ -31,9 +31,9 @@ from lightning_elastic_zero.selftest.checks import (
     returned_name,
     saved_name,
 )
-from lightning_elastic_zero.selftest.death import die_during_save
-from lightning_elastic_zero.selftest.messages import Request, Sender, State
-from lightning_elastic_zero.selftest.speeds import measure
+from lightning_elastic_zero.selftest.kill_during_save import die_during_save
+from lightning_elastic_zero.selftest.throughput import measure
+from lightning_elastic_zero.selftest.worker_protocol import Request, Sender, State
 from lightning_elastic_zero.text import format_names
 
 CLIENT = {"epoch": 3, "samples": (1, 2, 3), "name": "selftest"}
@@ -160,7 +160,7 @@ def _digests(engine: Any) -> dict[str, str]:  # noqa: ANN401 (untyped library)
     held: dict[str, torch.Tensor | str] = {}
     problem: ElasticZeroError | None = None
     try:
-        held = held_state(engine)
+        held = gather_full_state(engine)
     except ElasticZeroError as error:
         problem = error
 

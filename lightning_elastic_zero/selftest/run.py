@@ -14,18 +14,18 @@ from lightning_elastic_zero.coordination.launched_ranks import launched_ranks, l
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.selftest.directory_rows import directory_rows
 from lightning_elastic_zero.selftest.engine_rows import Starters, engine_rows, unchecked_rows
-from lightning_elastic_zero.selftest.interrupts import terminable, uninterrupted
-from lightning_elastic_zero.selftest.own_folder import own_folder, usable_directory
-from lightning_elastic_zero.selftest.report import Row, SelftestReport
-from lightning_elastic_zero.selftest.setting import (
-    Setting,
+from lightning_elastic_zero.selftest.environment import (
+    Environment,
     device_kind,
     device_name,
     file_system,
     gpu_count,
 )
+from lightning_elastic_zero.selftest.interrupts import terminable, uninterrupted
+from lightning_elastic_zero.selftest.report import Row, SelftestReport
+from lightning_elastic_zero.selftest.work_dir import usable_directory, work_dir
 from lightning_elastic_zero.selftest.worlds import measured_bytes, plan_worlds
-from lightning_elastic_zero.tools.progress import format_bytes
+from lightning_elastic_zero.tools.progress_line import format_bytes
 
 WORLD_TIMEOUT_S = 600.0
 """How long a world of workers may take: what hangs is killed then."""
@@ -95,7 +95,7 @@ def run_selftest(
     return report
 
 
-def _rows(starters: Starters, setting: Setting) -> list[Row]:
+def _rows(starters: Starters, setting: Environment) -> list[Row]:
     """Check all of it. Collective."""
     starters.on_phase("trying out the directory")
     rows = directory_rows(starters.ranks, starters.folder, setting)
@@ -131,7 +131,7 @@ def _starters(world_timeout_s: float) -> Iterator[Ranks]:
         yield ranks
 
 
-def _setting(ranks: Ranks, path: Path) -> Setting:
+def _setting(ranks: Ranks, path: Path) -> Environment:
     """Return where this runs, of all starters. Collective."""
     kind = device_kind()
     local = int(os.environ.get("LOCAL_RANK", "0")) if ranks.world_size > 1 else 0
@@ -140,7 +140,7 @@ def _setting(ranks: Ranks, path: Path) -> Setting:
         return {"host": socket.gethostname(), "device": device_name(kind, local)}
 
     found = ranks.all_gather("selftest: look around", look)
-    return Setting(
+    return Environment(
         directory=path,
         device=kind,
         device_names=tuple(sorted({of_rank["device"] for of_rank in found})),
@@ -151,7 +151,7 @@ def _setting(ranks: Ranks, path: Path) -> Setting:
     )
 
 
-def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) -> Path:
+def _make_folder(ranks: Ranks, path: Path, setting: Environment, opened: ExitStack) -> Path:
     """Make the folder on rank 0, and remove it in the end; return it on every rank."""
 
     def make() -> str:
@@ -163,6 +163,6 @@ def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) 
                 f"{format_bytes(needed_bytes)} for a while: free some, or name another directory"
             )
             raise SaveError(msg)
-        return str(opened.enter_context(own_folder(path, ranks.progress)))
+        return str(opened.enter_context(work_dir(path, ranks.report_progress)))
 
     return Path(ranks.broadcast("selftest: make a folder", make))

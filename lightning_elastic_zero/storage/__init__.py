@@ -4,8 +4,8 @@
 of its bytes and refuses every chunk that is not what was written. ``staging`` builds a directory
 under a hidden name and publishes it in one step; ``deleting`` removes one in one step, ``copying``
 copies it. ``paths`` knows which paths can be used at all; ``shared_directory`` proves that all
-ranks see the same one, ``directory_abilities`` what it can do, tried in a ``trial_folder``. Only
-what this library wrote is ever replaced or removed: ``file_ownership`` recognises it, and
+ranks see the same one, ``filesystem_capabilities`` what it can do, tried in a ``scratch_folder``.
+Only what this library wrote is ever replaced or removed: ``file_ownership`` recognises it, and
 ``existing_target`` says what lies where something is to be saved. ``leftovers`` restores or removes
 what a kill left; ``concurrent_runs`` warns of another run in the same folder.
 """
@@ -27,12 +27,12 @@ from lightning_elastic_zero.storage.deleting import (
     delete_checkpoint,
     ignore_progress,
 )
-from lightning_elastic_zero.storage.directory_abilities import Ability, probe_abilities
 from lightning_elastic_zero.storage.existing_target import (
     check_replaceable,
     inspect_target,
 )
 from lightning_elastic_zero.storage.file_ownership import can_replace, is_checkpoint
+from lightning_elastic_zero.storage.filesystem_capabilities import Capability, probe_capabilities
 from lightning_elastic_zero.storage.leftovers import (
     LINK_PREFIX,
     remove_leftovers,
@@ -48,6 +48,7 @@ from lightning_elastic_zero.storage.range_file import (
     bounded_stream,
     read_file,
 )
+from lightning_elastic_zero.storage.scratch_folder import leave_token, scratch_folder, token_name
 from lightning_elastic_zero.storage.shared_directory import (
     TABLE_PREFIX,
     TOKEN_PREFIX,
@@ -56,7 +57,6 @@ from lightning_elastic_zero.storage.shared_directory import (
     remove_shared,
 )
 from lightning_elastic_zero.storage.staging import STAGING_PREFIX, StagedDirectory, staging_path
-from lightning_elastic_zero.storage.trial_folder import leave_token, token_name, trial_folder
 from lightning_elastic_zero.storage.verified_file import VerifiedFile
 
 __all__ = [
@@ -69,7 +69,7 @@ __all__ = [
     "SUMS_SUFFIX",
     "TABLE_PREFIX",
     "TOKEN_PREFIX",
-    "Ability",
+    "Capability",
     "ChecksummedWriter",
     "ConcurrentRunMonitor",
     "PeriodicThread",
@@ -90,16 +90,16 @@ __all__ = [
     "leave_shared",
     "leave_token",
     "make_link",
-    "probe_abilities",
+    "probe_capabilities",
     "read_file",
     "remove_leftovers",
     "remove_shared",
     "repair",
     "repair_target",
+    "scratch_folder",
     "sidecar_bytes",
     "staging_path",
     "sync_directory",
     "token_name",
-    "trial_folder",
     "write_durably",
 ]

@@ -22,7 +22,7 @@ from lightning_elastic_zero.text import format_names
 DELETING_PREFIX = ".zero-removed-"
 """Prefix of a checkpoint that is being deleted: renamed first, so that none is half there."""
 
-_DOOMED_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
+_DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def remove_interrupted_deletions(
     found = [
         path
         for path in parent.glob(f"{DELETING_PREFIX}*")
-        if _DOOMED_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        if _DELETING_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
     for path in found:
         with suppress(OSError):

@@ -22,7 +22,7 @@ from lightning_elastic_zero.storage.deleting import ignore_progress
 READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
 
-Place: TypeAlias = tuple[int, memoryview]
+PlacedView: TypeAlias = tuple[int, memoryview]
 """An offset in a file, and writable memory for the bytes from there on."""
 
 _HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
@@ -124,7 +124,7 @@ class RangeFile:
         """Accept what was read: there is nothing to compare it with."""
 
     def read_runs(
-        self, runs: Sequence[tuple[int, int]], places: Sequence[Place] = ()
+        self, runs: Sequence[tuple[int, int]], places: Sequence[PlacedView] = ()
     ) -> Iterator[tuple[int, memoryview]]:
         """Read runs of bytes, in pieces of at most ``READ_BYTES``.
 
@@ -176,7 +176,7 @@ class RangeFile:
             previous = stop
         return [run for run in runs if run[0] < run[1]]
 
-    def _read_parts(self, parts: Sequence[Place]) -> None:
+    def _read_parts(self, parts: Sequence[PlacedView]) -> None:
         """Fill parts that follow one another in the file, and refuse what was not written."""
         start, stop = parts[0][0], _stop(parts[-1])
         filled = start
@@ -250,13 +250,13 @@ def _blocks(
         done = stop
 
 
-def _stop(place: Place) -> int:
+def _stop(place: PlacedView) -> int:
     return place[0] + place[1].nbytes
 
 
-def _whole_chunks(places: Iterable[Place]) -> deque[Place]:
+def _whole_chunks(places: Iterable[PlacedView]) -> deque[PlacedView]:
     """Return the parts of places that are whole chunks."""
-    found: deque[Place] = deque()
+    found: deque[PlacedView] = deque()
     for start, memory in places:
         low = -(-start // CHUNK_BYTES) * CHUNK_BYTES
         high = (start + memory.nbytes) // CHUNK_BYTES * CHUNK_BYTES
@@ -265,10 +265,10 @@ def _whole_chunks(places: Iterable[Place]) -> deque[Place]:
     return found
 
 
-def _parts(block: Place, inner: Iterable[Place]) -> list[Place]:
+def _parts(block: PlacedView, inner: Iterable[PlacedView]) -> list[PlacedView]:
     """Cut a block where its bytes go to a place of their own; the rest stays in its own memory."""
     reached, (start, own), stop = block[0], block, _stop(block)
-    parts: list[Place] = []
+    parts: list[PlacedView] = []
     for at, memory in inner:
         if at >= stop:
             break
@@ -282,7 +282,7 @@ def _parts(block: Place, inner: Iterable[Place]) -> list[Place]:
     return parts
 
 
-def _pieces(runs: Iterable[tuple[int, int]], parts: Sequence[Place]) -> Iterator[Place]:
+def _pieces(runs: Iterable[tuple[int, int]], parts: Sequence[PlacedView]) -> Iterator[PlacedView]:
     """Yield what parts, one after the other in the file, have of each run."""
     first = 0
     for start, stop in runs:

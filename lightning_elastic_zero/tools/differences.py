@@ -13,8 +13,8 @@ from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, dtype_name
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, opened
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry, open_view
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def diff_checkpoints(
         CheckpointCorruptedError: one is damaged.
         UnsupportedError: one is of a run that cannot be resumed.
     """
-    with opened(first, on_bytes=on_bytes) as one, opened(second, on_bytes=on_bytes) as other:
+    with open_view(first, on_bytes=on_bytes) as one, open_view(second, on_bytes=on_bytes) as other:
         mine, its = (
             _entries(one, weights_only=weights_only),
             _entries(other, weights_only=weights_only),
@@ -179,7 +179,7 @@ def _values(
 def _counters(checkpoint: OpenCheckpoint) -> dict[str, str]:
     """Return what a checkpoint says of how far its run was; some kinds say nothing."""
     progress = checkpoint.manifest.progress
-    steps = {"steps": str(progress.global_steps)} if checkpoint.reader.info.progress else {}
+    steps = {"steps": str(progress.global_steps)} if checkpoint.reader.info.has_counters else {}
     batch = progress.global_batch_size
     return {**steps, **({} if batch is None else {"global batch": str(batch)})}
 

@@ -21,9 +21,9 @@ from lightning_elastic_zero.state_fingerprint import (
 )
 from lightning_elastic_zero.storage import ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, StateRun, opened
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, StateRun, open_view
 from lightning_elastic_zero.tools.parallel import run_parts
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 
 def fingerprint_checkpoint(
@@ -44,7 +44,7 @@ def fingerprint_checkpoint(
     """
 
     def work(part: int, parts: int) -> FingerprintPart:
-        with opened(path, on_bytes=on_bytes) as checkpoint:
+        with open_view(path, on_bytes=on_bytes) as checkpoint:
             return _share(checkpoint, part, parts)
 
     total = FingerprintPart()
@@ -61,7 +61,7 @@ def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
         CheckpointFormatError: something is there, but no checkpoint that can be read.
         CheckpointCorruptedError: bytes are not those that were written.
     """
-    with opened(path) as checkpoint:
+    with open_view(path) as checkpoint:
         return checkpoint.reader.recorded_fingerprint()
 
 
@@ -70,7 +70,7 @@ def tensor_fingerprints(
 ) -> Mapping[tuple[str, str], str]:
     """Compute the number of each tensor, by its name and state key, to find what differs."""
     found: dict[tuple[str, str], FingerprintPart] = {}
-    with opened(path, on_bytes=on_bytes) as checkpoint:
+    with open_view(path, on_bytes=on_bytes) as checkpoint:
         for run in checkpoint.runs():
             at = (run.entry.name, run.entry.key)
             found[at] = found.get(at, FingerprintPart()) + part_of(run)

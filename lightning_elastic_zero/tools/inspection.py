@@ -11,7 +11,11 @@ from typing import Any
 from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, Writer
 from lightning_elastic_zero.tensor_state import itemsize_of
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, holds_whole_tensors, opened
+from lightning_elastic_zero.tools.checkpoint_view import (
+    OpenCheckpoint,
+    holds_whole_tensors,
+    open_view,
+)
 
 MOST_DEVICES = 4096
 """The largest number of devices that is listed."""
@@ -143,7 +147,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         CheckpointCorruptedError: a checkpoint is there that is not whole.
         UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
-    with opened(path) as checkpoint:
+    with open_view(path) as checkpoint:
         return report_of(checkpoint)
 
 

@@ -9,8 +9,8 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.partition import piece_numel
 from lightning_elastic_zero.tensor_state import itemsize_of
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
 from lightning_elastic_zero.tools.inspection import CheckpointReport, device_counts, report_of
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
 from lightning_elastic_zero.tools.verification import DAMAGE
 
 STAGE_GRADIENTS = 2
@@ -74,7 +74,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     if stage not in STAGES or devices < 1:
         msg = f"a run has at least one device, and ZeRO 0 to 3: not {devices} and {stage}"
         raise UnsupportedError(msg)
-    with opened(path) as checkpoint:
+    with open_view(path) as checkpoint:
         report = report_of(checkpoint)
         damage = _damage(checkpoint)
     weights, frozen, trained = _weight_bytes(report, devices, stage)

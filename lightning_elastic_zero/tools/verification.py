@@ -20,9 +20,9 @@ from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_mis
 from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
-from lightning_elastic_zero.tools.opened import opened
+from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.parallel import run_parts
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
 """What may mean that a checkpoint is not what was written."""
@@ -81,7 +81,7 @@ def verify_checkpoint(
     began, count = time.monotonic(), _Count(on_bytes)
     kind, steps, rounded, problem, note = "", 0, False, "", ""
     try:
-        with opened(path) as checkpoint:
+        with open_view(path) as checkpoint:
             kind, steps = checkpoint.reader.info.kind, checkpoint.manifest.progress.global_steps
             checkpoint.reader.check_all()
             checkpoint.check_tiling()
@@ -126,7 +126,7 @@ class _Count:
 
 def _bytes_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[int, int], None]:
     def work(part: int, parts: int) -> None:
-        with opened(path) as checkpoint:
+        with open_view(path) as checkpoint:
             checkpoint.reader.verify_whole(part, parts, on_bytes)
 
     return work
@@ -134,7 +134,7 @@ def _bytes_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[int,
 
 def _masters_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[int, int], None]:
     def work(part: int, parts: int) -> None:
-        with opened(path, on_bytes=on_bytes) as checkpoint:
+        with open_view(path, on_bytes=on_bytes) as checkpoint:
             for _ in checkpoint.runs(part, parts, masters_only=True):
                 pass  # They are compared while they are read.
 

@@ -89,7 +89,7 @@ class CheckpointSaver:
             _tell(checked)
         # Only one rank's may differ, of a layout that this library does not know.
         self._get_ranks().run_all(
-            "compare where weights lie", lambda: LiveEngine(engine).verify_places(fresh=True)
+            "compare where weights lie", lambda: LiveEngine(engine).verify_addresses(fresh=True)
         )
         self._manager.start(engine_handle(engine, places_checked=True), rank, dirpaths)
         self._hooks.begin(trainer)

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.metric_internals import (
-    LATEST,
+    FORWARD_CACHE,
     Metadata,
     ResultCollection,
     ResultMetric,
@@ -146,7 +146,7 @@ def _reduction(result: ResultMetric) -> str:
 
 def _plain(result: ResultMetric) -> dict[str, Any]:
     """Return a running result as plain data."""
-    meta, latest = result.meta, getattr(result, LATEST)
+    meta, latest = result.meta, getattr(result, FORWARD_CACHE)
     return {
         "metadata": {name: getattr(meta, name) for name in _SAID},
         "by": _reduction(result),
@@ -183,5 +183,5 @@ def _fill(result: ResultMetric, saved: SavedResult, device: torch.device) -> Non
     sums = {k: v.to(device) for k, v in of_tensor.items() if result.is_tensor and v is not None}
     latest = saved["latest"]
     latest = None if latest is None else latest.to(device)
-    restore_metric(result, {**sums, LATEST: latest}, saved["updates"])
+    restore_metric(result, {**sums, FORWARD_CACHE: latest}, saved["updates"])
     result.has_reset = False

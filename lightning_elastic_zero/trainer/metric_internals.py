@@ -18,7 +18,7 @@ ResultCollection = result._ResultCollection
 ResultMetric = result._ResultMetric
 Sync = result._Sync
 
-LATEST = "_forward_cache"
+FORWARD_CACHE = "_forward_cache"
 """Attribute of a metric with the last step's value."""
 
 

@@ -28,7 +28,7 @@ from lightning_elastic_zero.processes import ProcessState
 T = TypeVar("T")
 Pauses: TypeAlias = Generator[None, None, T]
 Work: TypeAlias = Callable[[], object]
-Order: TypeAlias = Callable[[], None]
+Command: TypeAlias = Callable[[], None]
 
 TICK_S = 0.1
 SHORT = Timeouts(
@@ -63,7 +63,7 @@ class Rank:
 
     def open(self, name: str = "s", call: str = "") -> None:
         """Enter the next session."""
-        cluster, self.orders = self.cluster, deque[Order]()
+        cluster, self.orders = self.cluster, deque[Command]()
         keys = join_session(cluster.store, name, self.rank, call)
         size, times = cluster.world_size, cluster.times
         self.session = RankSession(

@@ -29,10 +29,10 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     rank_differences,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic.weights_only_check import check_loads_weights_only
+from lightning_elastic_zero.formats.elastic.safe_load_check import check_loads_weights_only
 from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.tensor_state import numpy_to_python, plain
-from tests.core.spelling import spelled
+from tests.core.bitwise_repr import bitwise_repr
 from tests.core.strategies import plain_leaves, trees
 
 
@@ -84,12 +84,12 @@ class TestSplit:
     @given(trees(plain_leaves | objects))
     def test_what_is_split_and_joined_is_what_it_was(self, tree: dict[str, Any]) -> None:
         """Plain data goes through a file that anybody can read, and nothing is lost or changed."""
-        before = spelled(tree)
+        before = bitwise_repr(tree)
         split = split_objects(tree)
         plain = through_a_file(split.plain)
-        assert spelled(plain) == spelled(split.plain)
-        assert spelled(join_objects(plain, split.objects)) == before
-        assert spelled(tree) == before
+        assert bitwise_repr(plain) == bitwise_repr(split.plain)
+        assert bitwise_repr(join_objects(plain, split.objects)) == before
+        assert bitwise_repr(tree) == before
 
     @given(trees(plain_leaves))
     def test_plain_data_has_no_objects(self, tree: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class TestSplit:
             "trained": torch.nn.Parameter(flat[7:9]),
         }
         plain = split_objects(state).plain
-        assert spelled(plain) == spelled(state)
+        assert bitwise_repr(plain) == bitwise_repr(state)
         assert file_bytes(plain) < 10_000
 
     def test_a_tensor_of_its_own_is_not_copied(self) -> None:
@@ -202,7 +202,7 @@ class TestWithoutNumpy:
     )
     def test_numbers_become_pythons_own(self, value: object, expected: object) -> None:
         """What Python has too is the same value in Python, and of Python's type."""
-        assert spelled(numpy_to_python(value)) == spelled(expected)
+        assert bitwise_repr(numpy_to_python(value)) == bitwise_repr(expected)
 
     @pytest.mark.parametrize(
         "value",
@@ -215,7 +215,7 @@ class TestWithoutNumpy:
 
     def test_hyperparameters(self) -> None:
         """A learning rate of NumPy's is saved as the number that it is; an array is refused."""
-        assert spelled(plain({"lr": np.float32(0.5)}, "x")) == spelled({"lr": 0.5})
+        assert bitwise_repr(plain({"lr": np.float32(0.5)}, "x")) == bitwise_repr({"lr": 0.5})
         with pytest.raises(UnsupportedError, match="x is a ndarray"):
             plain(np.ones(2), "x")
 
@@ -261,7 +261,9 @@ class TestFingerprints:
         self, one: dict[str, Any], other: dict[str, Any]
     ) -> None:
         """Two trees have the same fingerprints exactly when they are the same, to the bit."""
-        assert (fingerprints(one) == fingerprints(other)) == (spelled(one) == spelled(other))
+        assert (fingerprints(one) == fingerprints(other)) == (
+            bitwise_repr(one) == bitwise_repr(other)
+        )
         assert fingerprints(one) == fingerprints(copy.deepcopy(one))
 
     @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ class TestDiffering:
         prints = json.loads(json.dumps(fingerprints(first)))
         kept = through_a_file([list(change) for change in rank_differences(mine, prints)])
         changes = tuple((tuple(path), value) for path, value in kept)
-        assert spelled(join_objects(copy.deepcopy(first), changes)) == spelled(mine)
+        assert bitwise_repr(join_objects(copy.deepcopy(first), changes)) == bitwise_repr(mine)
 
     @given(trees(plain_leaves))
     def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def at_work(step: Step, rank: Rank, seconds: float, *, progress: bool = True) ->
     """Be at work until the step has been decided, for so long at most."""
     until = rank.cluster.now_s + seconds
     while rank.cluster.now_s < until and not (progress and step.decided.is_set()):
-        step.progress += progress
+        step.work_count += progress
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.engine.fresh_state import fresh_values
+from lightning_elastic_zero.engine.initial_state import initial_values
 from lightning_elastic_zero.engine.optimizer_state import split_state, state_keys
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import (
@@ -138,7 +138,7 @@ def test_what_a_fresh_state_is(name: str) -> None:
     """It is that of a parameter that has had gradients of zero, whatever the weights decay by."""
     inner = stepped(*OPTIMIZERS[name])
     held = held_by(inner)
-    found = fresh_values(inner, 0, held)
+    found = initial_values(inner, 0, held)
     states = {key.name for key in held.state if key.kind == "elementwise"}
     # Adamax adds its epsilon to the absolute gradient: in the next step it does not count.
     assert {k: v if v > 1e-6 else 0.0 for k, v in found.items()} == {
@@ -179,7 +179,7 @@ def test_what_cannot_be_fresh_beside_others_is_refused(
     """By name, with what helps."""
     inner = stepped(kind, options)
     with pytest.raises(CheckpointMismatchError) as refused:
-        fresh_values(inner, 0, held_by(inner))
+        initial_values(inner, 0, held_by(inner))
     assert says in str(refused.value)
     assert "put what is new into a parameter group of its own" in str(refused.value)
 

@@ -9,8 +9,12 @@ from torch import nn
 from lightning_elastic_zero.checkpoint.saving import ShardContents
 from lightning_elastic_zero.checkpoint.snapshot import CopyPlan
 from lightning_elastic_zero.engine.flat_buffers import PLAIN, live_flat_buffers
+from lightning_elastic_zero.engine.fragment_addresses import (
+    flat_buffer_row,
+    own_slices,
+    rank_fragments,
+)
 from lightning_elastic_zero.engine.optimizer_state import split_state
-from lightning_elastic_zero.engine.places import flat_buffer_row, own_slices, rank_fragments
 from lightning_elastic_zero.engine.restore import (
     allocate_states,
     commit_masters,

@@ -268,7 +268,7 @@ class TestWaiting:
 class TestSavedAnew:
     """A save to a path that is doomed: what was said before is of what was there before."""
 
-    def doomed(self, folder: Path, retention: Retention) -> Path:
+    def scheduled_deletion(self, folder: Path, retention: Retention) -> Path:
         """Leave one that is doomed and waits for a link, with another good one beside it."""
         old = checkpoint(folder, "best.ckpt")
         link(folder / "last.ckpt", "best.ckpt")
@@ -286,7 +286,7 @@ class TestSavedAnew:
     def test_an_old_doom_is_forgotten(self, tmp_path: Path) -> None:
         """What is published anew stays when the link that the old one waited for moves on."""
         retention = Retention()
-        best = self.doomed(tmp_path, retention)
+        best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(best)
         self.publish(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
@@ -300,7 +300,7 @@ class TestSavedAnew:
         Nothing is deleted while the new one is being written either.
         """
         retention = Retention()
-        best = self.doomed(tmp_path, retention)
+        best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.delete_pending()
@@ -320,7 +320,7 @@ class TestSavedAnew:
     def test_a_later_doom_counts(self, tmp_path: Path) -> None:
         """Doomed while it is being written, it is deleted as soon as nothing needs it."""
         retention = Retention()
-        best = self.doomed(tmp_path, retention)
+        best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(best)
         retention.remove(best)
         self.publish(best)
@@ -333,7 +333,7 @@ class TestSavedAnew:
     def test_others_stay_doomed(self, tmp_path: Path) -> None:
         """A save forgets the doom of its own path only; there need not be any."""
         retention = Retention()
-        best = self.doomed(tmp_path, retention)
+        best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(tmp_path / "new.ckpt")
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.on_published(checkpoint(tmp_path, "new.ckpt"))

@@ -103,7 +103,7 @@ class TestReading:
         def watched(
             self: RangeFile,
             runs: Sequence[tuple[int, int]],
-            places: Sequence[range_file.Place] = (),
+            places: Sequence[range_file.PlacedView] = (),
         ) -> Iterator[tuple[int, memoryview]]:
             for offset, view in read_runs(self, runs, places):
                 given.append((torch.frombuffer(view, dtype=torch.uint8).data_ptr(), view.nbytes))

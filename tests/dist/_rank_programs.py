@@ -182,7 +182,7 @@ def interrupted_while_waiting(ranks: Ranks) -> dict[str, Any]:
     def work() -> None:
         while ranks.rank != 3:
             time.sleep(0.1)
-            ranks.progress()
+            ranks.report_progress()
 
     def interrupt() -> None:
         assert isinstance(ranks, StoreRanks)
@@ -207,7 +207,7 @@ def ranks_are_lost(job: Job) -> None:
             raise error
         while True:
             time.sleep(0.1)
-            ranks.progress()
+            ranks.report_progress()
 
     error = OSError(5, "Input/output error") if job.rank == 3 else None
     job.note("early", attempt(lambda: ranks.run_all("write", lambda: long_work(error))))

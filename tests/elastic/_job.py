@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.elastic._steps import Line, read_lines
+from tests.elastic._steps import StepRecord, read_lines
 from tests.engine._worker_pool import ROOT, environment
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
@@ -158,7 +158,7 @@ class Job:
         """Release ranks from a step that was held."""
         (self.folder / f"hold-{step}").unlink()
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[StepRecord]:
         """Return what ranks have noted so far, by time."""
         return read_lines(self.folder)
 
@@ -195,7 +195,7 @@ class Job:
         until = time.monotonic() + HANG_TIMEOUT_S
         while not holds():
             if time.monotonic() > until or not any(a.poll() is None for a in self.agents.values()):
-                msg = f"no {what}\n{self.said()}"
+                msg = f"no {what}\n{self.output_tail()}"
                 raise TimeoutError(msg)
             time.sleep(0.01)
 
@@ -209,13 +209,13 @@ class Job:
         for node, agent in self.agents.items():
             if node not in self.killed:
                 status = agent.wait(max(0.0, until - time.monotonic()))
-                assert status == 0, f"node {node} ended with {status}\n{self.said()}"
+                assert status == 0, f"node {node} ended with {status}\n{self.output_tail()}"
 
     def log_of(self, node: int) -> str:
         """Return what a node has printed so far."""
         return (self.folder / f"node-{node}.log").read_text(errors="replace")
 
-    def said(self) -> str:
+    def output_tail(self) -> str:
         """Return the end of what each node has printed."""
         return "\n".join(f"-- node {node}\n{self.log_of(node)[-6000:]}" for node in self.agents)
 

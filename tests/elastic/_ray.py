@@ -75,7 +75,7 @@ class RayJob(Job):
             until = time.monotonic() + HANG_TIMEOUT_S
             while not self._starts(node):
                 if time.monotonic() > until:
-                    msg = f"node {node} does not start\n{self.said()}"
+                    msg = f"node {node} does not start\n{self.output_tail()}"
                     raise TimeoutError(msg)
 
     def _starts(self, node: int) -> bool:
@@ -143,7 +143,7 @@ class RayJob(Job):
     def finish(self) -> None:
         """Wait for the driver, which has to end well."""
         status = self.agents[DRIVER].wait(HANG_TIMEOUT_S)
-        assert status == 0, f"the driver ended with {status}\n{self.said()}"
+        assert status == 0, f"the driver ended with {status}\n{self.output_tail()}"
 
     @override
     def end(self) -> None:

@@ -69,7 +69,7 @@ class Watch(Recorder):
         time.sleep(STEP_S)
 
 
-class Tell(Callback):
+class ReportEvents(Callback):
     """Notes what an undisturbed run holds after some steps."""
 
     def __init__(self, run: SoakRun) -> None:
@@ -93,7 +93,7 @@ def tell(folder: Path, step: int, held: dict[str, str]) -> None:
 def main(run: SoakRun) -> None:
     """Train until this is killed, or all has been told."""
     warnings.simplefilter("ignore")
-    callbacks: list[Callback] = [Tell(run)]
+    callbacks: list[Callback] = [ReportEvents(run)]
     if not run.told_at:
         saves = ModelCheckpoint(
             dirpath=Path(run.folder) / "checkpoints",

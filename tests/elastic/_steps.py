@@ -14,7 +14,7 @@ import pytest
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Line:
+class StepRecord:
     """What a rank has noted once."""
 
     time: float
@@ -51,20 +51,20 @@ Undisturbed: TypeAlias = dict[int, Step]
 """The steps of a run to which nothing happens, by number."""
 
 
-def read_lines(folder: Path) -> list[Line]:
+def read_lines(folder: Path) -> list[StepRecord]:
     """Return what all ranks have noted, by time; a line that was cut was never finished."""
     found = []
     for path in folder.glob("steps-*.jsonl"):
         for text in path.read_text().splitlines():
             with suppress(ValueError):
                 plain = json.loads(text)
-                found.append(Line(**{**plain, "samples": tuple(plain.get("samples", ()))}))
+                found.append(StepRecord(**{**plain, "samples": tuple(plain.get("samples", ()))}))
     return sorted(found)
 
 
-def steps_of(lines: Iterable[Line]) -> dict[tuple[str, int], Step]:
+def steps_of(lines: Iterable[StepRecord]) -> dict[tuple[str, int], Step]:
     """Return the steps that all ranks of a world have taken, by world and step."""
-    by_step: dict[tuple[str, int], dict[int, Line]] = defaultdict(dict)
+    by_step: dict[tuple[str, int], dict[int, StepRecord]] = defaultdict(dict)
     for line in lines:
         if line.is_step:
             by_step[line.met_at, line.step][line.rank] = line
@@ -75,7 +75,7 @@ def steps_of(lines: Iterable[Line]) -> dict[tuple[str, int], Step]:
     }
 
 
-def check_steps(lines: list[Line], undisturbed: Mapping[int, Step]) -> None:
+def check_steps(lines: list[StepRecord], undisturbed: Mapping[int, Step]) -> None:
     """Check that each step, also one that was taken twice, is that of the undisturbed run."""
     steps = steps_of(lines)
     assert {step for _, step in steps} == set(undisturbed)
@@ -84,9 +84,9 @@ def check_steps(lines: list[Line], undisturbed: Mapping[int, Step]) -> None:
         assert step.loss == pytest.approx(undisturbed[number].loss, rel=1e-5), f"step {number}"
 
 
-def steps_taken_again(lines: list[Line]) -> dict[float, int]:
+def steps_taken_again(lines: list[StepRecord]) -> dict[float, int]:
     """Return, by when a world after the first one started, how many steps were lost before it."""
-    starts: dict[str, Line] = {}
+    starts: dict[str, StepRecord] = {}
     for line in lines:
         if not line.is_step:
             starts.setdefault(line.met_at, line)
@@ -98,7 +98,7 @@ def steps_taken_again(lines: list[Line]) -> dict[float, int]:
     return found
 
 
-def seconds_to_next_step(lines: list[Line], since: float) -> float:
+def seconds_to_next_step(lines: list[StepRecord], since: float) -> float:
     """Return how long after an instant a world that began later has taken its first step."""
     began = {line.met_at for line in lines if not line.is_step and line.time > since}
     later = [line.time for line in lines if line.is_step and line.met_at in began]

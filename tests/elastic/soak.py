@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from tests.elastic._job import RENDEZVOUS, Job, job
 from tests.elastic._soak_run import SoakRun
-from tests.elastic._steps import Line
+from tests.elastic._steps import StepRecord
 from tests.engine._worker_pool import ROOT, environment
 from tests.timeouts import HANG_TIMEOUT_S
 
@@ -202,12 +202,12 @@ class Soak:
                     found[int(path.stem.rpartition("=")[2])] = path
         return found
 
-    def _steps(self) -> list[Line]:
+    def _steps(self) -> list[StepRecord]:
         return [line for line in self.nodes.lines() if line.is_step]
 
-    def _wait_for_step(self, since: float, world: int) -> Line:
+    def _wait_for_step(self, since: float, world: int) -> StepRecord:
         """Wait until a world of so many ranks, begun after an instant, has taken a step."""
-        found: list[Line] = []
+        found: list[StepRecord] = []
 
         def taken() -> bool:
             lines = self.nodes.lines()
@@ -300,7 +300,7 @@ def _row(name: str, events: list[Event]) -> str:
     )
 
 
-def plot(lines: list[Line], events: list[Event], path: Path) -> None:
+def plot(lines: list[StepRecord], events: list[Event], path: Path) -> None:
     """Draw the steps over time, by the number of nodes, and what was done."""
     from matplotlib.figure import Figure
 

@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from tests.elastic._steps import Line, Step, check_steps, seconds_to_next_step, steps_taken_again
+from tests.elastic._steps import (
+    Step,
+    StepRecord,
+    check_steps,
+    seconds_to_next_step,
+    steps_taken_again,
+)
 
 
-def line(time: float, step: int, rank: int, met_at: str = "first", event: str = "step") -> Line:
+def line(
+    time: float, step: int, rank: int, met_at: str = "first", event: str = "step"
+) -> StepRecord:
     """Return what one of two ranks notes, of which each has a sample of its own."""
-    return Line(time, event, step, rank, 2, met_at, rank, (10 * step + rank,), float(step))
+    return StepRecord(time, event, step, rank, 2, met_at, rank, (10 * step + rank,), float(step))
 
 
 LINES = [

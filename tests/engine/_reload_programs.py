@@ -90,14 +90,14 @@ def loss_of(engine: Engine, setup: Setup) -> float:
 
 
 @dataclass(frozen=True)
-class BrokenOff:
+class InterruptedLoad:
     """How a load ended whose last read failed, and what it left changed."""
 
     error: str
     differing: dict[str, int]
 
 
-def broken_off(setup: Setup, path: str) -> BrokenOff:
+def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
     """Load into a run, where the disk fails rank 0 once all else has been received.
 
     Before, the run is restored from there and trained a step, without weight decay for vectors:
@@ -127,7 +127,7 @@ def broken_off(setup: Setup, path: str) -> BrokenOff:
         with _at_each_read(fail_at_last):
             error = error_text(lambda: load_checkpoint(engine, path))
         after = dump(engine, setup)
-    return BrokenOff(error, differences(before, after) if before and after else {})
+    return InterruptedLoad(error, differences(before, after) if before and after else {})
 
 
 @contextlib.contextmanager

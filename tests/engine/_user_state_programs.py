@@ -30,7 +30,7 @@ class Ratio:
         return float(self.ratio)
 
 
-class Unmade(Exception):  # noqa: N818 (it is a value here)
+class FailsToUnpickle(Exception):  # noqa: N818 (it is a value here)
     """An object that can be pickled, and not be made of its pickle."""
 
     def __init__(self, one: int, other: int) -> None:
@@ -108,7 +108,7 @@ def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
 
     with engine_of(setup, 0) as engine:
         attempt("within", engine, {"mine": within})
-        attempt("unmade", engine, {"callbacks": {"Mine": [Unmade(1, 2)]}})
+        attempt("unmade", engine, {"callbacks": {"Mine": [FailsToUnpickle(1, 2)]}})
         _schedule(engine, Ratio())
         attempt("scheduler", engine, {})
         engine.lr_scheduler = None

@@ -59,12 +59,12 @@ class World:
                     answer = cast("Connection", connection).recv_bytes()
                     found[rank] = pickle.loads(answer)  # noqa: S301 - from a child of this process
                 except (EOFError, OSError):
-                    found[rank] = ("error", f"died\n{self.said()}")
+                    found[rank] = ("error", f"died\n{self.output_tail()}")
                 if found[rank][0] == "error":
                     end = min(end, time.monotonic() + GRACE_S)
         return found
 
-    def said(self) -> str:
+    def output_tail(self) -> str:
         """Return the end of what each rank printed, with its stack if it hangs."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
@@ -202,7 +202,7 @@ class Pools:
             results = ranks.results(timeout_s)
             errors = [f"rank {r}: {a}" for r, (kind, a) in results.items() if kind == "error"]
             assert not errors, "\n".join(errors)
-            assert len(results) == world, f"{sorted(results)} answered alone\n{ranks.said()}"
+            assert len(results) == world, f"{sorted(results)} answered alone\n{ranks.output_tail()}"
         except BaseException:
             self._worlds.pop(world).end()
             raise
@@ -247,10 +247,10 @@ def joined_world(listener: socket.socket, pids: tuple[int, ...], logs: tuple[Pat
         order = {connection.recv(): connection for connection in arrived}
         ranks = World(pids, tuple(order[r] for r in range(world)), logs)
         ready = ranks.results(HANG_TIMEOUT_S)
-        assert len(ready) == world, ranks.said()
+        assert len(ready) == world, ranks.output_tail()
         assert {kind for kind, _ in ready.values()} == {"value"}, ready
     except (OSError, EOFError) as error:
-        msg = f"world {world} did not start:\n{World(pids, (), logs).said()}"
+        msg = f"world {world} did not start:\n{World(pids, (), logs).output_tail()}"
         raise AssertionError(msg) from error
     return ranks
 

@@ -107,7 +107,7 @@ def refusals(setup: Setup) -> dict[str, str]:
     from lightning_elastic_zero.engine import LiveEngine, live_engine
 
     def at_setup(engine: Engine) -> None:
-        LiveEngine(engine).verify_places(fresh=True)
+        LiveEngine(engine).verify_addresses(fresh=True)
 
     said = {}
     with engine_of(setup, 0) as engine:
@@ -137,7 +137,7 @@ def put_elsewhere(setup: Setup) -> tuple[str, str]:
         return ""
 
     with engine_of(setup, 0) as engine:
-        LiveEngine(engine).verify_places(fresh=True)
+        LiveEngine(engine).verify_addresses(fresh=True)
         weight = engine.optimizer.round_robin_bit16_groups[0][-1]
         weight.data = engine.optimizer.bit16_groups_flat[0][: weight.numel()].view_as(weight)
         return look(places_checked=True), look(places_checked=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine._damaged_checkpoints import copied
-from tests.engine._reload_programs import broken_off, evaluated, loaded_over, within_window
+from tests.engine._reload_programs import evaluated, interrupted_load, loaded_over, within_window
 from tests.engine._save_load_programs import Saved
 from tests.engine._setup import Setup
 from tests.engine._uninterrupted import same_world
@@ -110,6 +110,6 @@ def test_a_load_that_breaks_off_leaves_the_run_as_it_was(
     In bf16 masters are received beside the live ones if a part of them is no rounded weight.
     """
     checkpoint = copied(saved_by(setup, steps=steps).path, tmp_path)
-    for found in pools.run(setup.world, partial(broken_off, setup, str(checkpoint))):
+    for found in pools.run(setup.world, partial(interrupted_load, setup, str(checkpoint))):
         assert "CheckpointCorruptedError" in found.error
         assert not found.differing

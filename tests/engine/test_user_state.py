@@ -28,7 +28,10 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
     setup = Setup(2, "2")
     for found in pools.run(setup.world, partial(refused_saves, setup, str(tmp_path))):
         assert "the trainer's state holds 'mine', which holds itself" in found["within"]
-        assert "callbacks.Mine.0, a Unmade that can be pickled but not be made" in found["unmade"]
+        assert (
+            "callbacks.Mine.0, a FailsToUnpickle that can be pickled but not be made"
+            in found["unmade"]
+        )
         assert (
             "the scheduler's state.lr_lambdas.0.ratio is a Fraction, and what is saved has to be "
             "plain data"

@@ -15,7 +15,7 @@ from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest
 from lightning_elastic_zero.layout import Fragment, TransferPlan
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_bytes
-from tests.core.spelling import spelled
+from tests.core.bitwise_repr import bitwise_repr
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
@@ -40,7 +40,7 @@ def read_digests(path: Path) -> dict[str, str]:
         tensors = _tensors(source)
         found = {name: digest(bits_of(tensor)) for name, tensor in tensors.items()}
         found |= dict(_once(source))
-        found["manifest"] = digest(spelled(asdict(source.manifest)).encode())
+        found["manifest"] = digest(bitwise_repr(asdict(source.manifest)).encode())
     return found
 
 
@@ -82,9 +82,9 @@ def _once(source: CheckpointReader) -> Iterator[tuple[str, str]]:
         for field in ("buffers", "client_state", "loss_scaler", "lr_scheduler"):
             value = getattr(once, field)
             as_dict = dict(value) if isinstance(value, Mapping) else value
-            yield f"{field} of rank {rank}", digest(spelled(as_dict).encode())
+            yield f"{field} of rank {rank}", digest(bitwise_repr(as_dict).encode())
         for name, buffer in once.buffers.items() if rank == 0 else ():
             yield f"buffer/{name}", digest(bits_of(buffer))
         for at in source.layout().on_rank(rank):
-            scalars = spelled(dict(source.scalars(at)))
+            scalars = bitwise_repr(dict(source.scalars(at)))
             yield f"scalars of {at.name} on rank {rank}", digest(scalars.encode())

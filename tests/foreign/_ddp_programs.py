@@ -25,7 +25,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-class Whole(LitNet):
+class UnshardedNet(LitNet):
     """Gives each parameter a gradient."""
 
     @override
@@ -55,7 +55,7 @@ def fit_ddp(run: Run) -> None:
         callbacks=[Watch(), Keep(run)],
         **QUIET,
     )
-    trainer.fit(Whole(setup, hidden=setup.hidden))
+    trainer.fit(UnshardedNet(setup, hidden=setup.hidden))
     trainer.save_checkpoint(run.path)
 
 

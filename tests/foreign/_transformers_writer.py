@@ -55,7 +55,7 @@ class InOrder(transformers.Trainer):  # type: ignore[misc]
         return SequentialSampler(self.train_dataset)
 
 
-class Say(transformers.TrainerCallback):  # type: ignore[misc]
+class SaveWhenDue(transformers.TrainerCallback):  # type: ignore[misc]
     """Says what the engine holds when it is saved."""
 
     def __init__(self, row: FixtureRow, folder: str) -> None:
@@ -88,7 +88,7 @@ def train(row: FixtureRow, folder: str) -> None:
         disable_tqdm=True,
         report_to=[],
     )
-    say = Say(row, folder)
+    say = SaveWhenDue(row, folder)
     trainer = InOrder(
         model=LossNet(0, hidden=row.setup.hidden),
         args=arguments,

@@ -150,7 +150,7 @@ def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
         "buffers of ranks other than 0",
         "the buffers average",
     )
-    assert not reader.info.progress
+    assert not reader.info.has_counters
     assert reader.manifest.module_buffers == (
         "seen",
         "bn.running_mean",

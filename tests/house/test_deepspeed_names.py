@@ -37,12 +37,12 @@ DEEPSPEEDS_OWN = ("engine", "_engine", "optimizer", "_optimizer", "optimizer_swa
 """What holds an engine, an optimizer wrapper or its swapper, wherever it is called so."""
 
 OTHERS = {
-    "backward": "documented: trial",
-    "destroy": "documented: trial",
-    "device": "documented: trial",
+    "backward": "documented: selftest_engine",
+    "destroy": "documented: selftest_engine",
+    "device": "documented: selftest_engine",
     "param_groups": "of torch's optimizers",
     "state": "of torch's optimizers",
-    "step": "documented: trial",
+    "step": "documented: selftest_engine",
 }
 """Names of these that no release lacks."""
 

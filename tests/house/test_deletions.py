@@ -122,16 +122,16 @@ PLACES: dict[tuple[str, str, str], str] = {
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),
     # -- selftest: in one folder, which it has made under a name that nothing else has
-    ("storage/directory_abilities.py", "_write_new", "path.open to write"): SELFTEST,
-    ("storage/directory_abilities.py", "_rename", "hidden.rename"): SELFTEST,
-    ("storage/directory_abilities.py", "_rename", "(place / 'new').replace"): SELFTEST,
-    ("storage/directory_abilities.py", "_exchange", "exchange_names"): SELFTEST,
-    ("storage/directory_abilities.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("storage/trial_folder.py", "leave_token", "(folder / token_name(rank)).open to write"): (
+    ("storage/filesystem_capabilities.py", "_write_new", "path.open to write"): SELFTEST,
+    ("storage/filesystem_capabilities.py", "_rename", "hidden.rename"): SELFTEST,
+    ("storage/filesystem_capabilities.py", "_rename", "(place / 'new').replace"): SELFTEST,
+    ("storage/filesystem_capabilities.py", "_exchange", "exchange_names"): SELFTEST,
+    ("storage/filesystem_capabilities.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
+    ("storage/scratch_folder.py", "leave_token", "(folder / token_name(rank)).open to write"): (
         SELFTEST
     ),
-    ("storage/trial_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
-    ("selftest/speeds.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
+    ("storage/scratch_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
+    ("selftest/throughput.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest/raw_write.py", "write_raw", "path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps
     ("formats/dumps/describe.py", "_write", "hidden.unlink"): DUMPS,

@@ -46,7 +46,7 @@ strategy.
 """
 
 
-class NotToBeHadError(Exception):
+class EnvironmentUnavailableError(Exception):
     """A machine lacks an interpreter, or its package index a build of torch for it."""
 
 
@@ -54,7 +54,7 @@ def environment(cell: Cell) -> dict[str, str]:
     """Install a cell, unless it is, and return the environment in which its Python is found first.
 
     Raises:
-        NotToBeHadError: the interpreter or its torch cannot be had here.
+        EnvironmentUnavailableError: the interpreter or its torch cannot be had here.
         AssertionError: pip could not install DeepSpeed, Lightning or this library beside it.
     """
     folder = FOLDER / str(cell)
@@ -103,7 +103,7 @@ def _base(base: Base) -> Path:
     """Return an environment that has torch and what runs tests.
 
     Raises:
-        NotToBeHadError: the interpreter or its torch cannot be had here.
+        EnvironmentUnavailableError: the interpreter or its torch cannot be had here.
     """
     folder = FOLDER / str(base)
     if not (folder / ".installed").is_file():
@@ -112,7 +112,7 @@ def _base(base: Base) -> Path:
         if said := _pip(folder, "--no-compile", f"torch=={base.torch}", *TOOLS):
             shutil.rmtree(folder)
             msg = f"pip has no torch {base.torch} for Python {base.python} here: {_reason(said)}"
-            raise NotToBeHadError(msg)
+            raise EnvironmentUnavailableError(msg)
         # Where there is triton, older releases of DeepSpeed ask for a GPU's driver at import. It
         # stays known to pip, which would install it in each cell otherwise.
         shutil.rmtree(_packages(folder) / "triton", ignore_errors=True)
@@ -124,12 +124,12 @@ def _new(folder: Path, version: str) -> None:
     """Make an empty environment, instead of one whose making was interrupted.
 
     Raises:
-        NotToBeHadError: there is no such interpreter.
+        EnvironmentUnavailableError: there is no such interpreter.
     """
     python = interpreter(version)
     if python is None:
         msg = f"no Python {version}: neither python{version} on PATH nor pyenv has it"
-        raise NotToBeHadError(msg)
+        raise EnvironmentUnavailableError(msg)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True, timeout=INSTALL_TIMEOUT_S)
 

@@ -14,7 +14,7 @@ import pytest
 from lightning_elastic_zero.requirements import DEEPSPEED
 from tests.releases._cells import CELLS, EXCHANGES, REFUSED, Cell
 from tests.releases._core_matrix import TESTS, left_out
-from tests.releases._install import ROOT, NotToBeHadError, environment
+from tests.releases._install import ROOT, EnvironmentUnavailableError, environment
 from tests.rotation import Rotation
 from tests.tables import RELEASES
 
@@ -64,7 +64,7 @@ def of(cell: Cell) -> dict[str, str]:
     """Return a cell's environment; skip, and count it, where a machine cannot have it."""
     try:
         return environment(cell)
-    except NotToBeHadError as error:
+    except EnvironmentUnavailableError as error:
         RELEASES.count(str(cell), "not to be had here")
         pytest.skip(str(error))
 

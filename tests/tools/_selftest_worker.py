@@ -12,10 +12,15 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero import load_checkpoint, save_checkpoint
-from lightning_elastic_zero.engine.trial import TrialModel, join_ranks, train, trial_engine
-from lightning_elastic_zero.selftest import rank_tasks, worker
+from lightning_elastic_zero.engine.selftest_engine import (
+    TrialModel,
+    join_ranks,
+    train,
+    trial_engine,
+)
+from lightning_elastic_zero.selftest import rank_tasks, worker_main
 from lightning_elastic_zero.selftest.checks import checkpoint_file, saved_name
-from lightning_elastic_zero.selftest.messages import Request, Sender
+from lightning_elastic_zero.selftest.worker_protocol import Request, Sender
 
 STAGE = 1
 
@@ -48,4 +53,4 @@ def main(asked: int, told: int) -> None:
     """Be a worker."""
     rank_tasks.TASKS = {**rank_tasks.TASKS, "save_all": save_at_one_stage}
     vars(rank_tasks)["load_checkpoint"] = partial(load_but_for_an_element, load_checkpoint)
-    worker.main(asked, told)
+    worker_main.main(asked, told)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.cli import main
-from lightning_elastic_zero.selftest.own_folder import PREFIX
+from lightning_elastic_zero.selftest.work_dir import PREFIX
 
 REMOVAL_S = 30.0
 """Of the selftest's own folder: longer than a rank takes to end, and torchrun the others."""

@@ -24,11 +24,11 @@ from lightning_elastic_zero import (
     UnsupportedError,
 )
 from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
+from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.conversion.adapter_folder import adapter_key
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
-from lightning_elastic_zero.tools.opened import opened
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.core._checkpoints import names_in
 from tests.engine._worker_pool import Pools
@@ -125,7 +125,7 @@ def test_tied_names_of_a_single_file(to: str, tmp_path: Path) -> None:
         assert found[first].data_ptr() == found[other].data_ptr()
         assert torch.equal(found[first], weights[first].to(found[first].dtype))
     else:
-        with opened(there) as checkpoint:
+        with open_view(there) as checkpoint:
             names = checkpoint.manifest.names()
         assert sorted(names) == sorted([first, other])
     (row,) = inspect_checkpoint(tmp_path / "a.ckpt").parameters
@@ -146,7 +146,7 @@ def test_buffers_that_are_named_keep_their_type(to: str, tmp_path: Path) -> None
     wanted = {n: t.to(rounded) if n in ("w", "unnamed") else t for n, t in tree.items()}
     path = there / "model.safetensors" if to == "safetensors" else there
     found: Any
-    with opened(path) if to == "dcp" else nullcontext() as checkpoint:
+    with open_view(path) if to == "dcp" else nullcontext() as checkpoint:
         if checkpoint:
             entries = [(e, list(checkpoint.chunks(e))) for e in checkpoint.weights()]
             found = {e.name: torch.cat(parts).view(e.shape) for e, parts in entries}
@@ -346,7 +346,7 @@ def test_a_run_of_stage_0_tells_its_buffers(world_size: int, tmp_path: Path) -> 
     patterns = ConvertOptions(buffers=["frozen.*"])
     convert_checkpoint(source, tmp_path / "b.ckpt", "elastic", patterns)
     for path in (source, tmp_path / "b.ckpt"):
-        with opened(path) as checkpoint:
+        with open_view(path) as checkpoint:
             assert [p.name for p in checkpoint.manifest.frozen] == ["frozen.weight", "codes"]
             assert checkpoint.manifest.module_buffers == ("mean", "count")
     assert fingerprint_checkpoint(tmp_path / "b.ckpt") == fingerprint_checkpoint(source)

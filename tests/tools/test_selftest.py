@@ -21,12 +21,17 @@ from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.selftest.checks import DYING
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
 from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows, unchecked_rows
-from lightning_elastic_zero.selftest.messages import RankReport, Sender, WorldReport, read_report
-from lightning_elastic_zero.selftest.own_folder import PREFIX, own_folder, usable_directory
+from lightning_elastic_zero.selftest.environment import Environment, file_system
 from lightning_elastic_zero.selftest.report import Row, SelftestReport, report_lines
-from lightning_elastic_zero.selftest.setting import Setting, file_system
+from lightning_elastic_zero.selftest.work_dir import PREFIX, usable_directory, work_dir
+from lightning_elastic_zero.selftest.worker_protocol import (
+    RankReport,
+    Sender,
+    WorldReport,
+    read_report,
+)
 from lightning_elastic_zero.selftest.worlds import plan_worlds, ranks_started_by
-from lightning_elastic_zero.storage.directory_abilities import (
+from lightning_elastic_zero.storage.filesystem_capabilities import (
     EXCHANGE,
     LINKS,
     RENAME,
@@ -43,15 +48,15 @@ QUICK = settings(deadline=None, max_examples=50)
 PROBE = """
 import json, sys
 from pathlib import Path
-from lightning_elastic_zero.storage.directory_abilities import probe_abilities
-rows = probe_abilities(Path(sys.argv[1]))
+from lightning_elastic_zero.storage.filesystem_capabilities import probe_capabilities
+rows = probe_capabilities(Path(sys.argv[1]))
 print(json.dumps([[row.what, row.outcome, row.details] for row in rows]))
 """
 
 
-def setting_of(directory: Path, *, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Setting:
+def setting_of(directory: Path, *, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Environment:
     """Return a setting on this machine."""
-    return Setting(
+    return Environment(
         directory=directory,
         device="cuda" if gpus else "cpu",
         device_names=("a device",),
@@ -116,7 +121,7 @@ def test_a_sound_directory_holds(tmp_path: Path) -> None:
 @pytest.mark.skipif(file_system(Path("/dev/shm"))[0] != "tmpfs", reason="no tmpfs is mounted")  # noqa: S108
 def test_nothing_is_said_of_a_disk_where_there_is_none() -> None:
     """On tmpfs a sync is no finding: it is not checked, and does not count as held."""
-    with own_folder(Path("/dev/shm")) as folder:  # noqa: S108
+    with work_dir(Path("/dev/shm")) as folder:  # noqa: S108
         rows = directory_rows(OneRank(), folder, setting_of(folder))
     found = {row.what: row for row in rows}
     for what in (SYNC_FILE, SYNC_NAMES):
@@ -142,13 +147,13 @@ def test_a_users_files_stay(tmp_path: Path) -> None:
         path.write_text(name)
     (tmp_path / "probe-0").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with own_folder(tmp_path) as folder:
+    with work_dir(tmp_path) as folder:
         assert folder not in before
         directory_rows(OneRank(), folder, setting_of(tmp_path))
         assert set(tmp_path.iterdir()) == {folder, *tmp_path.glob("[!z]*"), *theirs.values()}
 
     def fail() -> None:
-        with own_folder(tmp_path) as folder:
+        with work_dir(tmp_path) as folder:
             (folder / "deep").mkdir()
             (folder / "deep" / "file").touch()
             raise ZeroDivisionError
@@ -180,7 +185,7 @@ def test_a_directory_that_cannot_be_written(run: Run) -> None:
     assert (code, out) == (2, "")
     assert "/proc/self" in err
     assert "cannot be written" in err or "has room for" in err
-    with pytest.raises(SaveError, match="cannot be written"), own_folder(Path("/proc/self")):
+    with pytest.raises(SaveError, match="cannot be written"), work_dir(Path("/proc/self")):
         pass
 
 

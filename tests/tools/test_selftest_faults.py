@@ -21,12 +21,12 @@ from lightning_elastic_zero.selftest.checks import (
     UNMEASURED,
 )
 from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows
-from lightning_elastic_zero.selftest.messages import RankReport, WorldReport
-from lightning_elastic_zero.selftest.own_folder import own_folder
+from lightning_elastic_zero.selftest.environment import device_name
 from lightning_elastic_zero.selftest.raw_write import write_raw
 from lightning_elastic_zero.selftest.report import Row
-from lightning_elastic_zero.selftest.setting import device_name
-from lightning_elastic_zero.selftest.speeds import is_stall
+from lightning_elastic_zero.selftest.throughput import is_stall
+from lightning_elastic_zero.selftest.work_dir import work_dir
+from lightning_elastic_zero.selftest.worker_protocol import RankReport, WorldReport
 from lightning_elastic_zero.selftest.worlds import Worlds
 from tests.core._slow_disk import SlowDisk
 from tests.timeouts import HANG_TIMEOUT_S
@@ -125,7 +125,7 @@ def test_a_removal_goes_on_where_others_have_given_up(tmp_path: Path) -> None:
         told.append(1)
         raise RanksError
 
-    with own_folder(tmp_path, tell) as folder:
+    with work_dir(tmp_path, tell) as folder:
         for name in ("one", "two"):
             (folder / name).mkdir()
             (folder / name / "file").touch()

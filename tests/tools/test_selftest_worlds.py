@@ -19,10 +19,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero import run_selftest
 from lightning_elastic_zero.coordination import StoreRanks, Timeouts
-from lightning_elastic_zero.selftest import workers
+from lightning_elastic_zero.selftest import worker_pool
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
-from lightning_elastic_zero.selftest.own_folder import PREFIX
 from lightning_elastic_zero.selftest.report import Row
+from lightning_elastic_zero.selftest.work_dir import PREFIX
 from tests.engine._worker_pool import environment
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
@@ -165,7 +165,7 @@ def test_a_broken_load_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(workers, "WORKER", _selftest_worker.__name__)
+    monkeypatch.setattr(worker_pool, "WORKER", _selftest_worker.__name__)
     report = run_selftest(tmp_path)
     assert not report.holds
     found = {row.what: row for row in report.rows}

@@ -23,7 +23,7 @@ from tests.trainer._fits import FitSpec
 
 
 @dataclass(frozen=True)
-class Told:
+class FingerprintResult:
     """What a fit told of fingerprints."""
 
     saved: str
@@ -50,7 +50,7 @@ def messages_of_lightning() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def fit(plan: FitSpec, verb: str = "fit") -> Told:
+def fit(plan: FitSpec, verb: str = "fit") -> FingerprintResult:
     """Fit, or evaluate, and tell."""
     trainer, net, data, _ = plan.make()
     with messages_of_lightning() as said:
@@ -58,7 +58,9 @@ def fit(plan: FitSpec, verb: str = "fit") -> Told:
     strategy = trainer.strategy
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
     of = [stats.fingerprint if stats else "" for stats in (strategy.last_save, strategy.last_load)]
-    return Told(of[0], of[1], tuple(text for text in said if text.startswith(("Saved", "Loaded"))))
+    return FingerprintResult(
+        of[0], of[1], tuple(text for text in said if text.startswith(("Saved", "Loaded")))
+    )
 
 
 def resume_with_a_flipped_bit(

@@ -341,7 +341,7 @@ def test_no_memory_on_one_rank(pools: Pools, tmp_path: Path) -> None:
 def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
     """Save anew to a path whose deletion waits for a link, and only then move the link on."""
     root = Path(run.root)
-    link, doomed, other = (root / f"{name}.ckpt" for name in ("last", "a", "other"))
+    link, scheduled, other = (root / f"{name}.ckpt" for name in ("last", "a", "other"))
 
     def point(trainer: pl.Trainer, target: Path) -> None:
         if comm.get_rank() == 0:
@@ -355,11 +355,11 @@ def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
         trainer.strategy.barrier()
 
     def schedule_delete(trainer: pl.Trainer) -> None:
-        save(trainer, doomed)
+        save(trainer, scheduled)
         save(trainer, other)
-        point(trainer, doomed)
-        elastic_strategy_of(trainer).remove_checkpoint(doomed)
-        save(trainer, doomed)
+        point(trainer, scheduled)
+        elastic_strategy_of(trainer).remove_checkpoint(scheduled)
+        save(trainer, scheduled)
         point(trainer, other)
 
     run.actions = {2: schedule_delete, 4: lambda trainer: save(trainer, root / "b.ckpt")}

@@ -16,7 +16,7 @@ from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.engine._worker_pool import Pools
 from tests.tools._checkpoints import make_state, manifest_of
 from tests.trainer._fingerprints import (
-    Told,
+    FingerprintResult,
     fit,
     resume_with_a_flipped_bit,
     with_own_paths,
@@ -36,7 +36,7 @@ def saved_by(pools: Pools, root: Path, world: int = 2, **options: Any) -> FitSpe
     return replace(plan, epochs=2, ckpt_path=str(root / "last.ckpt"))
 
 
-def resumed(pools: Pools, plan: FitSpec, world: int, verb: str = "fit") -> Told:
+def resumed(pools: Pools, plan: FitSpec, world: int, verb: str = "fit") -> FingerprintResult:
     """Resume, in a folder of its own; return what the first rank told."""
     elsewhere = replace(plan, root=f"{plan.root}/resumed")
     first, *others = pools.run(world, partial(fit, elsewhere, verb))

@@ -40,7 +40,7 @@ CLASS_STUBS: Mapping[str, type] = {
 """What is built in whose place; a file that needs any other class is refused by its name."""
 
 
-def loss_scaler_fields(scaler: object) -> dict[str, Plain]:
+def stub_fields(scaler: object) -> dict[str, Plain]:
     """Return a loss scaler's class and plain fields; nothing where there is none."""
     if not isinstance(scaler, LossScaler):
         return {}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
+from lightning_elastic_zero.formats.deepspeed.class_stubs import stub_fields
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
 from lightning_elastic_zero.formats.deepspeed.tag_reader import TagReader
 from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, is_vector, numel_of
@@ -204,4 +204,4 @@ class UniversalReader(TagReader):
         return self._scalar_values(at.buffer)
 
     def _loss_scaler(self) -> Mapping[str, Plain]:
-        return loss_scaler_fields(self._optimizer.get("loss_scaler"))
+        return stub_fields(self._optimizer.get("loss_scaler"))

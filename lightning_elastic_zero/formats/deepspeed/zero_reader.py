@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
+from lightning_elastic_zero.formats.deepspeed.class_stubs import stub_fields
 from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
 from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
 from lightning_elastic_zero.formats.deepspeed.tag_reader import TagReader
@@ -174,4 +174,4 @@ class ZeroReader(TagReader):
 
     def _loss_scaler(self) -> Mapping[str, Plain]:
         shard = self.files.tree(self._shard_name(0))[OPTIMIZER]
-        return loss_scaler_fields(shard.get("loss_scaler"))
+        return stub_fields(shard.get("loss_scaler"))

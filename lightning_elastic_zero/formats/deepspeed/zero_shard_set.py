@@ -29,7 +29,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
+from lightning_elastic_zero.formats.deepspeed.class_stubs import stub_fields
 from lightning_elastic_zero.formats.deepspeed.constants import STATES
 from lightning_elastic_zero.formats.deepspeed.hyperparameter_differences import (
     HyperparameterDifferences,
@@ -63,7 +63,7 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 def _scaler(shard: Shard) -> str:
     """Return the loss scale and what it follows, to compare."""
-    return repr(sorted(loss_scaler_fields(shard.get("loss_scaler")).items()))
+    return repr(sorted(stub_fields(shard.get("loss_scaler")).items()))
 
 
 RESUME_FROM_ANOTHER = (

@@ -225,7 +225,7 @@ def _refuse_alike(search: OrderSearch, names: Iterable[str]) -> NoReturn:
 
 # -- any order -------------------------------------------------------------------------------------
 
-_Step: TypeAlias = "tuple[int, Hashable, BufferPosition]"
+_Assignment: TypeAlias = "tuple[int, Hashable, BufferPosition]"
 """A stream, which kind of parameter comes next in it, and the spot after that."""
 
 
@@ -260,14 +260,16 @@ def _any_order(search: OrderSearch) -> Order | None:
     return tuple(tuple(kinds[kind][0] for kind in names) for names in laid)
 
 
-def _ways(search: OrderSearch, kinds: Mapping[Hashable, Sequence[str]]) -> Iterator[list[_Step]]:
+def _ways(
+    search: OrderSearch, kinds: Mapping[Hashable, Sequence[str]]
+) -> Iterator[list[_Assignment]]:
     """Yield the ways to fill the streams, by trial and error.
 
     Raises:
         CheckpointMismatchError: there is no end to it.
     """
     left = {kind: len(names) for kind, names in kinds.items()}
-    path: list[_Step] = []
+    path: list[_Assignment] = []
     trials = [_options(search, kinds, left, path)]
     steps = 0
     while trials:
@@ -287,7 +289,9 @@ def _ways(search: OrderSearch, kinds: Mapping[Hashable, Sequence[str]]) -> Itera
         trials.append(_options(search, kinds, left, path))
 
 
-def _next_place(search: OrderSearch, path: Sequence[_Step]) -> tuple[int, BufferPosition] | None:
+def _next_place(
+    search: OrderSearch, path: Sequence[_Assignment]
+) -> tuple[int, BufferPosition] | None:
     """Return the stream and the spot that are next to be filled; None when all streams are full."""
     index, position = (path[-1][0], path[-1][2]) if path else (0, BufferPosition())
     while search.flat_groups[index].is_end(position):
@@ -301,8 +305,8 @@ def _options(
     search: OrderSearch,
     kinds: Mapping[Hashable, Sequence[str]],
     left: Mapping[Hashable, int],
-    path: Sequence[_Step],
-) -> Iterator[_Step]:
+    path: Sequence[_Assignment],
+) -> Iterator[_Assignment]:
     """Yield what can come next, in the model's order."""
     place = _next_place(search, path)
     if place is None:

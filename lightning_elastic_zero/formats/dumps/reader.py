@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed.class_stubs import loss_scaler_fields
+from lightning_elastic_zero.formats.deepspeed.class_stubs import stub_fields
 from lightning_elastic_zero.formats.deepspeed.zero_shard_set import ZeroShardSet
 from lightning_elastic_zero.formats.dumps.table import (
     DumpsTable,
@@ -80,7 +80,7 @@ class DumpsReader(CheckpointReader):
             f"set of hand-made dumps of optimizer.state_dict(), {self._shards.engine}",
             self._lacks(hyperparameters=hyperparameters),
             hyperparameters=hyperparameters,
-            progress=False,
+            has_counters=False,
         )
 
     def _dump(self, rank: int) -> str:
@@ -193,6 +193,6 @@ class DumpsReader(CheckpointReader):
         return SharedState(
             buffers=self.files.load(model, buffers),
             client_state={},
-            loss_scaler=loss_scaler_fields(shard.get("loss_scaler")),
+            loss_scaler=stub_fields(shard.get("loss_scaler")),
             lr_scheduler=None,
         )

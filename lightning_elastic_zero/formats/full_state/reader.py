@@ -72,7 +72,7 @@ class FullStateReader(CheckpointReader):
             kind=full_state.kind,
             lacks=("RNG states", *without_state, *full_state.lacks),
             hyperparameters=any(g.hyperparameters for g in bound.manifest.groups),
-            progress="global_step" in full_state.trainer,
+            has_counters="global_step" in full_state.trainer,
             unmatched=bound.unmatched,
         )
 

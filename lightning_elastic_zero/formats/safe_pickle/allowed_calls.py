@@ -200,7 +200,7 @@ def set_fields(instance: object, state: object) -> None:
         vars(instance).update(fields)
 
 
-CLIENT_OBJECTS = PicklePolicy(
+CLIENT_OBJECTS_POLICY = PicklePolicy(
     {
         **{name: (pkgutil.resolve_name(name), rule) for name, rule in ALLOWED_CALLS.items()},
         **{name: (builder, lambda _: True) for name, builder in BUILDERS.items()},

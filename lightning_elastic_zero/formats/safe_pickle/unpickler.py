@@ -24,7 +24,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.elastic.client_state import host_pickle
 from lightning_elastic_zero.formats.safe_pickle.allowed_calls import (
-    CLIENT_OBJECTS,
+    CLIENT_OBJECTS_POLICY,
     INTERNED_CLASSES,
     is_key,
     size_of,
@@ -69,7 +69,7 @@ def load_objects(data: bytes, where: str, *, allow_pickle: bool) -> object:
     try:
         if allow_pickle:
             return AnyClassUnpickler(data, PLAIN_DATA).load()
-        return SafeUnpickler(data, CLIENT_OBJECTS, where).load()
+        return SafeUnpickler(data, CLIENT_OBJECTS_POLICY, where).load()
     except ElasticZeroError:
         raise
     except Exception as error:
@@ -88,7 +88,7 @@ def find_refused(objects: Iterable[tuple[TreePath, object]]) -> dict[str, str]:
     found = {}
     for path, value in objects:
         try:
-            unpickler = SafeUnpickler(host_pickle(value), CLIENT_OBJECTS, "")
+            unpickler = SafeUnpickler(host_pickle(value), CLIENT_OBJECTS_POLICY, "")
         except Exception:  # noqa: BLE001, S112 - whatever a user's class raises, the save names
             continue
         try:

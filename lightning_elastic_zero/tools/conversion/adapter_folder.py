@@ -16,9 +16,9 @@ from lightning_elastic_zero.formats.safetensors_file import NamedSource, write_s
 from lightning_elastic_zero.storage import write_durably
 from lightning_elastic_zero.storage.exports import staged_export
 from lightning_elastic_zero.text import format_names
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint
 from lightning_elastic_zero.tools.conversion.selection import ConvertOptions, chosen_weights
-from lightning_elastic_zero.tools.opened import OpenCheckpoint
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -27,7 +27,7 @@ _BASE = "base_model.model."
 _SAVED = "modules_to_save"
 
 
-def write(
+def write_adapter_folder(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
     """Write the folder.

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
 from lightning_elastic_zero.tools.conversion import (
     adapter_folder,
     dcp_directory,
@@ -19,20 +20,19 @@ from lightning_elastic_zero.tools.conversion import (
     universal_directory,
 )
 from lightning_elastic_zero.tools.conversion.selection import ConvertOptions
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, opened
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, OnBytes], None]
 
 TARGETS: dict[str, Write] = {
     "fp32": torch_files.write_fp32,
     "bf16": torch_files.write_bf16,
-    "safetensors": safetensors_folder.write,
+    "safetensors": safetensors_folder.write_safetensors_folder,
     "lightning": torch_files.write_lightning,
-    "universal": universal_directory.write,
-    "dcp": dcp_directory.write,
-    "elastic": elastic_directory.write,
-    "adapter": adapter_folder.write,
+    "universal": universal_directory.write_universal_directory,
+    "dcp": dcp_directory.write_dcp_directory,
+    "elastic": elastic_directory.write_elastic_directory,
+    "adapter": adapter_folder.write_adapter_folder,
 }
 """What a checkpoint can be converted to, and what writes it."""
 
@@ -98,7 +98,7 @@ def convert_checkpoint(
         written += size_bytes
         on_bytes(size_bytes)
 
-    with opened(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
+    with open_view(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
         path = check_local_path(target)
         if checkpoint.path in path.resolve().parents:
             msg = f"{target} lies in the checkpoint {source}, which is only read: give another path"

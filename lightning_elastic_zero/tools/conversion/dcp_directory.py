@@ -14,16 +14,16 @@ import torch
 
 from lightning_elastic_zero.storage import as_save_error
 from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
     check_optimizer,
     chosen_weights,
 )
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 
-def write(
+def write_dcp_directory(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
     """Write the directory; with the optimizer's state where there is some."""

@@ -32,16 +32,20 @@ from lightning_elastic_zero.storage import StagedDirectory, write_durably
 from lightning_elastic_zero.storage.exports import check_free
 from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
 from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name
+from lightning_elastic_zero.tools.checkpoint_view import (
+    OpenCheckpoint,
+    TensorEntry,
+    holds_whole_tensors,
+)
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
     check_optimizer,
     source_of,
 )
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, holds_whole_tensors
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 
-def write(
+def write_elastic_directory(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
     """Write and publish the checkpoint, where nothing was: unlike a save, it replaces nothing.

@@ -17,17 +17,17 @@ from lightning_elastic_zero.formats.safetensors_file import NamedSource, write_s
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
 from lightning_elastic_zero.storage import write_durably
 from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
     check_optimizer,
     chosen_weights,
     source_of,
 )
-from lightning_elastic_zero.tools.opened import OpenCheckpoint
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 
-def write(
+def write_safetensors_folder(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
     """Write the folder; a tied weight is in it once, as transformers wants it."""

@@ -10,7 +10,11 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry, holds_whole_tensors
+from lightning_elastic_zero.tools.checkpoint_view import (
+    OpenCheckpoint,
+    TensorEntry,
+    holds_whole_tensors,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What weights can be cast to."""

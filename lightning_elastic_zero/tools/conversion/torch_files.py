@@ -12,14 +12,14 @@ import torch
 
 from lightning_elastic_zero.formats.torch_file import TorchFileWriter
 from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
     check_optimizer,
     chosen_weights,
     source_of,
 )
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 _FILE = "weights"
 

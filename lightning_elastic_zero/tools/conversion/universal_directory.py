@@ -29,13 +29,13 @@ from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.storage import write_durably
 from lightning_elastic_zero.storage.exports import StagedExport, staged_export
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
     check_optimizer,
     source_of,
 )
-from lightning_elastic_zero.tools.opened import OpenCheckpoint, TensorEntry
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 TAG = "universal"
 _MASTER = "fp32"
@@ -43,7 +43,7 @@ _STEP = "step"
 _FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
-def write(
+def write_universal_directory(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
     """Write the folder that ``engine.load_checkpoint`` is given, with ``load_universal``."""

@@ -16,26 +16,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias
 
-Order: TypeAlias = Callable[[], None]
+Command: TypeAlias = Callable[[], None]
 
 
-class OrderQueue:
+class CommandQueue:
     """Orders of many threads for one, in their order."""
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._orders: deque[Order] = deque()
+        self._commands: deque[Command] = deque()
         self._none_given = threading.Lock()
         self._none_given.acquire()
 
-    def put(self, order: Order) -> None:
+    def put(self, command: Command) -> None:
         """Append an order; never waits, and may be called within another call of it."""
-        self._orders.append(order)
+        self._commands.append(command)
         with suppress(RuntimeError):  # released already
             self._none_given.release()
 
-    def get(self, timeout_s: float) -> Order | None:
+    def get(self, timeout_s: float) -> Command | None:
         """Return the next order; None if there is none within so many seconds, or now and then."""
-        if not self._orders:
+        if not self._commands:
             self._none_given.acquire(timeout=timeout_s)
-        return self._orders.popleft() if self._orders else None
+        return self._commands.popleft() if self._commands else None

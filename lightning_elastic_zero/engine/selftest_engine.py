@@ -171,7 +171,7 @@ def train(engine: Any, first: int, last: int) -> None:  # noqa: ANN401 (untyped 
         engine.step()
 
 
-def held_state(engine: Any) -> dict[str, torch.Tensor | str]:  # noqa: ANN401 (untyped library)
+def gather_full_state(engine: Any) -> dict[str, torch.Tensor | str]:  # noqa: ANN401 (untyped library)
     """Return all that must survive, whole, on every rank. Collective.
 
     Masters, Adam's moments, frozen weights and buffers as tensors on the host, of the shapes of

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import IO
 
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.selftest.messages import (
+from lightning_elastic_zero.selftest.worker_protocol import (
     RankReport,
     Request,
     WorldReport,
@@ -30,7 +30,7 @@ from lightning_elastic_zero.selftest.messages import (
 )
 from lightning_elastic_zero.selftest.worlds import ranks_started_by
 
-WORKER = "lightning_elastic_zero.selftest.worker"
+WORKER = "lightning_elastic_zero.selftest.worker_main"
 """The module whose ``main`` a worker runs."""
 
 _START = (
@@ -134,7 +134,7 @@ def run_world(
     def work() -> list[dict[str, object]]:
         own = ranks_started_by(ranks.rank, ranks.world_size, world_size)
         with _started(own, world_size, request, (address, str(port))) as workers:
-            _wait(workers, timeout_s, ranks.progress)
+            _wait(workers, timeout_s, ranks.report_progress)
             return [to_plain(worker.report()) for worker in workers]
 
     return world_report(ranks.all_gather(name, work), killed)

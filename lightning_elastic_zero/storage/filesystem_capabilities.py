@@ -28,7 +28,7 @@ Found = tuple[Outcome, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
+class Capability:
     """One thing that saves need of a directory, and what became of trying it."""
 
     what: str
@@ -38,7 +38,7 @@ class Ability:
     is done instead."""
 
 
-def probe_abilities(folder: Path) -> list[Ability]:
+def probe_capabilities(folder: Path) -> list[Capability]:
     """Try out a new folder; what is written stays in it.
 
     Args:
@@ -59,7 +59,7 @@ def probe_abilities(folder: Path) -> list[Ability]:
             outcome, details = probe(place)
         except (OSError, SaveError) as error:
             outcome, details = "FAILS", _why(what, error)
-        found.append(Ability(what, outcome, details))
+        found.append(Capability(what, outcome, details))
     return found
 
 

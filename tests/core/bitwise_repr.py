@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-def spelled(value: object) -> str:
+def bitwise_repr(value: object) -> str:
     """Spell a value out.
 
     NaN is not equal to itself, but 1, 1.0 and True are, and 0.0 and -0.0; here it is the other way
@@ -23,13 +23,13 @@ def spelled(value: object) -> str:
         number = complex(value) if isinstance(value, complex) else complex(value, 0)
         return f"{kind} {struct.pack('<dd', number.real, number.imag).hex()}"
     if isinstance(value, dict):
-        items = sorted((spelled(key), spelled(item)) for key, item in value.items())
-        fields = spelled(vars(value)) if type(value) is OrderedDict and vars(value) else ""
+        items = sorted((bitwise_repr(key), bitwise_repr(item)) for key, item in value.items())
+        fields = bitwise_repr(vars(value)) if type(value) is OrderedDict and vars(value) else ""
         return f"{kind} {items} {fields}"
     if isinstance(value, (set, frozenset)):
-        return f"{kind} {sorted(map(spelled, value))}"
+        return f"{kind} {sorted(map(bitwise_repr, value))}"
     if isinstance(value, (list, tuple)):
-        return f"{kind} {[spelled(item) for item in value]}"
+        return f"{kind} {[bitwise_repr(item) for item in value]}"
     return f"{kind} {value!r}"
 
 
@@ -39,4 +39,4 @@ def _spelled_array(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
     flat = value.detach().contiguous().reshape(-1)
     data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
     what = f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {data.hex()}"
-    return f"{what} {spelled(vars(value))}"
+    return f"{what} {bitwise_repr(vars(value))}"

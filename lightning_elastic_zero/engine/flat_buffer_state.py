@@ -13,7 +13,7 @@ from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.partition import FlatBuffer
 
 
-def held_state(
+def flat_buffer_state(
     optimizer: Any,  # noqa: ANN401 (untyped library)
     wrapper: str,
     placed: tuple[LiveFlatBuffer, FlatBuffer, Sequence[Fragment]],

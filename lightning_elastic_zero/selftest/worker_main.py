@@ -9,7 +9,7 @@ import threading
 import traceback
 
 from lightning_elastic_zero.selftest import rank_tasks
-from lightning_elastic_zero.selftest.messages import Request, Sender
+from lightning_elastic_zero.selftest.worker_protocol import Request, Sender
 
 _STARTER_IS_GONE = 70
 

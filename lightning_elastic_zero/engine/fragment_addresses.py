@@ -96,7 +96,7 @@ def own_slices(
     )
 
 
-def verify_places(
+def verify_addresses(
     buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Sequence[Fragment], *, fresh: bool
 ) -> None:
     """Refuse a flat buffer in which DeepSpeed's own weights lie elsewhere than computed.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport
-from lightning_elastic_zero.tools.progress import format_bytes
+from lightning_elastic_zero.tools.progress_line import format_bytes
 from lightning_elastic_zero.tools.resume_plan import ResumePlan
 from lightning_elastic_zero.tools.verification import Verification
 

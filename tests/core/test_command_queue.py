@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from lightning_elastic_zero.coordination.order_queue import OrderQueue
+from lightning_elastic_zero.coordination.command_queue import CommandQueue
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 THREADS, EACH = 4, 500
@@ -25,7 +25,7 @@ def ends(work: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("timeout_s", [0.0, 1e-9, 1e-6, 1e-4])
 def test_a_wait_ends_however_short_it_is(timeout_s: float) -> None:
     """Also the first one after an order, which holds up ``queue.SimpleQueue`` for good."""
-    queue = OrderQueue()
+    queue = CommandQueue()
     found: list[bool] = []
 
     def wait() -> None:
@@ -39,7 +39,7 @@ def test_a_wait_ends_however_short_it_is(timeout_s: float) -> None:
 
 def test_no_order_is_lost_and_each_threads_come_in_order() -> None:
     """However many give them at once, and however long the one waits."""
-    queue = OrderQueue()
+    queue = CommandQueue()
     done: list[tuple[int, int]] = []
 
     def give(thread: int) -> None:
@@ -63,6 +63,6 @@ def test_no_order_is_lost_and_each_threads_come_in_order() -> None:
 
 def test_an_order_wakes_who_waits() -> None:
     """It does not wait for the end of its time."""
-    queue = OrderQueue()
+    queue = CommandQueue()
     threading.Timer(0.05, lambda: queue.put(lambda: None)).start()
     assert ends(lambda: queue.get(10 * PROMPT_TIMEOUT_S))

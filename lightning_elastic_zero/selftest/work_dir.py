@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import check_local_path, trial_folder
+from lightning_elastic_zero.storage import check_local_path, scratch_folder
 
 PREFIX = "zero-selftest-"
 """Beginning of the folder's name: visible, so that a kill leaves nothing that nobody sees."""
@@ -31,8 +31,8 @@ def usable_directory(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def own_folder(
+def work_dir(
     directory: Path, on_progress: Callable[[], None] = lambda: None
 ) -> AbstractContextManager[Path]:
-    """Make a new folder in a directory, to be removed with all that is in it; ``trial_folder``."""
-    return trial_folder(directory, PREFIX, on_progress)
+    """Make a new folder in a directory, removed with its contents; ``scratch_folder``."""
+    return scratch_folder(directory, PREFIX, on_progress)

@@ -15,7 +15,7 @@ import torch
 from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
 from lightning_elastic_zero.coordination import Ranks, Timeouts
-from lightning_elastic_zero.engine.trial import WideModel, train, trial_engine
+from lightning_elastic_zero.engine.selftest_engine import WideModel, train, trial_engine
 from lightning_elastic_zero.errors import ElasticZeroError, RanksError
 from lightning_elastic_zero.selftest.checks import (
     COPY,
@@ -25,10 +25,10 @@ from lightning_elastic_zero.selftest.checks import (
     STALL,
     UNMEASURED,
 )
-from lightning_elastic_zero.selftest.messages import Request, Sender
 from lightning_elastic_zero.selftest.raw_write import MOST_S, write_raw
+from lightning_elastic_zero.selftest.worker_protocol import Request, Sender
 from lightning_elastic_zero.storage import delete_checkpoint
-from lightning_elastic_zero.tools.progress import format_bytes
+from lightning_elastic_zero.tools.progress_line import format_bytes
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def _measure(
     began = time.monotonic()
     for number in range(ROUNDS + 1):
         raw = folder / f"raw-{number}-{ranks.rank}"
-        write = partial(write_raw, raw, request.measured_bytes, block, ranks.progress)
+        write = partial(write_raw, raw, request.measured_bytes, block, ranks.report_progress)
         seconds, written_bytes = _timed(ranks, write)
         raw.unlink()
         slowest_bytes = _least(ranks, written_bytes)

@@ -14,7 +14,7 @@ from lightning_elastic_zero.checkpoint import SaveOptions, save_engine
 from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.selftest.checks import DYING, TOLD, TORN, checkpoint_file
-from lightning_elastic_zero.selftest.messages import Sender
+from lightning_elastic_zero.selftest.worker_protocol import Sender
 
 T = TypeVar("T")
 J = TypeVar("J")
@@ -43,7 +43,7 @@ class DyingRanks:
         """Run ``work`` on every rank."""
         return self._ranks.all_gather(step, work)
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Die, as when a machine does: a save calls this when bytes have come to the disk."""
         self._sender.checked(DYING)
         os.kill(os.getpid(), signal.SIGKILL)

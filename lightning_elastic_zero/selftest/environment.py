@@ -14,7 +14,7 @@ import torch
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.selftest.worlds import Worlds
-from lightning_elastic_zero.tools.progress import format_bytes
+from lightning_elastic_zero.tools.progress_line import format_bytes
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -27,7 +27,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Environment:
     """What all ranks found."""
 
     directory: Path

@@ -27,7 +27,7 @@ from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPl
 from lightning_elastic_zero.manifest import Manifest, Parameter
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar
-from lightning_elastic_zero.tools.progress import OnBytes
+from lightning_elastic_zero.tools.progress_line import OnBytes
 
 CHUNK_ELEMENTS = 1 << 22
 """The most elements of a tensor that a tool holds at once: 16 MiB of fp32."""
@@ -300,7 +300,7 @@ def _held_run(fragment: Fragment, start: int, stop: int) -> Transfer:
 
 
 @contextmanager
-def opened(
+def open_view(
     path: str | os.PathLike[str],
     *,
     allow_pickle: bool = False,

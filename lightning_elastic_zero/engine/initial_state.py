@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.twin_optimizer import twin_after_a_step
+from lightning_elastic_zero.engine.probe_optimizer import probe_after_a_step
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.group_matching import OWN_GROUP
 from lightning_elastic_zero.manifest import Group
 
 
-def fresh_values(
+def initial_values(
     inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     index: int,
     held: Group,
@@ -31,7 +31,7 @@ def fresh_values(
     # Weights that are not zero would decay.
     settings = {**held.hyperparameters, "weight_decay": 0.0}
     try:
-        states = twin_after_a_step(inner, index, settings)
+        states = probe_after_a_step(inner, index, settings)
     except Exception as error:
         why = f"cannot be found out by a step of another {name} ({error!r})"
         raise CheckpointMismatchError(_refusal(name, index, why)) from error

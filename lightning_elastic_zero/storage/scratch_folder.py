@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def trial_folder(
+def scratch_folder(
     directory: Path, prefix: str, on_progress: Callable[[], None] = lambda: None
 ) -> Iterator[Path]:
     """Make a new folder in a directory, and remove it with all that is in it, however this ends.

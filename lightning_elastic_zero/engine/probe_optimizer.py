@@ -16,7 +16,7 @@ WEIGHTS = (0.0, 1.0)
 """The twin's parameter: what differs between its states depends on the weights."""
 
 
-def twin_after_a_step(
+def probe_after_a_step(
     inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
     index: int,
     saved: Mapping[str, Plain],
