@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.saving import ShardContents, write
+from lightning_elastic_zero.checkpoint.saving import ShardContents, write_shards
 from lightning_elastic_zero.coordination import StoreRanks, connect_ranks
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer
@@ -120,7 +120,7 @@ def saves(job: Job) -> None:
                 path = folder / f"{odd or 'same'}-{count}.ckpt"
 
                 def save(path: Path = path, count: int = count, odd: str = odd) -> str:
-                    return write(contents(job, path, count, odd=odd), ranks).path
+                    return write_shards(contents(job, path, count, odd=odd), ranks).path
 
                 outcome = attempt(save)
                 said = outcome.get("message", "")

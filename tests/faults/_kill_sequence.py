@@ -119,7 +119,7 @@ class KillSequence:
                 connection.send(partial(train, training))
             watch(world)
         finally:
-            said = world.said() if not (self.root / "started").exists() else ""
+            said = world.output_tail() if not (self.root / "started").exists() else ""
             world.end()
         self._check_restart(training, said)
 
@@ -220,5 +220,5 @@ def _unpickled(connection: Connection) -> tuple[str, Any]:
 def _wait_for(path: Path, world: World) -> None:
     end = time.monotonic() + RUN_S
     while not path.exists():
-        assert time.monotonic() < end, world.said()
+        assert time.monotonic() < end, world.output_tail()
         time.sleep(0.005)

@@ -20,7 +20,7 @@ from lightning_elastic_zero import SaveError
 from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.selftest.checks import DYING
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
-from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows, unchecked_rows
+from lightning_elastic_zero.selftest.engine_rows import WorldReports, _world_rows, unchecked_rows
 from lightning_elastic_zero.selftest.environment import Environment, file_system
 from lightning_elastic_zero.selftest.report import Row, SelftestReport, report_lines
 from lightning_elastic_zero.selftest.work_dir import PREFIX, usable_directory, work_dir
@@ -261,7 +261,7 @@ def test_a_row_is_a_line_of_the_table(rows: list[Row]) -> None:
 
 def test_nothing_that_was_not_run_holds(tmp_path: Path) -> None:
     """Where no engine was made, each of their rows is not checked, with the reason."""
-    nothing = _world_rows(Found(), plan_worlds(2, 0))
+    nothing = _world_rows(WorldReports(), plan_worlds(2, 0))
     assert {row.result for row in nothing} == {"not checked"}
     *rows, last = unchecked_rows(setting_of(tmp_path), "because")
     assert rows

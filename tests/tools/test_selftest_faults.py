@@ -20,7 +20,7 @@ from lightning_elastic_zero.selftest.checks import (
     TOLD,
     UNMEASURED,
 )
-from lightning_elastic_zero.selftest.engine_rows import Found, _world_rows
+from lightning_elastic_zero.selftest.engine_rows import WorldReports, _world_rows
 from lightning_elastic_zero.selftest.environment import device_name
 from lightning_elastic_zero.selftest.raw_write import write_raw
 from lightning_elastic_zero.selftest.report import Row
@@ -168,7 +168,7 @@ def test_a_stall_is_no_failed_call() -> None:
 
 def rows_of(saves: WorldReport, loads: WorldReport | None = None) -> dict[str, Row]:
     """Return the rows by what they are about, where files are as a kill should leave them."""
-    found = Found(saves, loads, kept="", unpublished="")
+    found = WorldReports(saves, loads, kept="", unpublished="")
     size = len(saves.ranks)
     return {row.what: row for row in _world_rows(found, Worlds(size, 1, size))}
 

@@ -225,7 +225,7 @@ def _refuse_alike(search: OrderSearch, names: Iterable[str]) -> NoReturn:
 
 # -- any order -------------------------------------------------------------------------------------
 
-_Assignment: TypeAlias = "tuple[int, Hashable, BufferPosition]"
+_Placement: TypeAlias = "tuple[int, Hashable, BufferPosition]"
 """A stream, which kind of parameter comes next in it, and the spot after that."""
 
 
@@ -262,14 +262,14 @@ def _any_order(search: OrderSearch) -> Order | None:
 
 def _ways(
     search: OrderSearch, kinds: Mapping[Hashable, Sequence[str]]
-) -> Iterator[list[_Assignment]]:
+) -> Iterator[list[_Placement]]:
     """Yield the ways to fill the streams, by trial and error.
 
     Raises:
         CheckpointMismatchError: there is no end to it.
     """
     left = {kind: len(names) for kind, names in kinds.items()}
-    path: list[_Assignment] = []
+    path: list[_Placement] = []
     trials = [_options(search, kinds, left, path)]
     steps = 0
     while trials:
@@ -290,7 +290,7 @@ def _ways(
 
 
 def _next_place(
-    search: OrderSearch, path: Sequence[_Assignment]
+    search: OrderSearch, path: Sequence[_Placement]
 ) -> tuple[int, BufferPosition] | None:
     """Return the stream and the spot that are next to be filled; None when all streams are full."""
     index, position = (path[-1][0], path[-1][2]) if path else (0, BufferPosition())
@@ -305,8 +305,8 @@ def _options(
     search: OrderSearch,
     kinds: Mapping[Hashable, Sequence[str]],
     left: Mapping[Hashable, int],
-    path: Sequence[_Assignment],
-) -> Iterator[_Assignment]:
+    path: Sequence[_Placement],
+) -> Iterator[_Placement]:
     """Yield what can come next, in the model's order."""
     place = _next_place(search, path)
     if place is None:
