@@ -13,7 +13,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from tests.engine._worker_pool import Pools, environment
 from tests.foreign._deepspeed_writers import write, write_larger
 from tests.foreign._fixture_table import ROWS, FixtureRow
 from tests.foreign._fixtures import DATA
+from tests.foreign._packing import pack
 from tests.foreign._trainer_writers import accelerate, fit
 
 TIMEOUT_S = 300.0
@@ -90,20 +90,6 @@ def convert(row: FixtureRow, path: Path) -> None:
     if row.kind == "universal":
         shutil.rmtree(source)
         (path / "latest").unlink()
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """Put a folder's files into an archive, the same bytes for the same files."""
-    with tarfile.open(archive, "w:xz", preset=9) as tar:
-        for path in sorted(folder.rglob("*")):
-            tar.add(path, str(path.relative_to(folder)), recursive=False, filter=_anonymous)
-
-
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = member.mtime = 0
-    member.uname = member.gname = ""
-    member.mode = 0o755 if member.isdir() else 0o644
-    return member
 
 
 def wanted(names: list[str]) -> list[FixtureRow]:

@@ -24,8 +24,11 @@ ROOT = Path(__file__).parents[2]
 CODE = {".py", ".pyc", ".c", ".cpp"}
 """Suffixes of what is run or built, and holds no data."""
 
-DATA = ROOT / "tests" / "foreign" / "data"
-ARCHIVES = sorted(DATA.glob("*.tar.xz"))
+ARCHIVES = sorted(
+    path
+    for tests in ("foreign", "golden")
+    for path in (ROOT / "tests" / tests / "data").glob("*.tar.xz")
+)
 SOURCES = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
 STATES = {"truth.pt", "later.pt"}
@@ -35,7 +38,10 @@ ABOUT = {"name", "shows", "kind", "path", "steps", "world", "setup", "versions"}
 """How an archive was made."""
 
 KINDS = {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
-"""Kinds of state that the oracle names; and these are the element-wise ones of optimizers:"""
+"""Kinds of state that the oracle names; these are a Trainer's:"""
+
+OF_TRAINER = {"random", "samples"}
+"""Random states, indices of consumed samples; and these are element-wise ones of optimizers:"""
 
 ELEMENTWISE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 
@@ -75,7 +81,7 @@ def wrong_in_archive(archive: Path) -> list[str]:
 def is_state(key: str) -> bool:
     """Whether a dump's key names a piece of state."""
     kind, slash, _ = key.partition("/")
-    return bool(slash) and kind in KINDS | ELEMENTWISE
+    return bool(slash) and kind in KINDS | OF_TRAINER | ELEMENTWISE
 
 
 def recorded_in(source: str) -> list[str]:

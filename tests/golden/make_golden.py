@@ -1,0 +1,113 @@
+"""Makes the golden checkpoints: of this library's own format, written by whichever code is first.
+
+Run in a checkout OLD of the code that is to write them (those here: commit 2436bfc^, the last one
+before the modules had their present names), with this checkout, NEW, behind it:
+
+    cd OLD
+    PYTHONPATH=NEW DS_ACCELERATOR=cpu python -m tests.golden.make_golden NEW/tests/golden/data
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+from tests.foreign._packing import pack
+from tests.golden._golden_run import STEPS, GoldenRun, fit
+from tests.ports import free_port
+
+TIMEOUT_S = 900.0
+RUNS = {
+    "zero1": GoldenRun(1, 2, "32-true"),
+    "zero2": GoldenRun(2, 2, "bf16-true"),
+    "zero3": GoldenRun(3, 2, "bf16-true"),
+}
+
+
+IMPORTED = ("deepspeed.runtime.zero.muon.muon_optimizer", "lightning.pytorch")
+"""What takes seconds to import, and each rank would for itself."""
+
+
+def on_ranks(world: int, work: Callable[[], None]) -> None:
+    """Do something on all ranks of a world, forked from this process.
+
+    Raises:
+        RuntimeError: a rank failed, or hangs.
+    """
+    for module in IMPORTED:
+        importlib.import_module(module)
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [fork.Process(target=be_rank, args=(rank, world, port, work)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(TIMEOUT_S)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    if any(codes):
+        msg = f"exit codes of ranks: {codes}"
+        raise RuntimeError(msg)
+
+
+def be_rank(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
+    """Join the world's process group, and work."""
+    import deepspeed
+
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": "1"}
+    os.environ.update(where | own)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    work()
+
+
+def save_all(folder: Path) -> None:
+    """Save each run's checkpoint and what was held, into a folder of its own. On each rank."""
+    for name, run in RUNS.items():
+        fit(replace(run, save=str(folder / name)))
+
+
+def about(name: str) -> str:
+    """Return how a checkpoint was made."""
+    run = RUNS[name]
+    content = {
+        "name": name,
+        "shows": "format 1, written by an earlier state of this library",
+        "kind": "elastic",
+        "steps": STEPS,
+        "world": run.world,
+        "setup": {"stage": run.stage, "precision": run.precision},
+        "versions": {name: metadata.version(name) for name in ("deepspeed", "torch", "lightning")},
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def make(data: Path) -> None:
+    """Write all of them, and pack each with what was held."""
+    data.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="ez-golden-"))
+    try:
+        for name in RUNS:
+            (folder / name).mkdir()
+        on_ranks(2, partial(save_all, folder))
+        for name in RUNS:
+            (folder / name / "checkpoint" / "zero_to_fp32.py").unlink()
+            (folder / name / "about.json").write_text(about(name))
+            pack(folder / name, data / f"{name}.tar.xz")
+            print(name, (data / f"{name}.tar.xz").stat().st_size, flush=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

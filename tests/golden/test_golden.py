@@ -1,0 +1,111 @@
+"""Checkpoints of format 1 that this library once wrote load, whatever its code is today."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.manifest import manifest_from_json
+from tests.engine._oracle import same_bits
+from tests.engine._worker_pool import Pools
+from tests.golden._golden_run import CALLBACK, SAMPLES, GoldenRun, Held, fit
+from tests.golden.make_golden import RUNS
+
+DATA = Path(__file__).parent / "data"
+NAMES = sorted(RUNS)
+
+OF_A_RANK = ("buffer", "random")
+"""Kinds of state that ranks have for themselves, and take back where their number is the same."""
+
+
+def unpack(name: str, folder: Path) -> tuple[Path, Held]:
+    """Return a checkpoint, and what DeepSpeed said was held when it was saved."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    held: Held = torch.load(folder / "truth.pt", weights_only=True)
+    return folder / "checkpoint", held
+
+
+def differing(wanted: Held, found: Held) -> list[str]:
+    """Name what is not the same, bit for bit."""
+    return [key for key, value in wanted.items() if not same(value, found.get(key))]
+
+
+def same(wanted: Any, found: Any) -> bool:  # noqa: ANN401 - a tensor, or a text
+    """Return whether two entries are the same."""
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(found, torch.Tensor) and same_bits(wanted, found)
+    return bool(wanted == found)
+
+
+def wanted_on(held: Held, source: GoldenRun, world: int) -> Held:
+    """Return what ranks of that number have to hold."""
+    whole = {k: v for k, v in held.items() if k.partition("/")[0] not in (*OF_A_RANK, "samples")}
+    if world == source.world:
+        return whole | {k: v for k, v in held.items() if k.partition("/")[0] in OF_A_RANK}
+    return whole | {f"buffer/{rank}/mean": held["buffer/0/mean"] for rank in range(world)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_manifest_says_what_was_held(name: str, tmp_path: Path) -> None:
+    """The records that are read of its text are the run's, and written again they are its bytes."""
+    checkpoint, held = unpack(name, tmp_path)
+    text = (checkpoint / "manifest.json").read_text(encoding="utf-8")
+    manifest = manifest_from_json(text, "manifest.json")
+    assert (manifest.stage, manifest.world_size) == (RUNS[name].stage, RUNS[name].world)
+    shapes = {p.name: p.shape for p in manifest.parameters}
+    kinds = ("weight/", "frozen/")
+    weights = {k.partition("/")[2]: v for k, v in held.items() if k.startswith(kinds)}
+    assert shapes == {parameter: tuple(v.shape) for parameter, v in weights.items()}
+    for index, group in enumerate(manifest.groups):
+        said = {f"group/{index}/{key}": repr(v) for key, v in group.hyperparameters.items()}
+        assert said == {k: v for k, v in held.items() if k.startswith(f"group/{index}/")}
+        assert {state.name for state in group.state} == {"exp_avg", "exp_avg_sq", "step"}
+    assert repr(manifest.progress.global_steps) == held["counter/engine_steps"]
+    assert repr(manifest.progress.global_samples) == held["counter/engine_samples"]
+    assert manifest.to_json() == text
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "world", "stage"),
+    [
+        pytest.param("zero1", 1, 3),
+        pytest.param("zero1", 2, 1),
+        pytest.param("zero1", 3, 2),
+        pytest.param("zero2", 1, 2),
+        pytest.param("zero2", 2, 3),
+        pytest.param("zero2", 3, 1),
+        pytest.param("zero3", 1, 1),
+        pytest.param("zero3", 2, 3),
+        pytest.param("zero3", 3, 2, marks=pytest.mark.essential),
+    ],
+)
+def test_a_run_goes_on(name: str, world: int, stage: int, worlds: Pools, tmp_path: Path) -> None:
+    """Masters, moments, steps, rates, counters, buffers, random states and samples come back."""
+    checkpoint, held = unpack(name, tmp_path)
+    source = RUNS[name]
+    target = GoldenRun(stage, world, source.precision, load=str(checkpoint), seed=9, rate=0.9)
+    for resumed in worlds.run(world, partial(fit, target)):
+        assert not differing(wanted_on(held, source, world), resumed.held)
+        assert sorted(held["samples/seen"].tolist() + resumed.samples) == [*range(SAMPLES)]
+        assert resumed.callback["epochs"] == CALLBACK["epochs"]
+        assert torch.equal(resumed.callback["tensor"], CALLBACK["tensor"])  # type: ignore[arg-type]
+
+
+def test_each_archive_is_small_and_says_how_it_was_made() -> None:
+    """There are as many as runs, of a few kilobytes each."""
+    archives = sorted(DATA.iterdir())
+    assert [path.name for path in archives] == [f"{name}.tar.xz" for name in NAMES]
+    assert all(path.stat().st_size <= 40_000 for path in archives)
+    for path in archives:
+        with tarfile.open(path) as archive:
+            about = archive.extractfile("about.json")
+            assert about is not None
+            assert json.load(about)["world"] == 2
