@@ -321,7 +321,7 @@ def _is_rounding(saved: str, dtype: str, rounded: Collection[str]) -> bool:
 
 
 def _loses(saved: str, dtype: str, rounded: Collection[str]) -> bool:
-    """Whether a type cannot hold each value of another one, nor is that the run's choice."""
+    """Whether a cast loses values, other than by the rounding that weights undergo too."""
     if saved == dtype or _is_rounding(saved, dtype, rounded):
         return False
     if saved not in FLOATING or dtype not in FLOATING:

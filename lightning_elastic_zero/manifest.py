@@ -266,10 +266,16 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         manifest = _manifest(content)
         _check_tables(manifest)
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{where}: a field is missing or invalid ({error!r}): the file is damaged"
+        msg = (
+            f"{where}: a field is missing or invalid ({error!r}): the file is damaged; resume from "
+            "another checkpoint"
+        )
         raise CheckpointFormatError(msg) from error
     except CheckpointFormatError as error:
-        msg = f"{where} contradicts itself ({error}): the file is damaged"
+        msg = (
+            f"{where} contradicts itself ({error}): the file is damaged; resume from another "
+            "checkpoint"
+        )
         raise CheckpointFormatError(msg) from error
     return manifest
 

@@ -70,12 +70,12 @@ class Requirement:
         )
 
 
-@cache
 def own_version() -> str:
     """Return the installed distribution's version, or one that marks a bare source tree."""
     return version_of("lightning-elastic-zero") or "0.0.0+source"
 
 
+@cache
 def version_of(package: str) -> str:
     """Return an installed package's version, empty where it is not installed.
 

@@ -1,4 +1,4 @@
-"""Phrases that name ranks, and other things of which there may be many."""
+"""Formatting of lists of ranks and names in messages."""
 
 from __future__ import annotations
 

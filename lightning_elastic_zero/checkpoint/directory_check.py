@@ -1,4 +1,4 @@
-"""Check, on every rank and before training, that the run can save into its directory."""
+"""Check, before training, that all ranks share each checkpoint directory and can save there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface through which saves and loads use a live engine, without DeepSpeed."""
+"""The interface through which saves and loads use a live engine, without importing DeepSpeed."""
 
 from __future__ import annotations
 

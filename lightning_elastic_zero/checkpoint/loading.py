@@ -226,7 +226,7 @@ class _Load:
     ranks: Ranks
 
     def check(self) -> tuple[RestoreScope, SharedState]:
-        """Find all that can be wrong before anything is changed.
+        """Find all that can be wrong before anything is changed; each rank by itself.
 
         Returns:
             What is restored, and what the checkpoint holds once.

@@ -1,4 +1,4 @@
-"""Comparison of tables between ranks before a save: those that must be equal, or may differ.
+"""Comparison of tables between ranks before a save: which must be equal, and which may differ.
 
 The tables of a run grow with its parameters, and a thousand ranks ask one store. So rank 0 sends a
 digest of each table, and writes the tables themselves into the directory that it has just made on

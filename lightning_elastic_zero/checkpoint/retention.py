@@ -51,7 +51,7 @@ class Retention:
         self.delete_pending()
 
     def on_save_started(self, path: Path) -> None:
-        """Cancel the deletion of a path, which will be another checkpoint's."""
+        """Cancel the deletion of a path, and delay all others until its new save is published."""
         with self._lock:
             self._waiting.pop(path, None)
             self._held_for = path

@@ -1,4 +1,4 @@
-"""The transfers of a load: runs of elements with their targets, and one-per-buffer values."""
+"""The transfers of a load: runs of elements with their targets, and each buffer's scalars."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from lightning_elastic_zero.processes import ProcessKey
 CHECK_INTERVAL_S = 1.0
 """How often a rank at work looks whether the step has failed meanwhile."""
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
+_FIRST_POLL_S, LONGEST_POLL_S = 0.001, 0.05
 """The first and the longest pause between two looks of a rank that waits."""
 
 _MOST_POLLS_PER_S = 5000
@@ -55,7 +55,7 @@ the pauses are most of what a step of few ranks costs. From 40 ranks on they beg
 def poll_pauses_s(world_size: int) -> Iterator[float]:
     """Yield the pauses between the looks of a rank that waits, without end: short ones first."""
     pause_s = min(_FIRST_POLL_S, world_size / _MOST_FIRST_POLLS_PER_S)
-    longest_s = max(_LAST_POLL_S, world_size / _MOST_POLLS_PER_S)
+    longest_s = max(LONGEST_POLL_S, world_size / _MOST_POLLS_PER_S)
     while True:
         pause_s = min(1.5 * pause_s, longest_s)
         yield pause_s

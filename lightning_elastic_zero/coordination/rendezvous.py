@@ -36,9 +36,9 @@ SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def leave_shared_store(timeout_s: float) -> None:
-    """Use a store of this group's own, if the agent shares its one; collective.
+    """Agree on another store if torchrun's agent shares its own with earlier worlds; collective.
 
-    The environment says afterwards what it says where agents do not share: rank 0 hosts the store.
+    Sets ``MASTER_PORT`` and ``TORCHELASTIC_USE_AGENT_STORE`` as for a store that rank 0 hosts.
 
     Raises:
         RanksError: ranks did not come, or rank 0 did not answer.
@@ -82,9 +82,11 @@ def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) ->
         store.wait([answer], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         msg = (
-            f"rank {rank} of {world_size}: no answer of rank 0 in {timeout_s:g} s, where the ranks "
-            "that torchrun has started agree on where to meet. Look for why rank 0 ended; or start "
-            "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which does without."
+            f"rank {rank} of {world_size}: no answer of rank 0 within {timeout_s:g} s in the "
+            "rendezvous of the ranks that torchrun has started. Look for why rank 0 ended. If "
+            "nodes have joined or left before: an agent that shares its store sends ranks to that "
+            "of a node that is gone; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+            "all nodes."
         )
         raise RanksError(msg) from error
     meeting, _, port = store.get(answer).decode().partition(" ")

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from lightning_elastic_zero.coordination.command_queue import CommandQueue
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
+    LONGEST_POLL_S,
     RankSession,
     Step,
     join_session,
@@ -210,6 +211,6 @@ class StoreThread(threading.Thread):
         # With rank 0 the store often ends: let the others read the last verdict before that.
         until, pauses_s = time.monotonic() + LINGER_S, poll_pauses_s(self._world_size)
         while not self.session.all_read() and time.monotonic() < until:
-            time.sleep(next(pauses_s))
+            time.sleep(min(next(pauses_s), LONGEST_POLL_S))
         step = self.step
         self.session.leave(failed=not step.decided.is_set() or step.failure is not None)

@@ -114,7 +114,7 @@ class DataProgress:
         except (KeyError, TypeError, ValueError) as error:
             msg = (
                 f"{where}: a field of progress.sampler is missing or invalid ({error!r}): the file "
-                "is damaged"
+                "is damaged; resume from another checkpoint"
             )
             raise CheckpointFormatError(msg) from error
         if min(*counts, *(number - 1 for number in shape)) < 0:

@@ -48,7 +48,7 @@ def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:  # noqa: ANN401
 
 
 def follows_requires_grad(engine: Any) -> bool:  # noqa: ANN401 (untyped library)
-    """Whether a parameter that is frozen, or unfrozen, is not trained, or is, from then on.
+    """Whether freezing or unfreezing a parameter takes effect from then on.
 
     DeepSpeed's wrappers ask once what requires a gradient; torch's optimizers, at each step.
     """

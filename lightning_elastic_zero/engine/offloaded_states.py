@@ -33,7 +33,7 @@ def refuse_offloaded(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
 
 
 def weights_are_offloaded(optimizer: Any) -> bool:  # noqa: ANN401 (untyped library)
-    """Whether the low-precision weights are on the host, and are no views as else."""
+    """Whether the low-precision weights are on the host, where they are no views of a buffer."""
     found = getattr(optimizer, "offloaded_states", None) or ()
     return any(state.value == "lp_params" for state in found)
 

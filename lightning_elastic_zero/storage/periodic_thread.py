@@ -28,7 +28,7 @@ class PeriodicThread(threading.Thread):
             self._call()
 
     def call_soon(self) -> None:
-        """Make the next call at once."""
+        """Request a call at once, in the thread."""
         self._asked.set()
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ class EpochLength:
         settings.make(trainer, "limit_train_batches", self._limit)
 
     def forget(self) -> None:
-        """Discard the loaders: they are made anew."""
+        """Discard the lengths of the loaders, which are made anew."""
         self._known = []
 
     def round_to_whole_steps(self, loader: object, trainer: pl.Trainer) -> None:

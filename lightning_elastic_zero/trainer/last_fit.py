@@ -55,7 +55,7 @@ class LastFit:
         rank_zero_warn(
             f"{os.fspath(path)}: nothing was trained here, or the module has other weights since, "
             "of a checkpoint that was evaluated or of load_state_dict. The weights are saved as "
-            "the module has them, in its precision, and no optimizer state; "
+            "the module has them, in its precision, without optimizer state; "
             "load_optimizer_state=False starts a run on them"
         )
         return live

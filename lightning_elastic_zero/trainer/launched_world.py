@@ -104,7 +104,7 @@ def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> None:
-    """Set up a rendezvous for the ranks; collective, before they are connected.
+    """Check Ray's world; under torchrun, agree on a new store. Collective, before ranks connect.
 
     Args:
         strategy: one that has its cluster environment.

@@ -60,7 +60,7 @@ class AwsNotice:
     server: str = AWS
 
     def __call__(self) -> bool:
-        """Whether it is going to be taken away."""
+        """Whether the machine is going to be taken away."""
         seconds = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
         token = _answer(f"{self.server}/latest/api/token", seconds, "PUT")
         if token is None:

@@ -106,6 +106,7 @@ def test_fixed_costs(measured: Callable[..., list[dict[str, Any]]], tmp_path: Pa
             assert "syncs" not in loaded
             written = 2 * (own_files if rank else 2)  # each with its checksums
             assert written <= saved["syncs"] <= written + (0 if rank else RANK_0_SYNCS)
+            assert saved["looks"] >= (0 if rank else files)
             assert saved["looks"] <= (10 if rank else LOOKS_PER_FILE * files + OTHER_LOOKS)
             if rank:
                 shard = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.requirements import DEEPSPEED, LIGHTNING, Requirement, missing_names
+from lightning_elastic_zero.requirements import (
+    DEEPSPEED,
+    LIGHTNING,
+    Requirement,
+    missing_names,
+    version_of,
+)
 from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,3 +109,11 @@ def test_it_looks_once() -> None:
     passed(check, 0.25, weight=0.0)
     passed(check, 1.0)
     passed(check, 0.25)
+
+
+def test_releases_are_read_once() -> None:
+    """Each save records some: parsing a package's metadata takes milliseconds."""
+    version_of("torch")
+    before = version_of.cache_info().hits
+    assert version_of("torch") == torch.__version__
+    assert version_of.cache_info().hits == before + 1

@@ -36,6 +36,9 @@ def test_the_others_end(dies: int, stage: int, fork_server: ForkServer, tmp_path
     program = partial(lose_a_rank, str(tmp_path), dies, stage)
     ranks = run_ranks(program, 4, fork_server, store_of_launcher=True, timeout_s=PROMPT_TIMEOUT_S)
     codes = {rank: result.returncode for rank, result in enumerate(ranks)}
-
     assert codes.pop(dies) == -signal.SIGKILL
     assert set(codes.values()) == {1}, ranks
+    for rank in codes:
+        raised = ranks[rank].notes["raised"]
+        assert "gloo" in raised  # a connection that was lost
+        assert "Timed out" not in raised

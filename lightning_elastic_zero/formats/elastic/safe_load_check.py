@@ -1,4 +1,4 @@
-"""Check, before a save is published, that ``torch.load`` reads it with ``weights_only=True``."""
+"""Check, before publication, that ``torch.load(weights_only=True)`` can read what is saved."""
 
 from __future__ import annotations
 
