@@ -47,7 +47,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     accumulation. Tested on the CPU (gloo); CUDA is supported, and was not run.
 
     Args:
-        *args, **kwargs: as ``DeepSpeedStrategy``.
+        *args: as ``DeepSpeedStrategy``; ``**kwargs`` likewise.
         global_batch_size (int | None): samples per optimizer step over all devices, from which the
             accumulation follows, with the loader's ``batch_size``; the integers
             ``limit_train_batches`` and ``val_check_interval`` then count global batches.
