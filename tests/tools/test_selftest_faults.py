@@ -40,6 +40,8 @@ SIGNALS = """
 import signal
 from lightning_elastic_zero.selftest.interrupts import INTERRUPTS, terminable, uninterrupted
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may run under nohup
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 before = [signal.getsignal(number) for number in INTERRUPTS]
 for number in INTERRUPTS:
     with terminable():
