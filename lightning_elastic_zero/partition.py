@@ -57,6 +57,10 @@ class FlatBuffer:
         ends = accumulate(n + pad for n, pad in zip(self.numels, pads, strict=True))
         return (0, *ends)[: len(self.names)]
 
+    def partition_range(self, rank: int) -> tuple[int, int]:
+        """ZeRO-1/2: the elements ``[start, stop)`` of a rank's partition, padding included."""
+        return rank * self.partition_numel, (rank + 1) * self.partition_numel
+
 
 @dataclass(frozen=True, slots=True)
 class _ParameterSpan:
@@ -155,7 +159,7 @@ class ContiguousPartition(_Partition):
 
     def _near(self, rank: int) -> Iterator[str]:
         for buffer, starts in zip(self._buffers, self._starts, strict=True):
-            first, last = rank * buffer.partition_numel, (rank + 1) * buffer.partition_numel
+            first, last = buffer.partition_range(rank)
             # From the parameter that the partition begins in to the last one that begins in it.
             entered = max(bisect_right(starts, first) - 1, 0)
             yield from buffer.names[entered : bisect_left(starts, last)]
@@ -206,6 +210,11 @@ def frozen_partition(shapes: Iterable[tuple[str, int]], world_size: int) -> PerP
 def piece_numel(numel: int, world_size: int) -> int:
     """ZeRO-3: the elements of each rank's piece of a parameter, padding included."""
     return -(-numel // world_size)
+
+
+def piece_start(numel: int, world_size: int, rank: int) -> int:
+    """ZeRO-3: the element of a parameter with which a rank's piece begins."""
+    return rank * piece_numel(numel, world_size)
 
 
 def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:

@@ -115,11 +115,6 @@ class Snapshotter:
         self._thread = ThreadPoolExecutor(1, "elastic-zero snapshot")
         self._last: Snapshot | None = None
 
-    @property
-    def memory_bytes(self) -> int:
-        """How much host memory is held."""
-        return self._memory.size_bytes
-
     def take(
         self,
         contents: ShardContents,

@@ -83,7 +83,7 @@ def own_slices(
         rank: this one.
     """
     held = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
-    slices = [slice(rank * row.partition_numel, (rank + 1) * row.partition_numel) for row in rows]
+    slices = [slice(*row.partition_range(rank)) for row in rows]
     return tuple(
         FlatState(
             fragments,

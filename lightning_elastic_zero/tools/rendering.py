@@ -12,14 +12,17 @@ from lightning_elastic_zero.tools.progress_line import format_bytes
 from lightning_elastic_zero.tools.resume_plan import ResumePlan
 from lightning_elastic_zero.tools.verification import Verification
 
-SORTS = ("model", "name", "size", "dtype")
-"""How parameters can be ordered: as the model has them, by name, the largest first, by type."""
-
 
 def select(
     parameters: Sequence[ParameterReport], pattern: str = "*", sort: str = "model"
 ) -> list[ParameterReport]:
-    """Return the parameters whose names fit a pattern (``*.bias``), in an order of ``SORTS``."""
+    """Return the parameters whose names fit a pattern (``*.bias``), in an order.
+
+    Args:
+        parameters: in the model's order.
+        pattern: as of ``fnmatch``.
+        sort: ``"model"``: as they are, ``"name"``, ``"size"``: the largest first, or ``"dtype"``.
+    """
     fitting = [p for p in parameters if fnmatch.fnmatchcase(p.name, pattern)]
     if sort == "name":
         fitting.sort(key=lambda p: p.name)

@@ -14,6 +14,7 @@ from lightning_elastic_zero.partition import (
     PerParameterPartition,
     frozen_partition,
     piece_numel,
+    piece_start,
     round_robin_order,
     zero_layout,
 )
@@ -227,3 +228,20 @@ class TestRules:
         """A piece is ``ceil(numel / world_size)``, exact for numbers that a float cannot hold."""
         piece = piece_numel(numel, world_size)
         assert (piece - 1) * world_size < numel <= piece * world_size or numel == piece == 0
+
+
+@given(
+    st.integers(min_value=0, max_value=99),
+    st.integers(min_value=1, max_value=9),
+    st.integers(min_value=0, max_value=20),
+)
+def test_where_pieces_and_partitions_begin(numel: int, world_size: int, part: int) -> None:
+    """Those of all ranks follow one another, without a gap, from the first element on."""
+    starts = [piece_start(numel, world_size, rank) for rank in range(world_size + 1)]
+    assert starts[0] == 0
+    assert {stop - start for start, stop in pairwise(starts)} == {piece_numel(numel, world_size)}
+    buffer = FlatBuffer(0, ("a",), (numel,), partition_numel=part)
+    ranges = [buffer.partition_range(rank) for rank in range(world_size)]
+    assert ranges[0][0] == 0
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert {stop - start for start, stop in ranges} == {part}

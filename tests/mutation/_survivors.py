@@ -30,8 +30,6 @@ SURVIVORS = {
     "  ->  stop + 1": _A_STEP_MORE,
     "partition.py: yield from self._held(name, range(first, last + 1), start, stop)"
     "  ->  2": _A_STEP_MORE,
-    "partition.py: first, last = rank * buffer.partition_numel, (rank + 1) * buffer.partition_numel"
-    "  ->  2": _A_STEP_MORE,
     "partition.py: entered = max(bisect_right(starts, first) - 1, 0)  ->  2": _A_STEP_MORE,
     "partition.py: return ContiguousPartition(whole, world_size=1)  ->  2": _A_STEP_MORE,
     "partition.py: entered = max(bisect_right(starts, first) - 1, 0)  ->  min": (

@@ -121,7 +121,7 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
     def look(trainer: pl.Trainer) -> None:
         writer = elastic_strategy_of(trainer)._manager._writer
         assert writer is not None
-        seen["memory"] = writer._snapshotter.memory_bytes
+        seen["memory"] = writer._snapshotter._memory.size_bytes
         run.gate.touch()
 
     director.actions[-1] = look

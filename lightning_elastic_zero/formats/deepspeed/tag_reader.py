@@ -22,7 +22,7 @@ from lightning_elastic_zero.formats.reader import (
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Transfer
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, Writer
-from lightning_elastic_zero.partition import FlatBuffer, piece_numel
+from lightning_elastic_zero.partition import FlatBuffer, piece_start
 from lightning_elastic_zero.tensor_state import dtype_name, precision_of
 
 OTHERS_BUFFERS = "buffers of ranks other than 0"
@@ -138,7 +138,7 @@ class TagReader(CheckpointReader):
         tensor = self._first.frozen_tensor(file.tree, transfer.name)
         if self._partitioned:
             whole = math.prod(self._first.frozen[transfer.name])
-            start -= rank * piece_numel(whole, self._first.world_size)
+            start -= piece_start(whole, self._first.world_size, rank)
         return file, StoredRun(tensor.view(-1), start, start + transfer.stop - transfer.start)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:

@@ -54,7 +54,7 @@ from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, StateKey
-from lightning_elastic_zero.partition import FlatBuffer, piece_numel, zero_layout
+from lightning_elastic_zero.partition import FlatBuffer, piece_numel, piece_start, zero_layout
 from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, state_key
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -254,7 +254,7 @@ class ZeroShardSet:
         elif self.elastic and self.stage == STAGE_WEIGHTS:
             tensor = self._of_name(shard, transfer.source_buffer, transfer.name)[key]
             numel = numel_of(self._shapes[transfer.source_buffer][transfer.name])
-            start = transfer.start - transfer.source_rank * piece_numel(numel, self.world_size)
+            start = transfer.start - piece_start(numel, self.world_size, transfer.source_rank)
         else:
             tensor = self._state(shard, transfer.source_buffer)[key]
         stop = start + transfer.stop - transfer.start
@@ -386,9 +386,9 @@ class ZeroShardSet:
         buffer = self.buffers[index]
         if self.stage == STAGE_WEIGHTS:
             return (sum(piece_numel(n, self.world_size) for n in buffer.numels),)
-        size = buffer.partition_numel
+        start, stop = buffer.partition_range(rank)
         total = sum(buffer.numels) + sum(buffer.paddings)
-        return size, min(size, max(0, total - rank * size))
+        return stop - start, min(stop, max(start, total)) - start
 
     def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
         whole = sum(map(numel_of, self._shapes[index].values()))

@@ -33,7 +33,7 @@ from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
 from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
 from lightning_elastic_zero.layout import Fragment, Transfer
 from lightning_elastic_zero.manifest import FORMAT, STAGE_WEIGHTS, FileEntry, Manifest
-from lightning_elastic_zero.partition import piece_numel
+from lightning_elastic_zero.partition import piece_start
 from lightning_elastic_zero.storage import (
     SUMS_SUFFIX,
     VerifiedFile,
@@ -134,7 +134,7 @@ class ElasticReader(CheckpointReader):
             base = 0
             if self.manifest.stage == STAGE_WEIGHTS:
                 numel = self._frozen_numel[transfer.name]
-                base = transfer.source_rank * piece_numel(numel, self.manifest.world_size)
+                base = piece_start(numel, self.manifest.world_size, transfer.source_rank)
             return file, self._run(file, stored, base, transfer)
         file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
         if key == WEIGHT:
