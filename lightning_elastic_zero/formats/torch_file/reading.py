@@ -150,7 +150,7 @@ class TorchFile:
         run.check_fills(target, self.path)
         place = self.byte_range(run.tensor)
         start_byte = place.start_byte + run.start * place.dtype.itemsize
-        return _RangeCopy(FileSlice(start_byte, place.dtype, target.numel()), target.detach())
+        return _RangeCopy(start_byte, place.dtype, target.detach())
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
         """Return a part of the tree with ordinary copies in the place of its tensors.
@@ -165,23 +165,23 @@ class TorchFile:
             if id(tensor) not in copies:
                 place = self._index.byte_range(tensor)
                 flat = torch.empty(place.numel, dtype=place.dtype)
-                jobs.append(_RangeCopy(place, flat))
+                jobs.append(_RangeCopy(place.start_byte, place.dtype, flat))
                 copies[id(tensor)] = flat.as_strided(tensor.shape, tensor.stride())
         self._fill(jobs, ignore_bytes)
         return with_copies(subtree, copies)
 
     def _fill(self, jobs: list[_RangeCopy], on_bytes: Callable[[int], None]) -> None:
-        waiting = sorted(jobs, key=lambda job: job.place.start_byte, reverse=True)
+        waiting = sorted(jobs, key=lambda job: job.start_byte, reverse=True)
         in_order = waiting[::-1]
-        runs = _union(job.place for job in in_order)
+        runs = _union(in_order)
         open_jobs: list[_RangeCopy] = []
         for offset, view in self._file.read_runs(runs, _places(in_order)):
             stop = offset + view.nbytes
-            while waiting and waiting[-1].place.start_byte < stop:
+            while waiting and waiting[-1].start_byte < stop:
                 open_jobs.append(waiting.pop())
             for job in open_jobs:
                 job.take(offset, view)
-            open_jobs = [job for job in open_jobs if job.place.stop_byte > stop]
+            open_jobs = [job for job in open_jobs if job.stop_byte > stop]
             on_bytes(view.nbytes)
 
     def close(self) -> None:
@@ -191,22 +191,24 @@ class TorchFile:
 
 @dataclass(frozen=True, slots=True)
 class _RangeCopy:
-    """A place in the file and the elements that are filled from it."""
+    """Elements that follow one another in the file, and the 1-D tensor that they fill."""
 
-    place: FileSlice
+    start_byte: int
+    dtype: torch.dtype
+    """Of the elements in the file."""
     slot: torch.Tensor
+
+    @property
+    def stop_byte(self) -> int:
+        """Where the last one ends in the file."""
+        return self.start_byte + self.slot.numel() * self.dtype.itemsize
 
     def memory(self) -> memoryview | None:
         """Return the slot's memory, if the file's bytes can be read right there."""
         slot = self.slot
         there = slot.device.type == "cpu" and slot.is_contiguous() and not slot.is_neg()
         # What holds no whole chunk is never read in place.
-        if (
-            slot.nbytes < CHUNK_BYTES
-            or slot.dtype != self.place.dtype
-            or not there
-            or slot.is_conj()
-        ):
+        if slot.nbytes < CHUNK_BYTES or slot.dtype != self.dtype or not there or slot.is_conj():
             return None
         return slot.view(torch.uint8).numpy().data
 
@@ -216,14 +218,14 @@ class _RangeCopy:
         Neither end of the piece cuts an element: it is where a run begins or ends, or a border of
         chunks, and both chunks and places are multiples of the element's size in the file.
         """
-        place, itemsize = self.place, self.place.dtype.itemsize
-        low = max(place.start_byte, offset)
-        high = min(place.stop_byte, offset + view.nbytes)
+        itemsize = self.dtype.itemsize
+        low = max(self.start_byte, offset)
+        high = min(self.stop_byte, offset + view.nbytes)
         numel = (high - low) // itemsize
         if numel <= 0:
             return
-        elements = torch.frombuffer(view, dtype=place.dtype, count=numel, offset=low - offset)
-        first = (low - place.start_byte) // itemsize
+        elements = torch.frombuffer(view, dtype=self.dtype, count=numel, offset=low - offset)
+        first = (low - self.start_byte) // itemsize
         slot = self.slot[first : first + numel]
         if elements.data_ptr() == slot.data_ptr():
             return
@@ -246,21 +248,21 @@ def _places(jobs: Sequence[_RangeCopy]) -> list[tuple[int, memoryview]]:
     """Return the memory of the jobs, sorted by their start, that share no byte with another one."""
     places, reached = [], 0
     for job, following in itertools.zip_longest(jobs, jobs[1:]):
-        alone = following is None or job.place.stop_byte <= following.place.start_byte
-        if reached <= job.place.start_byte and alone and (memory := job.memory()) is not None:
-            places.append((job.place.start_byte, memory))
-        reached = max(reached, job.place.stop_byte)
+        alone = following is None or job.stop_byte <= following.start_byte
+        if reached <= job.start_byte and alone and (memory := job.memory()) is not None:
+            places.append((job.start_byte, memory))
+        reached = max(reached, job.stop_byte)
     return places
 
 
-def _union(places: Iterable[FileSlice]) -> list[tuple[int, int]]:
-    """Join places, sorted by their start, that overlap or touch."""
+def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
+    """Join the bytes of jobs, sorted by their start, that overlap or touch."""
     runs: list[tuple[int, int]] = []
-    for place in places:
-        if runs and place.start_byte <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], place.stop_byte))
-        elif place.numel:
-            runs.append((place.start_byte, place.stop_byte))
+    for job in jobs:
+        if runs and job.start_byte <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], job.stop_byte))
+        elif job.slot.numel():
+            runs.append((job.start_byte, job.stop_byte))
     return runs
 
 
