@@ -87,4 +87,8 @@ RELEASES = Table(
         "not to be had here",
     ),
 )
-TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC, RELEASES)
+STALLS = Table(
+    "a save behind training, beside a copy from the device to the host",
+    ("MiB", "µs of stall", "µs of a copy"),
+)
+TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC, RELEASES, STALLS)

@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
+from tests.devices._device_programs import (
+    MEASURED_BYTES,
+    Stall,
+    save_behind_training,
+    stall_beside_copy,
+)
 from tests.devices.conftest import OnDevice
 from tests.engine._oracle import differences, expected_in
 from tests.engine._save_load_programs import Saved, StateComparison, load, train_and_save
@@ -16,31 +23,48 @@ from tests.engine._setup import DEEPSPEEDS, Setup
 from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import Continued, same_world
 from tests.engine._worker_pool import Pools
+from tests.tables import STALLS
+from tests.trainer._fingerprints import FingerprintResult, fit
+from tests.trainer._fits import FitSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.device, pytest.mark.rotating_tests(1)]
 
 PRECISIONS = [
     *(Setup(1, zero, precision) for zero in "0123" for precision in ("bf16", "fp16")),
     Setup(1, "B", "bf16"),
+    Setup(2, "1", "fp16"),
+    Setup(2, "2", "bf16"),
+    Setup(2, "3", "bf16"),
+    Setup(2, "B", "bf16"),
 ]
-FUSED = [Setup(1, "0", "fp16", optimizer="FusedAdam")]
+PARTIAL = Setup(1, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
+OFFLOADED = [
+    Setup(1, "1", offload=True),
+    Setup(1, "2", "fp16", offload=True, pinned=False),
+    Setup(2, "2", "bf16", offload=True),
+    Setup(1, "3", "bf16", offload=True, offloaded_weights=True),
+    Setup(2, "3", "bf16", offload=True, offloaded_weights=True),
+    PARTIAL,
+    replace(PARTIAL, world=2),
+]
+FUSED = [
+    Setup(1, "0", "fp16", optimizer="FusedAdam"),
+    Setup(1, "3", "bf16", optimizer="FusedAdam"),
+    Setup(2, "1", optimizer="fused"),
+    Setup(1, "3", "bf16", optimizer="fused"),
+    Setup(1, "2", "bf16", optimizer="fused SGD"),
+]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("setup", [*PRECISIONS, *FUSED], ids=str)
+@pytest.mark.parametrize("setup", [*PRECISIONS, *OFFLOADED, *FUSED], ids=str)
 def test_a_run_goes_on_bit_for_bit(
-    setup: Setup,
-    world: int,
-    device_pools: Pools,
-    on_device: OnDevice[Continued],
-    tmp_path: Path,
+    setup: Setup, device_pools: Pools, on_device: OnDevice[Continued], tmp_path: Path
 ) -> None:
     """Losses and state after a resume on the device are those of the uninterrupted run."""
     if setup.optimizer in DEEPSPEEDS:
         skip_without(DEEPSPEEDS[setup.optimizer][2], device_pools)
-    setup = replace(setup, world=world)
     saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in on_device(world, partial(same_world, setup, saved)):
+    for continued in on_device(setup.world, partial(same_world, setup, saved)):
         uninterrupted, resumed = continued.losses
         assert resumed == uninterrupted
         assert not continued.differing
@@ -69,6 +93,64 @@ def test_two_cpu_ranks_to_one_device_and_back(
     assert not differences(expected_in(first.dump(), on_processors, there), second.dump())
     assert_same(verdicts)
     assert_same(pools.run(2, partial(load, on_processors, second, steps_before=1)))
+
+
+@pytest.mark.parametrize(
+    ("setup", "snapshot_bytes"),
+    [
+        (Setup(1, "1", "fp16"), None),
+        (Setup(1, "0", optimizer="fused"), None),
+        (Setup(2, "3", "bf16", sub_group=700), None),
+        (Setup(1, "3", "bf16", sub_group=700), 0),
+        (Setup(1, "2", "bf16", offload=True), None),
+        (Setup(2, "1", "fp16", offload=True), 0),
+    ],
+    ids=str,
+)
+def test_a_save_behind_training(
+    setup: Setup,
+    snapshot_bytes: int | None,
+    device: str,
+    device_pools: Pools,
+    on_device: OnDevice[bool],
+    tmp_path: Path,
+) -> None:
+    """It holds what the run held when it was told to save, though that has gone on since.
+
+    What lies on a card is copied into pinned memory: into other it is not copied beside training.
+    """
+    saved = Saved(setup, str(tmp_path / "behind.ckpt"))
+    pinned = on_device(setup.world, partial(save_behind_training, saved, snapshot_bytes))
+    assert_same(device_pools.run(setup.world, partial(load, setup, saved)))
+    if snapshot_bytes is None and not setup.offload:
+        assert pinned == [device == "cuda"] * setup.world
+
+
+def test_a_fit_goes_to_the_device_and_back(
+    pools: Pools, on_device: OnDevice[FingerprintResult], tmp_path: Path
+) -> None:
+    """The strategy's own saves behind training, by the fingerprint of what each resume has."""
+    strategy = {"fingerprint": True, "async_save": True}
+    plan = FitSpec(str(tmp_path / "0"), strategy=strategy)
+    pools.run(2, partial(fit, plan))
+    for turn, (stage, run, world) in enumerate([(3, on_device, 1), (1, pools.run, 2)], start=1):
+        path = Path(plan.root) / "last.ckpt"
+        root = str(tmp_path / str(turn))
+        plan = replace(plan, root=root, stage=stage, epochs=turn + 1, ckpt_path=str(path))
+        told = run(world, partial(fit, plan))[0]
+        assert told.live == recorded_fingerprint(path)
+        assert told.saved == recorded_fingerprint(Path(root) / "last.ckpt") != told.live
+
+
+def test_the_stall_is_measured_beside_a_copy(
+    device: str, on_device: OnDevice[Stall], tmp_path: Path
+) -> None:
+    """A run ends with both, in a table: no time is a verdict here."""
+    (found,) = on_device(1, partial(stall_beside_copy, str(tmp_path)))
+    assert found.stall_s > 0 < found.copy_s
+    STALLS.count(device, "MiB", MEASURED_BYTES >> 20)
+    STALLS.count(device, "µs of stall", round(found.stall_s * 1e6))
+    STALLS.count(device, "µs of a copy", round(found.copy_s * 1e6))
 
 
 def assert_same(verdicts: Sequence[object]) -> None:

@@ -165,7 +165,7 @@ def digests(module: nn.Module) -> dict[str, str]:
 def digest(tensor: torch.Tensor) -> str:
     """Digest a tensor's bits."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero import ElasticDeepSpeedStrategy
@@ -30,7 +31,7 @@ def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Tra
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=get_accelerator().device_name(),
         devices=dist.get_world_size(),
         strategy=strategy,
         callbacks=[*callbacks],
