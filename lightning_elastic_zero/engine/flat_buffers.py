@@ -2,8 +2,9 @@
 
 In stage 0 there are none, or they are not partitioned: views of the weights stand for them.
 
-DeepSpeed's ``_hp_mapping`` is never read: it is wrong with ``round_robin_gradients``, and empty in
-several states. ``fragment_addresses`` computes what lies where.
+DeepSpeed's own mapping from parameters to fragments is never read: it is wrong with
+``round_robin_gradients``, and empty in several states. ``fragment_addresses`` computes what lies
+where.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from typing import Any
 import torch
 from torch.distributed import get_rank
 
+from lightning_elastic_zero.engine.deepspeed_internals import (
+    link_states,
+    unlink_states,
+    write_weights,
+)
 from lightning_elastic_zero.engine.offloaded_states import weight_partitions, weight_sub_groups
 from lightning_elastic_zero.engine.releases import parameter_paddings
 from lightning_elastic_zero.engine.swapped_optimizer import SwappedSubGroup, swapped_sub_group
@@ -191,7 +197,7 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
         for sub_group in range(len(optimizer.fp16_groups)):
             if swapped_sub_group(optimizer, sub_group):
                 continue  # Refreshed when its masters were written (``swapped_in``).
-            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+            write_weights(optimizer, sub_group)
         return
     buffers = live_flat_buffers(optimizer, wrapper)
     if wrapper in REPLICATED:
@@ -210,12 +216,9 @@ def _link_states_anew(
     has_state: bool,
 ) -> None:
     """Make ZeRO-1/2 link each parameter to its optimizer state, whose tensors may be new."""
-    optimizer._hp_optimizer_states_linked = False  # It does so once.
-    for parameter in (p for buffer in buffers for p in buffer.parameters):
-        if (link := getattr(parameter, "_hp_mapping", None)) is not None:
-            link.optim_fragment = None  # It would keep the old ones from being freed.
+    unlink_states(optimizer, (p for buffer in buffers for p in buffer.parameters))
     if has_state:
-        optimizer._lazy_init_hp_params_optimizer_state()
+        link_states(optimizer)
 
 
 def _write_weights(buffers: Sequence[LiveFlatBuffer]) -> None:

@@ -5,6 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lightning_elastic_zero.engine.deepspeed_internals import (
+    discard_accumulated_ids,
+    discard_boundary_ids,
+    release_gradient_buckets,
+    reset_backward_count,
+)
 from lightning_elastic_zero.engine.flat_buffers import live_flat_buffers
 from lightning_elastic_zero.engine.releases import zero_grad
 from lightning_elastic_zero.engine.support import optimizer_wrapper
@@ -26,9 +32,9 @@ def drop_gradients(engine: Any) -> None:  # noqa: ANN401 (untyped library)
         if buffer.master.grad is not None:
             buffer.master.grad.zero_()
     # What the engine itself counts and adds up until the next step, where its release does.
-    for name, start in (("_unmanaged_backward_count", 0), ("losses", None)):
-        if hasattr(engine, name):
-            setattr(engine, name, start)
+    reset_backward_count(engine)
+    if hasattr(engine, "losses"):
+        engine.losses = None
 
 
 def drop_accumulation_window(engine: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -40,7 +46,7 @@ def drop_accumulation_window(engine: Any) -> None:  # noqa: ANN401 (untyped libr
 
 def _drop_zero_1_2(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
     """Drop what ZeRO-1/2 has accumulated: lists of gradients by group, and offloaded ones."""
-    optimizer._release_ipg_buffers()
+    release_gradient_buckets(optimizer)
     optimizer.micro_step_id = sys.modules[type(optimizer).__module__].INITIAL_MICRO_STEP_ID
     for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
         for group in gradients:
@@ -49,7 +55,7 @@ def _drop_zero_1_2(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
         optimizer.reset_cpu_buffers()
         for gradient in optimizer.accumulated_grads_in_cpu.values():
             gradient.zero_()
-        getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
+        discard_accumulated_ids(optimizer)
 
 
 def _drop_zero_3(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -59,4 +65,4 @@ def _drop_zero_3(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
         optimizer.grad_partitions_flat_buffer.zero_()
     if optimizer.offload_optimizer:
         optimizer.reset_cpu_buffers()
-    getattr(optimizer, "_offload_boundary_param_ids", set()).clear()
+    discard_boundary_ids(optimizer)

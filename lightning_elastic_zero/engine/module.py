@@ -107,7 +107,7 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Walk the modules: torch has no public list of the non-persistent buffers' full names."""
     for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
+        if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (torch's)
             yield prefix + name, buffer
     for name, child in module.named_children():
         yield from _buffers(child, f"{prefix}{name}.")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.deepspeed_internals import drop_staged_momentum
 from lightning_elastic_zero.engine.flat_buffers import (
     GATHER_ELEMENTS,
     LiveFlatBuffer,
@@ -98,7 +99,7 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
         inner_optimizer(optimizer).state[buffer.key][MOMENTUM_KEY] = kept
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
         # What was staged for a step is staged anew from what is there then.
-        getattr(optimizer, "_muon_pending_momentum", {}).clear()
+        drop_staged_momentum(optimizer)
         if restored is not None:
             _place_whole_momenta(optimizer, buffer, state)
     elif restored is not None:

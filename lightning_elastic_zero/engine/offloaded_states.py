@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.deepspeed_internals import OFFLOADED_COPY_SUFFIX
 from lightning_elastic_zero.errors import UnsupportedError
-
-_COPY = "_offload_buffer"
-"""How ZeRO-3 calls the host's copy of a state, which stays among the states ever after."""
 
 
 def refuse_offloaded(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -66,5 +64,6 @@ def weight_sub_groups(optimizer: Any) -> list[torch.Tensor]:  # noqa: ANN401 (un
 
 def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's states without the host's copies of them."""
-    copies = {key for key in state if key.removesuffix(_COPY) in state and key.endswith(_COPY)}
+    suffix = OFFLOADED_COPY_SUFFIX
+    copies = {key for key in state if key.removesuffix(suffix) in state and key.endswith(suffix)}
     return {key: value for key, value in state.items() if key not in copies} if copies else state

@@ -4,6 +4,7 @@ Found in the sources of 0.16.0, 0.16.9, 0.17.0, 0.17.5, 0.18.4, 0.18.9, 0.19.0 a
 ``SOMETIMES`` and for ``purge_state``, which 0.16.4 brought. A name that only some of them have is
 asked for here, so that the rest of the engine need not know of releases.
 ``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere and does not stand here.
+Those that are private are used in ``deepspeed_internals`` only.
 """
 
 from __future__ import annotations

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_elastic_zero.engine.deepspeed_internals import (
+    link_states,
+    links_states,
+    unlink_states,
+)
 from lightning_elastic_zero.engine.installation import use_accelerator
 from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -230,9 +235,9 @@ def _link_all_groups(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
 
     It does so by itself when the first group has stepped, and no other one has a state yet.
     """
-    if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
+    if links_states(optimizer):
+        unlink_states(optimizer)
+        link_states(optimizer)
 
 
 def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:  # noqa: ANN401 (untyped library)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import get_world_size
 
+from lightning_elastic_zero.engine.deepspeed_internals import updates_offloaded_momentum
 from lightning_elastic_zero.engine.flat_buffers import (
     PLAIN,
     REPLICATED,
@@ -222,7 +223,7 @@ def _has_matrices(inner: torch.optim.Optimizer) -> bool:
 
 def _offloaded_muon(optimizer: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield that a release does not keep offloaded momentum as it is known here."""
-    if not hasattr(optimizer, "_apply_muon_updates_cpu_offload"):
+    if not updates_offloaded_momentum(optimizer):
         found = version_of(DEEPSPEED.package)
         yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: 0.19.8 can do it"
 

@@ -20,6 +20,12 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.engine.deepspeed_internals import (
+    is_swapped,
+    swap_in,
+    swap_out,
+    write_weights,
+)
 from lightning_elastic_zero.errors import UnsupportedError
 
 
@@ -99,8 +105,7 @@ def swapped_sub_group(optimizer: Any, index: int) -> SwappedSubGroup | None:  # 
     """Return a sub-group that is in files; None for one in memory, as small ones always are."""
     if not getattr(optimizer, "swap_optimizer", False):
         return None
-    swapped = optimizer._swappable_optimizer_subgroup(index)
-    return SwappedSubGroup(optimizer, index) if swapped else None
+    return SwappedSubGroup(optimizer, index) if is_swapped(optimizer, index) else None
 
 
 def forget_swapped_states(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -126,7 +131,7 @@ def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
         yield
         return
     optimizer, index = sub_group.optimizer, sub_group.index
-    optimizer._optimizer_states_and_gradient_swap_in(index)
+    swap_in(optimizer, index)
     yield
-    optimizer._reassign_or_swap_out_partitioned_parameters(index)
-    optimizer._optimizer_states_and_gradient_swap_out(index)
+    write_weights(optimizer, index)
+    swap_out(optimizer, index)

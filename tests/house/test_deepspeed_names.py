@@ -1,8 +1,12 @@
-"""DeepSpeed's names that are relied upon stand in ``engine.releases``, each with what it is for."""
+"""DeepSpeed's names that are relied upon stand in ``engine.releases``, each with what it is for.
+
+Private ones are used in ``engine.deepspeed_internals`` only.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +57,15 @@ OTHERS = {
 }
 """Names of these that no release lacks."""
 
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+PRIVATE_PLACES = {"engine/deepspeed_internals.py", "engine/releases.py"}
+"""Where DeepSpeed's private names may stand."""
+
+TORCHS_OWN = {"_non_persistent_buffers_set"}
+"""Private names in ``engine`` that are of torch's modules."""
+
+BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
+
 ON_PARAMETERS = ("_hp_mapping", "ds_", "optim_fragment")
 """How the names begin that DeepSpeed gives to parameters, or to what hangs on them."""
 
@@ -68,7 +81,7 @@ def used_in(source: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute):
             if holder(node.value) in DEEPSPEEDS_OWN or node.attr.startswith(ON_PARAMETERS):
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}:
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
             of, name = node.args[:2]
             if isinstance(name, ast.Constant) and (
                 holder(of) in DEEPSPEEDS_OWN or str(name.value).startswith(ON_PARAMETERS)
@@ -86,6 +99,49 @@ def test_names_stand_in_releases() -> None:
         if name not in KNOWN and name not in OTHERS
     ]
     assert not unknown, f"say in engine/releases.py what it is needed for: {unknown}"
+
+
+def attributes_in(tree: ast.AST) -> Iterator[tuple[int, ast.expr, str]]:
+    """Yield each attribute that a file reads, writes or asks for: its line, of what, its name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=of, attr=name):
+                yield node.lineno, of, name
+            case ast.Call(func=ast.Name(id=function), args=[of, ast.Constant(value=str(name)), *_]):
+                if function in BY_NAME:
+                    yield node.lineno, of, name
+
+
+def private_in(source: Path) -> Iterator[tuple[int, str]]:
+    """Yield each private name of DeepSpeed's in a file's code, by whichever way, with its line."""
+    tree = ast.parse(source.read_text())
+    in_engine = source.parent.name == "engine"
+    for line, of, name in attributes_in(tree):
+        foreign = in_engine and ast.unparse(of) not in {"self", "cls", "super()"}
+        deepspeeds = name in KNOWN or foreign or holder(of) in DEEPSPEEDS_OWN
+        if PRIVATE.fullmatch(name) and deepspeeds and name not in TORCHS_OWN:
+            yield line, name
+    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(name)) if name in KNOWN and node not in said:
+                if PRIVATE.fullmatch(name):
+                    yield node.lineno, name
+
+
+def test_private_names_are_used_in_one_file() -> None:
+    """So that what a release takes away is replaced in one place; ``releases`` lists them."""
+    found = {
+        f"{name}, line {line}: {private}"
+        for source in SOURCES
+        for name in [str(source.relative_to(ROOT))]
+        for line, private in private_in(source)
+        if name not in PRIVATE_PLACES
+    }
+    assert not found, f"use it by a function of engine/deepspeed_internals.py: {sorted(found)}"
+    (internals,) = (source for source in SOURCES if source.name == "deepspeed_internals.py")
+    listed = {name for name in KNOWN if PRIVATE.fullmatch(name)}
+    assert {name for _, name in private_in(internals)} == listed
 
 
 def test_no_name_stands_there_for_nothing() -> None:
