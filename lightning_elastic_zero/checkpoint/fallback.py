@@ -19,7 +19,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.formats.elastic.reader import verify_files
 from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest
-from lightning_elastic_zero.storage import SUMS_SUFFIX, check_local_path
+from lightning_elastic_zero.storage import SUMS_SUFFIX, check_local_path, real_path
 
 DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
 """What may mean that the checkpoint which was asked for is not what it was."""
@@ -66,7 +66,7 @@ def _beside(
     if not os.path.lexists(damaged):
         # A path that is misspelt: another checkpoint is not what is meant.
         return []
-    real = Path(os.path.realpath(damaged))
+    real = real_path(damaged)
     if _is_foreign(real):
         return []
     mine = _manifest_of(real)
@@ -74,7 +74,7 @@ def _beside(
     # What a link leads to may be in another folder.
     folders = (damaged.parent, real.parent)
     for manifest_path in {p for folder in folders for p in folder.glob(f"*/{MANIFEST_NAME}")}:
-        path = Path(os.path.realpath(manifest_path.parent))
+        path = real_path(manifest_path.parent)
         manifest = _manifest_of(path)
         on_progress()
         if path == real or path.name.startswith(".") or manifest is None:

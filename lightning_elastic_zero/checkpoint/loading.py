@@ -48,7 +48,7 @@ from lightning_elastic_zero.formats import (
 from lightning_elastic_zero.group_matching import match_groups, origins_of, with_live_groups
 from lightning_elastic_zero.key_mapping import KeyMapping, mapping_to
 from lightning_elastic_zero.manifest import Manifest, Progress
-from lightning_elastic_zero.storage import check_local_path, repair_target
+from lightning_elastic_zero.storage import check_local_path, real_path, repair_target
 from lightning_elastic_zero.tensor_state import (
     RestoreTargets,
     RestoreValues,
@@ -168,7 +168,7 @@ def _find(
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     found = check_local_path(path)
     repair_target(found)
-    directory = Path(os.path.realpath(found)) if found.exists() else found
+    directory = real_path(found) if found.exists() else found
     opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
     with closing(opened) as source:
         source.check_all()
@@ -184,8 +184,8 @@ def _open(
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
     directory = Path(first["path"])
-    mine = os.path.realpath(check_local_path(path))
-    if mine != first["path"]:
+    mine = real_path(check_local_path(path))
+    if mine != directory:
         log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
     source = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
     if source.manifest.save_id != first["save_id"]:

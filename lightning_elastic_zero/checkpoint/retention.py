@@ -20,6 +20,7 @@ from lightning_elastic_zero.storage import (
     check_local_path,
     delete_checkpoint,
     is_checkpoint,
+    real_path,
 )
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Retention:
 
     def protect(self, path: str | os.PathLike[str]) -> None:
         """Keep the checkpoint that the run was resumed from, behind whatever link."""
-        self._resumed_from = Path(os.path.realpath(path))
+        self._resumed_from = real_path(path)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, now or as soon as nothing needs it: no save, and no link."""
@@ -89,7 +90,7 @@ class Retention:
         if not path.is_symlink():
             if not path.exists():
                 return True
-            if Path(os.path.realpath(path)) == self._resumed_from:
+            if real_path(path) == self._resumed_from:
                 log.info("%s is kept: this run was resumed from it", path)
                 return True
             if _is_only_checkpoint(path):
@@ -121,20 +122,20 @@ def _identity(path: Path) -> _Identity:
 
 def _is_only_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint, and no other one beside it can take its place."""
-    real = os.path.realpath(path)
+    real = real_path(path)
     others = (
         entry
         for entry in path.parent.iterdir()
         # A hidden one is being written, or deleted.
-        if not entry.name.startswith(".") and os.path.realpath(entry) != real
+        if not entry.name.startswith(".") and real_path(entry) != real
     )
     return is_checkpoint(path) and not any(can_replace(other, path) for other in others)
 
 
 def _has_link(path: Path) -> bool:
     """Whether a link beside a checkpoint still names it."""
-    real = os.path.realpath(path)
+    real = real_path(path)
     links = (entry for entry in path.parent.iterdir() if entry.is_symlink())
     # What a killed process has left of one that it was making is nobody's.
     mine = (link for link in links if not link.name.startswith(LINK_PREFIX))
-    return any(os.path.realpath(link) == real for link in mine)
+    return any(real_path(link) == real for link in mine)

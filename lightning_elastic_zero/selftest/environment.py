@@ -14,6 +14,7 @@ import torch
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.selftest.worlds import Worlds
+from lightning_elastic_zero.storage import real_path
 from lightning_elastic_zero.tools.progress_line import format_bytes
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -51,7 +52,7 @@ class Environment:
         """Return it as the report has it."""
         by = f"{self.launched} ranks by a launcher" if self.launched else "one process, alone"
         names = "; ".join(self.device_names[:_MOST_NAMES])
-        real = Path(os.path.realpath(self.directory))
+        real = real_path(self.directory)
         kind, options = self.file_system
         free_bytes = shutil.disk_usage(self.directory).free
         system = f"{kind} ({options})" if kind else "unknown"
@@ -130,7 +131,7 @@ def file_system(directory: Path) -> tuple[str, str]:
 
     Links are followed. Both are empty where the system does not tell.
     """
-    real = Path(os.path.realpath(directory))
+    real = real_path(directory)
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -40,7 +40,7 @@ from lightning_elastic_zero.storage.leftovers import (
     repair_target,
 )
 from lightning_elastic_zero.storage.links import make_link
-from lightning_elastic_zero.storage.paths import check_local_path, sync_directory
+from lightning_elastic_zero.storage.paths import check_local_path, real_path, sync_directory
 from lightning_elastic_zero.storage.periodic_thread import PeriodicThread
 from lightning_elastic_zero.storage.range_file import (
     READ_BYTES,
@@ -92,6 +92,7 @@ __all__ = [
     "make_link",
     "probe_capabilities",
     "read_file",
+    "real_path",
     "remove_leftovers",
     "remove_shared",
     "repair",

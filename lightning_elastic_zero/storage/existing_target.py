@@ -12,6 +12,7 @@ from typing import Literal
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_ownership import LATEST, classify_files, is_checkpoint
+from lightning_elastic_zero.storage.paths import real_path
 from lightning_elastic_zero.text import format_names
 
 MOST_NAMED = 5
@@ -44,7 +45,7 @@ def inspect_target(path: Path) -> ExistingTarget:
     if stat.S_ISLNK(mode):
         if is_checkpoint(path) or not path.exists():
             return ExistingTarget("link")
-        leads = os.path.realpath(path)
+        leads = real_path(path)
         return ExistingTarget(
             "other", f"is a link to {leads}, which is no checkpoint of this library"
         )
@@ -100,7 +101,7 @@ def _needed(target: Path) -> str:
         return "is a mount point, which cannot be replaced"
     with suppress(FileNotFoundError):
         here = Path.cwd()
-        if target.samefile(here) or target.resolve() in here.parents:
+        if target.samefile(here) or real_path(target) in here.parents:
             return "is the working directory of this process, or contains it"
     return ""
 

@@ -1,4 +1,4 @@
-"""Checks of paths, and fsync of the names in a directory."""
+"""Paths that are checked, made absolute or resolved, and fsync of the names in a directory."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def check_local_path(path: str | os.PathLike[str]) -> Path:
         raise UnsupportedError(msg)
     local = text[url.end() :] if url is not None else text
     return Path(os.path.abspath(local))  # noqa: PTH100 - Path.absolute() would keep ".."
+
+
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path, its links resolved as far as they lead to something.
+
+    Nothing need be there. A link that leads to itself stays as it is, in every release of Python:
+    ``Path.resolve`` raises ``RuntimeError`` before 3.13.
+    """
+    return Path(os.path.realpath(path))
 
 
 def sync_directory(path: Path) -> None:

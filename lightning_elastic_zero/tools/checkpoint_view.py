@@ -25,7 +25,7 @@ from lightning_elastic_zero.formats import (
 from lightning_elastic_zero.key_mapping import KeyMapping
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.manifest import Manifest, Parameter
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes
+from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
 from lightning_elastic_zero.tensor_state import Scalar
 from lightning_elastic_zero.tools.progress_line import OnBytes
 
@@ -326,7 +326,7 @@ def open_view(
         raise CheckpointNotFoundError(msg)
     found = check_local_path(path)
     is_there = os.path.exists(found)  # noqa: PTH110 (what cannot be asked is said when it is opened)
-    real = Path(os.path.realpath(found)) if is_there else found
+    real = real_path(found) if is_there else found
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_alone()

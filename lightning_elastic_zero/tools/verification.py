@@ -19,7 +19,7 @@ from lightning_elastic_zero.formats.dcp.detection import is_dcp
 from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
 from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes
+from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
 from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.parallel import run_parts
 from lightning_elastic_zero.tools.progress_line import OnBytes
@@ -184,7 +184,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror})"
         raise CheckpointNotFoundError(msg) from error
-    found = {Path(os.path.realpath(e)) for e in entries if e.exists() and looks_like_checkpoint(e)}
+    found = {real_path(e) for e in entries if e.exists() and looks_like_checkpoint(e)}
     return sorted(found, key=lambda path: (_published_at(path), str(path)), reverse=True)
 
 

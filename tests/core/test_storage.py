@@ -35,6 +35,7 @@ from lightning_elastic_zero.storage import (
     await_shared,
     check_local_path,
     range_file,
+    real_path,
     remove_shared,
     write_durably,
 )
@@ -362,6 +363,20 @@ class TestPlaces:
         assert check_local_path(link / "a" / ".." / "b") == link / "b"
         assert check_local_path(f"file://{tmp_path}/a") == tmp_path / "a"
         assert check_local_path("a.ckpt") == Path.cwd() / "a.ckpt"
+
+    def test_links_are_resolved_as_far_as_they_lead(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a folder in a path too, before ``..``; what is not there, or a circle, is no error."""
+        folder = Path(os.path.realpath(tmp_path))
+        (folder / "deep" / "folder").mkdir(parents=True)
+        (folder / "link").symlink_to(folder / "deep" / "folder")
+        (folder / "circle").symlink_to("circle")
+        monkeypatch.chdir(folder)
+        assert real_path("link") == folder / "deep" / "folder"
+        assert real_path(tmp_path / "link" / "a.ckpt") == folder / "deep" / "folder" / "a.ckpt"
+        assert real_path(folder / "link" / ".." / "b") == folder / "deep" / "b"
+        assert real_path(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
 
 
 class TestSharedDirectory:
