@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage import real_path
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 
@@ -159,7 +160,7 @@ class RayCheckpointReport(Callback):
 
 def _path_in(run: Path, path: str) -> str | None:
     """Return a checkpoint's path as Ray wants it, below the run's folder; None: not Ray's."""
-    found, folder = Path(path).resolve(), run.resolve()
+    found, folder = real_path(path), real_path(run)
     if found.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in found.parents:
         return None
     return str(run / found.relative_to(folder))
@@ -171,8 +172,8 @@ def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
     Raises:
         UnsupportedError: it cannot.
     """
-    folder = Path(str(callback.dirpath)).resolve()
-    if run.resolve() not in folder.parents:
+    folder = real_path(str(callback.dirpath))
+    if real_path(run) not in folder.parents:
         msg = (
             f"ModelCheckpoint saves to {folder}, and Ray Train keeps checkpoints below {run} only, "
             'the folder of this run in its storage. Pass dirpath=f"{run}/checkpoints", with '

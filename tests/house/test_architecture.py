@@ -155,6 +155,9 @@ NO_COMMUNICATION = {"engine": {"get_rank", "get_world_size"}}
 DEEPSPEED_COLLECTIVES = {("engine/flat_buffers.py", "all_gather"), ("engine/muon.py", "all_gather")}
 """Partitions are gathered within DeepSpeed's own groups, as its optimizers do after a step."""
 
+RESOLVES_PATHS = {"absolute", "abspath", "realpath", "resolve"}
+"""What makes a path absolute, or resolves its links: each way differs a little from the others."""
+
 LOADS_WITHOUT: dict[str, set[str]] = {
     PACKAGE: {"lightning", "deepspeed", "torch"},
     f"{PACKAGE}.layout": {"lightning", "deepspeed", "torch"},
@@ -394,6 +397,22 @@ def test_collectives_of_deepspeed() -> None:
         return {(name, what) for what in by_name | (used - {"get_rank", "get_world_size"})}
 
     assert {found for source in SOURCES for found in used_in(source)} == DEEPSPEED_COLLECTIVES
+
+
+def test_paths_are_made_absolute_in_one_file() -> None:
+    """What is one place for one rank, or in one step, is so for all: ``storage.paths`` says how."""
+    uses = {
+        f"{source.relative_to(ROOT)}, line {line}: {name}"
+        for source in SOURCES
+        for line, name in [
+            *((n.lineno, n.attr) for n in nodes_of(source) if isinstance(n, ast.Attribute)),
+            *((line, name.rpartition(".")[2]) for line, name in imports_of(source)),
+        ]
+        if name in RESOLVES_PATHS
+    }
+    elsewhere = {use for use in uses if not use.startswith("storage/paths.py")}
+    assert not elsewhere, f"call check_local_path or real_path of storage: {sorted(elsewhere)}"
+    assert uses
 
 
 def test_the_core_is_pure() -> None:

@@ -248,7 +248,13 @@ def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
     code, _, error = run("convert", str(good), str(good / "out.pt"), "--to", "fp32")
     assert code == 2
     assert "lies in the checkpoint" in error
+    (tmp_path / "link").symlink_to(good)
+    inside = str(tmp_path / "link" / "out.pt")
+    assert "lies in the checkpoint" in run("convert", str(good), inside, "--to", "fp32")[2]
     assert sorted(good.rglob("*")) == before
+    (tmp_path / "circle").symlink_to("circle")
+    code, _, error = run("convert", str(good), str(tmp_path / "circle"), "--to", "fp32")
+    assert (code, "is there already" in error) == (2, True)
     for size in ("0", "-1"):
         options = ["--to", "safetensors", "--max-shard-gb", size]
         assert run("convert", str(good), str(tmp_path / "out"), *options)[0] == 2

@@ -96,7 +96,7 @@ def name_states(
     shapes = {p.name: p.shape for p in live.parameters}
     table = _IdInterpretations(
         saved_groups, saved["state"], live, order, canonical, shapes
-    ).resolve()
+    ).unambiguous()
     states = {
         name: saved["state"][key]
         for names, group in zip(table, saved_groups, strict=True)
@@ -128,7 +128,7 @@ class _IdInterpretations:
     canonical: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
 
-    def resolve(self) -> Table:
+    def unambiguous(self) -> Table:
         """Return the one meaning that fits.
 
         Raises:

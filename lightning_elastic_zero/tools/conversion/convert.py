@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes
+from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
 from lightning_elastic_zero.tools.conversion import (
     adapter_folder,
@@ -100,7 +100,7 @@ def convert_checkpoint(
 
     with open_view(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
         path = check_local_path(target)
-        if checkpoint.path in path.resolve().parents:
+        if checkpoint.path in real_path(path).parents:
             msg = f"{target} lies in the checkpoint {source}, which is only read: give another path"
             raise SaveError(msg)
         TARGETS[to](checkpoint, path, options, count)
