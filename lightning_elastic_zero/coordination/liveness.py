@@ -19,6 +19,35 @@ Clock: TypeAlias = Callable[[], float]
 StateOf: TypeAlias = Callable[[ProcessKey], ProcessState]
 """Return what the system says of a process."""
 
+_SILENT = (
+    "the job's store has not answered for {:g} s: rank 0, or whatever process hosts it, died or is "
+    "stopped"
+)
+_HELD_UP = (
+    "this rank's thread that talks to the other ranks has not come to run for {:g} s, although the "
+    "store's host runs; the log says where it is"
+)
+
+
+def unresponsive_reason(
+    silent_s: float, times: Timeouts, store_host_runs: Callable[[], bool]
+) -> str:
+    """Return why a caller waits no longer for its own rank's thread, if so; else nothing.
+
+    Args:
+        silent_s: for how long the thread has not come back from a turn.
+        times: how long it is waited for.
+        store_host_runs: whether the store's host is known to run, so that it is the thread that is
+            held up. It is asked only of a thread that has been silent for too long.
+    """
+    if silent_s <= times.heartbeat_timeout_s:
+        return ""
+    if not store_host_runs():
+        return _SILENT.format(times.heartbeat_timeout_s)
+    if silent_s <= times.held_up_timeout_s:
+        return ""
+    return _HELD_UP.format(times.held_up_timeout_s)
+
 
 class IdleTimer:
     """For how long a thing has not changed, to a watcher that may itself have been stopped."""

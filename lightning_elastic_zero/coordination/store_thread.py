@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from lightning_elastic_zero.coordination.command_queue import CommandQueue
+from lightning_elastic_zero.coordination.liveness import unresponsive_reason
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     LONGEST_POLL_S,
@@ -43,15 +44,6 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
 """The longest wait for others to read a last word: two glances."""
-
-_SILENT = (
-    "the job's store has not answered for {:g} s: rank 0, or whatever process hosts it, died or is "
-    "stopped"
-)
-_HELD_UP = (
-    "this rank's thread that talks to the other ranks has not come to run for {:g} s, although the "
-    "store's host runs; the log says where it is"
-)
 
 
 class StoreThread(threading.Thread):
@@ -109,14 +101,10 @@ class StoreThread(threading.Thread):
     def _unresponsive_reason(self) -> str:
         """Return why not to wait for the thread any more, if so; after a while, log where it is."""
         silent_s = self._silent_s()
-        if silent_s <= self._times.heartbeat_timeout_s:
-            return ""
-        if not self._store_host_runs():
-            return _SILENT.format(self._times.heartbeat_timeout_s)
-        if silent_s <= self._times.held_up_timeout_s:
+        why = unresponsive_reason(silent_s, self._times, self._store_host_runs)
+        if silent_s > self._times.heartbeat_timeout_s and not why:
             self._log_where_it_is(silent_s)
-            return ""
-        return _HELD_UP.format(self._times.held_up_timeout_s)
+        return why
 
     def _silent_s(self) -> float:
         """Return for how long the thread has not come back from a turn."""

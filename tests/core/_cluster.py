@@ -6,6 +6,7 @@ steps and pauses wherever a caller would wait.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination import Timeouts
 from lightning_elastic_zero.coordination.client import run_work
+from lightning_elastic_zero.coordination.liveness import unresponsive_reason
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     RankSession,
@@ -109,13 +111,13 @@ class Rank:
         step, began_s = Step(kind, name), self.cluster.now_s
         self.orders.append(partial(self.session.enter_step, step))
         try:
-            yield from self._wait(step.arrived.is_set)
+            yield from self._wait(step, step.arrived)
             if not (step.decided.is_set() or step.reported.is_set()):
                 yield from busy(step) if busy is not None else ()
                 error, text = run_work(kind, work if work is not None else lambda: self.rank)
                 failed = error is not None
                 self.orders.append(partial(self.session.report, step, text, failed=failed))
-            yield from self._wait(step.decided.is_set, abort_after_s)
+            yield from self._wait(step, step.decided, abort_after_s)
         except (RanksError, KeyboardInterrupt) as error:
             why = f"it has given this step up ({str(error) or type(error).__name__})"
             self.orders.append(partial(self.session.abort_step, step, why))
@@ -127,23 +129,33 @@ class Rank:
                 found = {"error": kind, "message": str(step.failure)}
         return {**found, "seconds": self.cluster.now_s - began_s}
 
-    def _wait(self, ended: Callable[[], bool], abort_after_s: float = float("inf")) -> Pauses[None]:
-        """Wait as ``StoreThread.wait`` does: not for a thread that does not come back."""
-        now, times = self.cluster.now_s, self.cluster.times
-        until, check_s = now + abort_after_s, now + CHECK_INTERVAL_S
-        while not ended():
-            if self.cluster.now_s >= until:
+    def _wait(
+        self, step: Step, event: threading.Event, abort_after_s: float = float("inf")
+    ) -> Pauses[None]:
+        """Wait as ``StoreThread.wait`` does: the pauses are ours, what ends it is not."""
+        now_s = self.cluster.now_s
+        until_s, check_s = now_s + abort_after_s, now_s + CHECK_INTERVAL_S
+        while not event.is_set():
+            if self.cluster.now_s >= until_s:
                 raise KeyboardInterrupt
             if self.cluster.now_s >= check_s:
-                answered_s, check_s = self.answered_s, self.cluster.now_s + CHECK_INTERVAL_S
-                runs = self.cluster.state is ProcessState.RUNNING
-                limit_s = times.held_up_timeout_s if runs else times.heartbeat_timeout_s
-                if self.cluster.now_s - answered_s > limit_s:
-                    yield from self.sleep(2 * times.heartbeat_interval_s)
-                    if self.answered_s == answered_s and not ended():
-                        msg = "the job's store has not answered"
-                        raise RanksError(msg)
+                silent_s = yield from self._silent_s()
+                why = unresponsive_reason(silent_s, self.cluster.times, self._store_host_runs)
+                if why and not step.decided.is_set():
+                    raise RanksError(why)
+                check_s = self.cluster.now_s + CHECK_INTERVAL_S
             yield
+
+    def _silent_s(self) -> Pauses[float]:
+        """Return for how long the thread has taken no turn, and takes none in the next moment."""
+        answered_s, times = self.answered_s, self.cluster.times
+        silent_s = self.cluster.now_s - answered_s
+        if silent_s > times.heartbeat_timeout_s:
+            yield from self.sleep(2 * times.heartbeat_interval_s)
+        return silent_s if self.answered_s == answered_s else 0.0
+
+    def _store_host_runs(self) -> bool:
+        return self.cluster.state is ProcessState.RUNNING
 
 
 class Cluster:

@@ -23,7 +23,11 @@ from lightning_elastic_zero.coordination import Timeouts
 from lightning_elastic_zero.coordination.leader import Leader
 from lightning_elastic_zero.coordination.liveness import IdleTimer
 from lightning_elastic_zero.coordination.messages import Heartbeat, pack, unpack
-from lightning_elastic_zero.coordination.rank_session import Step, poll_pauses_s
+from lightning_elastic_zero.coordination.rank_session import (
+    CHECK_INTERVAL_S,
+    Step,
+    poll_pauses_s,
+)
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
@@ -366,6 +370,21 @@ class TestLostRanks:
         job.held = set()
         assert [outcome["value"] for outcome in job.finish()] == [EVERYONE] * WORLD
 
+    def test_a_rank_that_is_held_up_for_too_long_gives_up(self) -> None:
+        """Its caller raises, and says that it is not the store; the others hear of it."""
+        job = Cluster(WORLD, replace(SHORT, stall_timeout_s=60.0, absent_timeout_s=60.0))
+        job.state = ProcessState.RUNNING
+        job.run_step()
+        job.held = {2}
+        job.start(lambda rank: rank.step("all_gather", "write"))
+        job.pass_time(SHORT.held_up_timeout_s + CHECK_INTERVAL_S + 1)
+        job.held = set()
+        found = job.finish()
+        assert 0 <= found[2]["seconds"] - SHORT.held_up_timeout_s <= CHECK_INTERVAL_S + 1
+        assert found[2]["message"].startswith("this rank's thread that talks to the other ranks")
+        assert "has not come to run for 5 s" in found[2]["message"]
+        assert "rank 2 of 4: " in failure([found[rank] for rank in (0, 1, 3)])[1]
+
     def test_time_in_which_nobody_looked_is_held_against_nobody(self) -> None:
         """A watcher that was stopped itself counts two beats of it at most."""
         now_s = [0.0]
@@ -611,7 +630,7 @@ class TestComingBack:
     def test_a_rank_that_missed_the_end_is_in_the_next_step(self, job: Cluster) -> None:
         """It raises what the others have finished; where no step is left to fail, none does."""
         found = self.finished(job)
-        assert found[3]["message"] == "the job's store has not answered"
+        assert found[3]["message"].startswith("the job's store has not answered for 1.6 s: rank 0")
         assert [outcome["value"] for outcome in found[:3]] == [[]] * 3
         assert_in_step(job)
 
