@@ -71,19 +71,35 @@ def test_one_rank_stops_too() -> None:
     agreement.close()
 
 
-def test_a_rank_that_ends_earlier_holds_nobody_up() -> None:
-    """The others hear that it has closed, and end when they do."""
-    store = HashStore()
-    first, second = (
-        StopAgreement(lambda r=r: StoreRanks(store, r, 2, name="s"), str, interval_s=0.05)  # type: ignore[misc]
-        for r in (0, 1)
-    )
-    time.sleep(0.3)
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_rank_that_ends_earlier_holds_nobody_up(
+    earlier: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other one hears that it has closed, goes on asking, and ends when it does."""
+    store, asked = HashStore(), threading.Semaphore(0)
+
+    def agreement(rank: int) -> StopAgreement:
+        def heard() -> str:
+            if rank != earlier:
+                asked.release()
+            return ""
+
+        return StopAgreement(lambda: StoreRanks(store, rank, 2, name="s"), heard, interval_s=0.05)
+
+    agreements = [agreement(rank) for rank in (0, 1)]
+    for _ in range(3):  # Whoever asks a third time has had two answers.
+        assert asked.acquire(timeout=HANG_TIMEOUT_S)
     began = time.monotonic()
-    second.close()
-    time.sleep(0.3)
-    assert not first.pass_batch()
-    first.close()
+    agreements[earlier].close()
+    other = agreements[1 - earlier]
+    while "could not agree" not in caplog.text and time.monotonic() - began < HANG_TIMEOUT_S:
+        time.sleep(0.01)
+    assert f"rank {earlier} of 2: it has ended its part" in caplog.text
+    while asked.acquire(blocking=False):
+        pass
+    assert asked.acquire(timeout=HANG_TIMEOUT_S)
+    assert not other.pass_batch()
+    other.close()
     assert time.monotonic() - began < PROMPT_TIMEOUT_S
 
 
