@@ -1,4 +1,8 @@
-"""Copying a checkpoint so that the copy outlives a power cut."""
+"""Copying a checkpoint so that the copy outlives a power cut.
+
+Not by ``shutil.copytree``: that copies what others put into the folder too, shows no progress
+within a file of many GB, so that the other ranks would take rank 0 for stalled, and syncs nothing.
+"""
 
 from __future__ import annotations
 
