@@ -22,7 +22,7 @@ from lightning_elastic_zero.checkpoint.fingerprint_check import (
     Verdict,
     check_loaded,
 )
-from lightning_elastic_zero.checkpoint.transfers import plans, requests, scalars_by_buffer
+from lightning_elastic_zero.checkpoint.transfers import plans, read_targets, scalars_by_buffer
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LiveState,
@@ -302,7 +302,8 @@ class _Load:
         source, saved = self.source, self._regrouped(scope)
         targets = self.live.allocate_targets(saved, with_optimizer=scope.optimizer_state)
         undo.callback(targets.rollback)
-        planned = plans(source, targets)
+        with_state = {name for group in saved.groups for name in group.names}
+        planned = plans(source, targets, with_state)
         source.check(*(plan.ranks for plan in planned))
         values = self._values(scope, shared, saved)
         # From one source rank after the other; never all transfers at once.
@@ -310,10 +311,8 @@ class _Load:
         tensors = (*targets.weights, *(t for of_flat in targets.states for t in of_flat.values()))
         size = sum(tensor.nbytes for tensor in tensors)
         on_bytes = report_bytes("reading", self.ranks, self.options.show, size)
-        with_state = {name for group in saved.groups for name in group.names}
-        bytes_read = sum(
-            source.read(requests(runs, targets, with_state), on_bytes) for _, runs in in_order
-        )
+        filled = read_targets(targets)
+        bytes_read = sum(source.read(runs, filled, on_bytes) for _, runs in in_order)
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
     def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:

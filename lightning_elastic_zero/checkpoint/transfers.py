@@ -1,45 +1,49 @@
-"""The transfers of a load: runs of elements with their targets, and each buffer's scalars."""
+"""The transfers of a load, what they fill, and each buffer's scalars."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan
+from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, Targets
+from lightning_elastic_zero.layout import Fragment, Layout, TransferPlan
 from lightning_elastic_zero.manifest import Group, Manifest
 from lightning_elastic_zero.tensor_state import RestoreTargets, Scalar, canonical_repr
 
 
-def plans(source: CheckpointReader, targets: RestoreTargets) -> tuple[TransferPlan, TransferPlan]:
-    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights."""
+def plans(
+    source: CheckpointReader, targets: RestoreTargets, with_state: Collection[str]
+) -> tuple[TransferPlan, TransferPlan]:
+    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights.
+
+    Args:
+        source: the checkpoint.
+        targets: what is wanted.
+        with_state: the parameters whose optimizer states are wanted; others that lie beside them
+            have fresh ones already.
+
+    Returns:
+        Plans into ``read_targets``.
+    """
+    alone = len(targets.weights)
+    wanted = [
+        f if f.name in with_state else replace(f, buffer=alone + f.buffer)
+        for f in targets.fragments
+    ]
     owned = {p.name for p in source.manifest.optimized}
-    masters = [f for f in targets.fragments if f.name in owned]
-    frozen = [f for f in targets.fragments if f.name not in owned]
+    masters = [f for f in wanted if f.name in owned]
+    frozen = [f for f in wanted if f.name not in owned]
     return (
         TransferPlan(masters, source.layout()),
         TransferPlan(frozen, source.frozen_layout()),
     )
 
 
-def requests(
-    transfers: Sequence[Transfer], targets: RestoreTargets, with_state: Collection[str]
-) -> list[ReadRequest]:
-    """Return what is to be read by runs: weights, then states.
-
-    Args:
-        transfers: the runs.
-        targets: where they go.
-        with_state: the parameters whose optimizer states are wanted; others that lie beside them
-            have fresh ones already.
-    """
-    weights = [ReadRequest(WEIGHT, t, targets.weights[t.target_buffer]) for t in transfers]
-    return weights + [
-        ReadRequest(key, t, target)
-        for t in transfers
-        if t.name in with_state
-        for key, target in targets.states[t.target_buffer].items()
-    ]
+def read_targets(targets: RestoreTargets) -> Targets:
+    """Return what is filled: the weights with their states, and then the same weights alone."""
+    weights = [{WEIGHT: tensor} for tensor in targets.weights]
+    return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights
 
 
 def scalars_by_buffer(

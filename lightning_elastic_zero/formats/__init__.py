@@ -30,9 +30,9 @@ from lightning_elastic_zero.formats.path_suggestions import (
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
-    ReadRequest,
     SharedState,
     SourceInfo,
+    Targets,
     as_format_error,
 )
 from lightning_elastic_zero.formats.renamed_reader import RenamedReader
@@ -44,10 +44,10 @@ from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
 __all__ = [
     "WEIGHT",
     "CheckpointReader",
-    "ReadRequest",
     "RenamedReader",
     "SharedState",
     "SourceInfo",
+    "Targets",
     "open_checkpoint",
 ]
 

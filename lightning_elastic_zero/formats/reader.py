@@ -23,7 +23,7 @@ from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
 WEIGHT = ""
-"""The key of the weights themselves in a ``ReadRequest``: masters, or frozen weights."""
+"""The key of the weights themselves, masters or frozen, beside the names of optimizer states."""
 
 FRESH_OPTIMIZER_HINT = (
     "pass load_optimizer_state=False to go on from the saved weights with a fresh optimizer"
@@ -33,21 +33,9 @@ COMPARED_ELEMENTS = 1 << 20
 """Elements of two copies of a weight that are compared at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
-    """One run to be read, and the 1-D tensor that it goes into."""
-
-    key: str
-    """An element-wise optimizer state's name, or ``WEIGHT``."""
-    transfer: Transfer
-    """From where to where; ``target_offset`` counts in ``target``."""
-    target: torch.Tensor
-
-    @property
-    def slot(self) -> torch.Tensor:
-        """The part of ``target`` that the run fills."""
-        first, transfer = self.transfer.target_offset, self.transfer
-        return self.target.detach()[first : first + transfer.stop - transfer.start]
+Targets: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
+"""What transfers fill: ``Transfer.target_buffer`` counts in it, and ``Transfer.target_offset`` in
+its 1-D tensors, which are named by what is read into them: ``WEIGHT``, or an element-wise state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,40 +208,44 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run lies; ``key`` as in ``ReadRequest``."""
+        """Return where a run of a state lies, or with ``WEIGHT`` of the weights."""
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
         """Return where the low-precision weights of a run of masters lie, if the files do."""
         del transfer
         return None
 
-    def read(self, requests: Sequence[ReadRequest], on_bytes: Callable[[int], None]) -> int:
-        """Fill all targets, file by file; return the bytes read from disk.
+    def read(
+        self, transfers: Sequence[Transfer], targets: Targets, on_bytes: Callable[[int], None]
+    ) -> int:
+        """Read runs of all that their targets hold, file by file; return the bytes read from disk.
 
         Raises:
             CheckpointCorruptedError: what is on disk is not what was written; or masters do not
                 round to the low-precision weights that lie beside them: files of two checkpoints
                 were mixed, or an order is not what it says.
         """
+        keys = dict.fromkeys(key for t in transfers for key in targets[t.target_buffer])
+        wanted = [(t, key) for key in keys for t in transfers if key in targets[t.target_buffer]]
         # In this order the runs of a file come one after the other in every format, so that few
         # files are open at once.
-        in_order = sorted(
-            requests, key=lambda r: (r.transfer.source_rank, r.transfer.name in self._frozen)
-        )
+        wanted.sort(key=lambda each: (each[0].source_rank, each[0].name in self._frozen))
         bytes_read = 0
         # Located one by one: the tensors of a file that was closed meanwhile are useless.
-        located = ((*self.locate(r.key, r.transfer), r.slot) for r in in_order)
+        located = ((*self.locate(key, t), _filled(targets, t, key)) for t, key in wanted)
         for file, of_file in itertools.groupby(located, key=lambda found: found[0]):
-            bytes_read += file.read_into([(slot, run) for _, run, slot in of_file], on_bytes)
+            bytes_read += file.read_into([(target, run) for _, run, target in of_file], on_bytes)
+        masters = ((t, _filled(targets, t, WEIGHT)) for t, key in wanted if key == WEIGHT)
         return bytes_read + sum(
-            self._check_rounding(r, *rounded, on_bytes)
-            for r in requests
-            if r.key == WEIGHT and (rounded := self.locate_rounded(r.transfer))
+            self._check_rounding(t.name, read, *rounded, on_bytes)
+            for t, read in masters
+            if (rounded := self.locate_rounded(t))
         )
 
     def _check_rounding(
         self,
-        request: ReadRequest,
+        name: str,
+        masters: torch.Tensor,
         file: StoredTensors,
         run: StoredRun,
         on_bytes: Callable[[int], None],
@@ -261,15 +253,15 @@ class CheckpointReader(ABC):
         """Compare masters that were read with low-precision weights; return the bytes read."""
         bytes_read = 0
         dtype = run.tensor.dtype
-        if not _comparable(request.target.dtype, dtype):
+        if not _comparable(masters.dtype, dtype):
             return 0
         for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
             low = torch.empty(stop - start, dtype=dtype)
             bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], on_bytes)
-            master = request.slot[start - run.start : stop - run.start].cpu()
+            master = masters[start - run.start : stop - run.start].cpu()
             if not same_rounded(master, low):
                 msg = (
-                    f"{self.files.folder}: the master weights of {request.transfer.name} do not "
+                    f"{self.files.folder}: the master weights of {name} do not "
                     f"round to the {dtype} weights in {file.path.relative_to(self.files.folder)}: "
                     "the files are of two runs or steps, or a conversion has cut them in the wrong "
                     "places, as ds_to_universal does with round_robin_gradients. Resume from "
@@ -304,6 +296,13 @@ class CheckpointReader(ABC):
     def close(self) -> None:
         """Close the files."""
         self.files.close()
+
+
+def _filled(targets: Targets, transfer: Transfer, key: str) -> torch.Tensor:
+    """Return the part of its target that a transfer fills."""
+    first = transfer.target_offset
+    whole = targets[transfer.target_buffer][key].detach()
+    return whole[first : first + transfer.stop - transfer.start]
 
 
 def _comparable(target: torch.dtype, low: torch.dtype) -> bool:

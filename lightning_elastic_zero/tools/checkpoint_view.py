@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -18,7 +18,6 @@ from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.formats import (
     WEIGHT,
     CheckpointReader,
-    ReadRequest,
     RenamedReader,
     open_checkpoint,
 )
@@ -192,8 +191,7 @@ class OpenCheckpoint:
         """Return a run of a parameter's elements, in the type in which they are stored."""
         transfers = self._transfers(entry, start, stop)
         target = torch.empty(stop - start, dtype=self._stored_dtype(entry.key, transfers[0]))
-        requests = [ReadRequest(entry.key, transfer, target) for transfer in transfers]
-        self.reader.read(requests, self._on_bytes)
+        self.reader.read(transfers, [{entry.key: target}], self._on_bytes)
         return target
 
     def runs(
@@ -214,20 +212,24 @@ class OpenCheckpoint:
                 if entry.numel:
                     yield StateRun(entry, 0, tensor.reshape(-1))
         batch: list[StateRun] = []
-        requests: list[ReadRequest] = []
+        transfers: list[Transfer] = []
         held = 0
         for entry, transfer in self._share(part, parts, masters_only=masters_only):
             numel = transfer.stop - transfer.start
             if held + numel > CHUNK_ELEMENTS:
-                self.reader.read(requests, self._on_bytes)
-                yield from batch
-                batch, requests, held = [], [], 0
+                yield from self._read(batch, transfers)
+                batch, transfers, held = [], [], 0
             target = torch.empty(numel, dtype=self._stored_dtype(entry.key, transfer))
-            requests.append(ReadRequest(entry.key, transfer, target))
+            transfers.append(replace(transfer, target_buffer=len(batch)))
             batch.append(StateRun(entry, transfer.start, target))
             held += numel
-        self.reader.read(requests, self._on_bytes)
-        yield from batch
+        yield from self._read(batch, transfers)
+
+    def _read(self, batch: list[StateRun], transfers: Sequence[Transfer]) -> list[StateRun]:
+        """Fill a batch of runs, in which transfers count their targets."""
+        targets = [{run.entry.key: run.values} for run in batch]
+        self.reader.read(transfers, targets, self._on_bytes)
+        return batch
 
     def _share(
         self, part: int, parts: int, *, masters_only: bool

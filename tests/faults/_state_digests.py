@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest, open_checkpoint
-from lightning_elastic_zero.layout import Fragment, TransferPlan
+from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, open_checkpoint
+from lightning_elastic_zero.layout import Fragment, Transfer, TransferPlan
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_bytes
 from tests.core.bitwise_repr import bitwise_repr
@@ -48,21 +48,24 @@ def _tensors(source: CheckpointReader) -> dict[str, torch.Tensor]:
     manifest = source.manifest
     masters = {p.name: p.numel for p in manifest.optimized if p.numel}
     frozen = {p.name: p.numel for p in manifest.frozen if p.numel}
-    targets: dict[str, torch.Tensor] = {}
-    requests: list[ReadRequest] = []
-    for name, numel in {**masters, **frozen}.items():
+    targets: list[dict[str, torch.Tensor]] = []
+    transfers: list[Transfer] = []
+    for buffer, (name, numel) in enumerate({**masters, **frozen}.items()):
         layout = source.layout() if name in masters else source.frozen_layout()
-        plan = TransferPlan([Fragment(name, 0, numel, 0, 0, 0)], layout)
-        transfers = [t for _, of_rank in plan.by_rank() for t in of_rank]
-        for key, dtype in _keys_of(manifest, name).items():
-            target = targets[f"{key or 'weight'}/{name}"] = torch.empty(numel, dtype=dtype)
-            requests += [ReadRequest(key, transfer, target) for transfer in transfers]
+        plan = TransferPlan([Fragment(name, 0, numel, 0, buffer, 0)], layout)
+        transfers += [t for _, of_rank in plan.by_rank() for t in of_rank]
+        keys = _keys_of(manifest, name).items()
+        targets.append({key: torch.empty(numel, dtype=dtype) for key, dtype in keys})
     source.check(
-        sorted({r.transfer.source_rank for r in requests if r.transfer.name in masters}),
-        sorted({r.transfer.source_rank for r in requests if r.transfer.name in frozen}),
+        sorted({t.source_rank for t in transfers if t.name in masters}),
+        sorted({t.source_rank for t in transfers if t.name in frozen}),
     )
-    source.read(requests, ignore_bytes)
-    return targets
+    source.read(transfers, targets, ignore_bytes)
+    return {
+        f"{key or 'weight'}/{name}": target
+        for name, of_name in zip([*masters, *frozen], targets, strict=True)
+        for key, target in of_name.items()
+    }
 
 
 def _keys_of(manifest: Manifest, name: str) -> Mapping[str, torch.dtype]:

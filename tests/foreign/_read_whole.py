@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, ReadRequest, open_checkpoint
-from lightning_elastic_zero.layout import Fragment, Layout, TransferPlan
-from lightning_elastic_zero.manifest import Parameter
+from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, open_checkpoint
+from lightning_elastic_zero.layout import Fragment, Transfer, TransferPlan
 from lightning_elastic_zero.storage import ignore_bytes
 
 
@@ -29,34 +28,29 @@ def read_whole(
 
 def _all_of(source: CheckpointReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     manifest = source.manifest
-    found: dict[str, torch.Tensor] = {}
-    requests: list[ReadRequest] = []
-    for parameter in manifest.optimized:
-        group = manifest.groups[parameter.group or 0]
-        keys = [WEIGHT, *(k.name for k in group.state if k.kind == "elementwise")]
-        for key in keys:
-            target = torch.full((parameter.numel,), float("nan"), dtype=dtype)
-            found[f"{key or 'master'}/{parameter.name}"] = target
-            requests += _requests(parameter, key, target, source.layout())
-    for parameter in manifest.frozen:
-        target = torch.full((parameter.numel,), float("nan"), dtype=dtype)
-        found[f"frozen/{parameter.name}"] = target
-        requests += _requests(parameter, WEIGHT, target, source.frozen_layout())
     owned = {p.name for p in manifest.optimized}
+    found: dict[str, torch.Tensor] = {}
+    targets: list[dict[str, torch.Tensor]] = []
+    transfers: list[Transfer] = []
+    for buffer, parameter in enumerate((*manifest.optimized, *manifest.frozen)):
+        keys = [WEIGHT]
+        if parameter.name in owned:
+            group = manifest.groups[parameter.group or 0]
+            keys += [k.name for k in group.state if k.kind == "elementwise"]
+        of_weights = "master" if parameter.name in owned else "frozen"
+        targets.append(
+            {key: torch.full((parameter.numel,), float("nan"), dtype=dtype) for key in keys}
+        )
+        for key, target in targets[-1].items():
+            found[f"{key or of_weights}/{parameter.name}"] = target
+        if parameter.numel:
+            whole = Fragment(parameter.name, 0, parameter.numel, 0, buffer, 0)
+            layout = source.layout() if parameter.name in owned else source.frozen_layout()
+            transfers += [t for _, ts in TransferPlan([whole], layout).by_rank() for t in ts]
     source.check(
-        sorted({r.transfer.source_rank for r in requests if r.transfer.name in owned}),
-        sorted({r.transfer.source_rank for r in requests if r.transfer.name not in owned}),
+        sorted({t.source_rank for t in transfers if t.name in owned}),
+        sorted({t.source_rank for t in transfers if t.name not in owned}),
     )
-    source.read(requests, ignore_bytes)
+    source.read(transfers, targets, ignore_bytes)
     state = source.module_state(0, manifest.world_size)
     return {**found, **{f"buffer/{name}": tensor for name, tensor in state.buffers.items()}}
-
-
-def _requests(
-    parameter: Parameter, key: str, target: torch.Tensor, layout: Layout
-) -> list[ReadRequest]:
-    if not parameter.numel:
-        return []
-    whole = Fragment(parameter.name, 0, parameter.numel, 0, 0, 0)
-    by_rank = TransferPlan([whole], layout).by_rank()
-    return [ReadRequest(key, t, target) for _, transfers in by_rank for t in transfers]

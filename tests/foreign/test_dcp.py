@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.formats import ReadRequest, open_checkpoint
+from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.formats.dcp.metadata import read_metadata
 from lightning_elastic_zero.formats.dcp.tree import knows_order, leaves_of
 from lightning_elastic_zero.layout import Transfer
@@ -198,7 +198,7 @@ def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Pa
         for key, expected in (("", float(name.split(".")[1])), ("exp_avg", index)):
             target = torch.empty(tensor.numel())
             run = Transfer(name, 0, tensor.numel(), 0, index, 0, 0, 0)
-            reader.read([ReadRequest(key, run, target)], lambda _: None)
+            reader.read([run], [{key: target}], lambda _: None)
             assert torch.equal(target, torch.full_like(target, expected)), (name, key)
     reader.close()
 

@@ -7,7 +7,6 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
@@ -25,25 +24,6 @@ _KEPT_CHUNKS = 8
 
 _UNREADABLE = (*DAMAGED, MemoryError)
 """What damaged or foreign data can raise in a pickle reader."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileSlice:
-    """The place of a tensor's elements in a file."""
-
-    start_byte: int
-    """Where the first one begins."""
-
-    dtype: torch.dtype
-    """The type of each."""
-
-    numel: int
-    """How many follow each other."""
-
-    @property
-    def stop_byte(self) -> int:
-        """Where the last one ends."""
-        return self.start_byte + self.numel * self.dtype.itemsize
 
 
 class TorchIndex:
@@ -81,8 +61,8 @@ class TorchIndex:
         self._check_byte_order()
         self.tree = self._read_tree()
 
-    def byte_range(self, tensor: torch.Tensor) -> FileSlice:
-        """Return the bytes from a tensor's first element to its last; gaps between them count.
+    def byte_range(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the bytes ``[start, stop)`` of a tensor's elements; gaps between them count.
 
         Args:
             tensor: one of the tree's, or a view of one.
@@ -102,7 +82,7 @@ class TorchIndex:
         stop = self._start_of(name) + self._records[name].file_size
         if span and (start % itemsize or start + span * itemsize > stop):
             self._refuse(f"holds a tensor that does not fit into its record {name}")
-        return FileSlice(start, tensor.dtype, span)
+        return start, start + span * itemsize
 
     @property
     def saved_as(self) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
-from lightning_elastic_zero.formats.torch_file.index import FileSlice, TorchIndex
+from lightning_elastic_zero.formats.torch_file.index import TorchIndex
 from lightning_elastic_zero.storage import CHUNK_BYTES, RangeFile, ignore_bytes
 from lightning_elastic_zero.tensor_state import INTEGER_DTYPES, check_cast
 
@@ -109,8 +109,8 @@ class TorchFile:
         """How many bytes of the file and its checksums were read so far."""
         return self._file.bytes_read
 
-    def byte_range(self, tensor: torch.Tensor) -> FileSlice:
-        """Return the bytes in which the elements of a contiguous tensor lie.
+    def byte_range(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the bytes ``[start, stop)`` in which the elements of a contiguous tensor lie.
 
         Raises:
             CheckpointFormatError: it is not of this file, or reaches beyond its storage.
@@ -148,9 +148,9 @@ class TorchFile:
 
     def _job(self, target: torch.Tensor, run: StoredRun) -> _RangeCopy:
         run.check_fills(target, self.path)
-        place = self.byte_range(run.tensor)
-        start_byte = place.start_byte + run.start * place.dtype.itemsize
-        return _RangeCopy(start_byte, place.dtype, target.detach())
+        dtype = run.tensor.dtype
+        start_byte = self.byte_range(run.tensor)[0] + run.start * dtype.itemsize
+        return _RangeCopy(start_byte, dtype, target.detach())
 
     def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 - whatever was saved
         """Return a part of the tree with ordinary copies in the place of its tensors.
@@ -163,9 +163,9 @@ class TorchFile:
         copies, jobs = {}, []
         for tensor in tensors_of(subtree):
             if id(tensor) not in copies:
-                place = self._index.byte_range(tensor)
-                flat = torch.empty(place.numel, dtype=place.dtype)
-                jobs.append(_RangeCopy(place.start_byte, place.dtype, flat))
+                start, stop = self._index.byte_range(tensor)
+                flat = torch.empty((stop - start) // tensor.dtype.itemsize, dtype=tensor.dtype)
+                jobs.append(_RangeCopy(start, tensor.dtype, flat))
                 copies[id(tensor)] = flat.as_strided(tensor.shape, tensor.stride())
         self._fill(jobs, ignore_bytes)
         return with_copies(subtree, copies)
@@ -191,7 +191,7 @@ class TorchFile:
 
 @dataclass(frozen=True, slots=True)
 class _RangeCopy:
-    """Elements that follow one another in the file, and the 1-D tensor that they fill."""
+    """Bytes that follow one another in the file, and the 1-D tensor that their elements fill."""
 
     start_byte: int
     dtype: torch.dtype
