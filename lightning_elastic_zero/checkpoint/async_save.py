@@ -29,9 +29,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.cancellation import Cancellation
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
-from lightning_elastic_zero.checkpoint.saving import Cancellation, collect, write_shards
+from lightning_elastic_zero.checkpoint.saving import collect, write_shards
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination import Ranks
@@ -234,12 +235,7 @@ class _Job(threading.Thread):
         try:
             use_device(self._device)
             with self.snapshot.reading():
-                stats = write_shards(
-                    self.snapshot.contents,
-                    self._ranks,
-                    self._cancellation,
-                    self.snapshot.live.on_read,
-                )
+                stats = write_shards(self.snapshot.contents, self._ranks, self._cancellation)
             seconds = time.monotonic() - self._began
             stats = replace(stats, seconds=seconds, waited_s=self.waited_s)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lightning_elastic_zero.checkpoint.cancellation import Cancellation
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
 from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.rank_consistency import (
@@ -55,7 +53,13 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     split_objects,
 )
 from lightning_elastic_zero.formats.elastic.safe_load_check import check_loads_weights_only
-from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter, writes_weights
+from lightning_elastic_zero.formats.elastic.writer import (
+    ClientPart,
+    RankWriter,
+    SourceOf,
+    as_it_is,
+    writes_weights,
+)
 from lightning_elastic_zero.formats.tree_path import format_tree_path
 from lightning_elastic_zero.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.storage import (
@@ -130,6 +134,8 @@ class ShardContents:
     """See ``SaveOptions``."""
     show: ShowBytes = show_nothing
     """Likewise."""
+    source_of: SourceOf = as_it_is
+    """What pieces of the state's tensors are written from."""
 
     def tables(self) -> Tables:
         """Return what ranks compare with each other."""
@@ -189,42 +195,10 @@ def collect(
     )
 
 
-class Cancellation:
-    """Whether a save is given up or published: decided once, never the one after the other."""
-
-    def __init__(self) -> None:
-        self._deciding = threading.Lock()
-        self._cancelled = False
-        self.committed = False
-
-    def cancel(self) -> bool:
-        """Cancel the save. Return False where it is being published."""
-        with self._deciding:
-            self._cancelled = not self.committed
-        return self._cancelled
-
-    def check(self) -> None:
-        """End a save that was given up.
-
-        Raises:
-            SaveError: it was.
-        """
-        if self._cancelled:
-            msg = "it was given up before it was written: the run has ended"
-            raise SaveError(msg)
-
-    def commit(self) -> None:
-        """Decide that the save is published, if it was not given up; see ``check``."""
-        with self._deciding:
-            self.check()
-            self.committed = True
-
-
 def write_shards(
     contents: ShardContents,
     ranks: Ranks,
     cancellation: Cancellation | None = None,
-    on_read: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> CheckpointStats:
     """Write what a rank has collected, and publish it; see ``save_engine``. Collective.
 
@@ -232,7 +206,6 @@ def write_shards(
         contents: what this rank writes.
         ranks: to agree with, in the thread that runs this.
         cancellation: by which another thread may give it up.
-        on_read: told of each master and optimizer state that is not needed any more.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
@@ -246,7 +219,7 @@ def write_shards(
         staging = _await_staging(first, contents.target)
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         manifest = replace(contents.manifest, save_id=first["save_id"])
-        writer = RankWriter(staging, manifest, ranks.rank, on_bytes, on_read, number)
+        writer = RankWriter(staging, manifest, ranks.rank, on_bytes, number, contents.source_of)
         return _write_files(contents, theirs, writer)
 
     def publish() -> dict[str, Any]:

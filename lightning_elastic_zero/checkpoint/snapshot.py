@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -144,15 +144,19 @@ class Snapshotter:
         for tensor in plan.at_once:
             _copy([(copies[id(tensor)], tensor)])
             on_progress()
+        live = UncopiedTensors(
+            [copies[id(tensor)] for tensor in plan.uncopied],
+            _written_numel(contents.state, plan.uncopied),
+        )
         contents = replace(
             contents,
             state=_with_copies(contents.state, copies),
             client=copy_plain_data(contents.client),
             objects=pickle_objects(contents.objects)[1],
+            source_of=live.source_of,
         )
         events = _copy_on_side_streams([pair for pair in pairs if is_on_device(pair[1])])
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
-        live = UncopiedTensors([copies[id(tensor)] for tensor in plan.uncopied])
         self._last = Snapshot(contents, live, to_host, events)
         return self._last
 
@@ -196,6 +200,18 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
         loss_scaler=dict(state.loss_scaler),
         lr_scheduler=copy.deepcopy(state.lr_scheduler),
         replica_sums=state.replica_sums,
+    )
+
+
+def _written_numel(state: RankState, tensors: Sequence[torch.Tensor]) -> int:
+    """Return how many elements of masters and states are written: those of fragments."""
+    known = {id(tensor) for tensor in tensors}
+    return sum(
+        fragment.stop - fragment.start
+        for flat in state.flats
+        for tensor in (flat.master, *flat.elementwise.values())
+        if id(tensor) in known
+        for fragment in flat.fragments
     )
 
 

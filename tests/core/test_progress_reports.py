@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
+from lightning_elastic_zero.formats.torch_file import ChunkedSource
 from lightning_elastic_zero.storage import StagedDirectory, make_link, remove_leftovers
 from tests.core._checkpoints import manifest_of
 
@@ -58,19 +59,25 @@ def test_removing_shows_each_file(
 
 def test_nobody_waits_for_what_is_read_in_vain() -> None:
     """The wait ends when all is read, when reading ends early, or when it is for nothing."""
-    tensors = [torch.zeros(3), torch.zeros(3)]
-    live = UncopiedTensors(tensors)
-    live.on_read(torch.zeros(3))
-    live.on_read(tensors[0])
+    tensors, other = [torch.zeros(3), torch.zeros(4)], torch.zeros(3)
+    live = UncopiedTensors(tensors, numel=6)  # the last element is padding
+    assert live.source_of(other) is other
+    sources = [live.source_of(piece) for piece in (tensors[0][:1], tensors[0][1:], tensors[1][:3])]
+    for source in sources[:-1]:
+        assert isinstance(source, ChunkedSource)
+        list(source.chunks())
+    assert isinstance(sources[-1], ChunkedSource)
+    chunks = sources[-1].chunks()
+    next(chunks)  # it is being written
     failed = threading.Event()
     threading.Timer(0.2, failed.set).start()
     live.wait(failed.is_set)
     assert failed.is_set()
-    live.on_read(tensors[1])
+    assert next(chunks, None) is None
     live.wait(lambda: False)
 
-    given_up = UncopiedTensors(tensors)
+    given_up = UncopiedTensors(tensors, numel=6)
     with pytest.raises(ZeroDivisionError), given_up.reading():
         raise ZeroDivisionError
     given_up.wait(lambda: False)
-    UncopiedTensors([]).wait(lambda: False)
+    UncopiedTensors([], 0).wait(lambda: False)

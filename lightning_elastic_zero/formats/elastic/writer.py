@@ -12,7 +12,6 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,8 +42,13 @@ from lightning_elastic_zero.formats.tree_path import TreePath
 from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, FileEntry, Manifest
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 
-OnRead: TypeAlias = Callable[[torch.Tensor], None]
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
+"""Returns what a piece of a master, state or frozen weight is written from."""
+
+
+def as_it_is(piece: torch.Tensor) -> torch.Tensor:
+    """Return the piece: it is written from where it is."""
+    return piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +81,10 @@ class RankWriter:
     rank: int
     on_bytes: Callable[[int], None]
     """Told of every stretch of bytes written."""
-    on_read: OnRead = lambda _: None
-    """Told of each master and element-wise state, once all of it has been written: masters come
-    first, then states, flat by flat."""
     fingerprint: str = ""
     """The number of the whole state, to be recorded beside it; empty: none is."""
-    source_of: SourceOf = lambda piece: piece
-    """Returns what is written in the place of a piece of a master, state or frozen weight: where
-    those have no values (on the meta device), that which fetches them."""
+    source_of: SourceOf = as_it_is
+    """Asked for each piece; masters are written first, then states, flat by flat."""
 
     def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
         """Write the rank's files, synced to disk; return what the manifest says of each.
@@ -190,8 +190,7 @@ class RankWriter:
             reached = stop
         if padded:
             pieces.append(flat.master.numel() - reached)
-        on_end = partial(self.on_read, flat.master)
-        return builder.add(PiecewiseSource(pieces, flat.master.dtype, on_end=on_end))
+        return builder.add(PiecewiseSource(pieces, flat.master.dtype))
 
     def _lean_states(self, builder: TorchFileWriter, flat: FlatState) -> dict[str, dict[str, Any]]:
         """Add a flat buffer's states: one storage for each key, a view of it for each parameter."""
@@ -199,8 +198,7 @@ class RankWriter:
         for key, values in flat.elementwise.items():
             parts = (values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments)
             runs = [self.source_of(part) for part in parts]
-            on_end = partial(self.on_read, values)
-            whole = builder.add(PiecewiseSource(runs, values.dtype, on_end=on_end))
+            whole = builder.add(PiecewiseSource(runs, values.dtype))
             at = 0
             for fragment in flat.fragments:
                 numel = fragment.stop - fragment.start

@@ -75,17 +75,13 @@ class PiecewiseSource:
     """
 
     def __init__(
-        self,
-        pieces: Sequence[torch.Tensor | ChunkedSource | int],
-        dtype: torch.dtype,
-        on_end: Callable[[], None] = lambda: None,
+        self, pieces: Sequence[torch.Tensor | ChunkedSource | int], dtype: torch.dtype
     ) -> None:
         """Keep the pieces; nothing is copied yet.
 
         Args:
             pieces: contiguous tensors, taken as 1-D; an int stands for so many zeros.
             dtype: the type to be written.
-            on_end: called when no piece is needed any more.
 
         Raises:
             ValueError: a tensor is not contiguous, or a number of zeros is negative.
@@ -100,7 +96,6 @@ class PiecewiseSource:
         self.dtype = dtype
         self.numel = sum(map(_numel, pieces))
         self._pieces = pieces
-        self._on_end = on_end
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """Yield all elements in order, as 1-D tensors on the host of at most ``COPY_BYTES``."""
@@ -119,7 +114,6 @@ class PiecewiseSource:
                 for start in range(0, flat.numel(), numel):
                     part = flat[start : start + numel]
                     yield part.to(device="cpu", dtype=self.dtype)
-        self._on_end()
 
 
 def _numel(piece: torch.Tensor | ChunkedSource | int) -> int:
@@ -142,7 +136,6 @@ class TorchFileWriter:
         """
         size_bytes = source.numel * source.dtype.itemsize
         if not size_bytes:
-            next(source.chunks(), None)  # it comes to its end at once
             return torch.empty(0, dtype=source.dtype)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
