@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -46,6 +47,9 @@ _whole_words__{function}() {{
 complete -o bashdefault -F _whole_words__{function} {command}
 """
 
+_ZSH_OPTION_WITH_VALUE = re.compile(r'^( +"--[a-z-]+)(?=\[(?:[^]\\]|\\.)*\]:)', re.MULTILINE)
+"""shtab offers ``--to ad`` alone; with ``=`` behind the name zsh takes ``--to=ad`` too."""
+
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return what a shell sources to complete a command line.
@@ -66,6 +70,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         elif action.dest in PATHS:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     script = str(shtab.complete(parser, shell))
+    if shell == "zsh":
+        script = _ZSH_OPTION_WITH_VALUE.sub(r"\1=", script)
     if shell == "bash":
         function = f"_shtab_{parser.prog.replace('-', '_')}"
         script += _WHOLE_WORDS.format(function=function, command=parser.prog)

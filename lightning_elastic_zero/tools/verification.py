@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.dcp.detection import is_dcp
 from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
 from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
+from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
 from lightning_elastic_zero.tools.checkpoint_view import open_view
@@ -107,9 +108,19 @@ def _may_be_checkpoint(path: Path) -> bool:
         return looks_like_checkpoint(path)
     if is_deepspeed(path.parent) or is_dcp(path.parent):
         return False  # It is one of the files of a checkpoint, which was not asked for.
+    if _is_intact(path):
+        return False  # It is as torch.save wrote it, and holds something else.
     with suppress(OSError), path.open("rb") as file:
         return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
     return True  # It cannot be read: what opened it has said why.
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether something is a file of ``torch.save`` whose records have the CRC-32 of their own."""
+    with suppress(ElasticZeroError, OSError), closing(foreign_files(path.parent)) as files:
+        files.get(path.name).verify(ignore_bytes)
+        return True
+    return False
 
 
 class _Count:

@@ -225,6 +225,22 @@ def test_what_has_no_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> 
     assert newest_sound_checkpoint(tmp_path / "runs") == source
 
 
+@pytest.mark.parametrize("tree", [[1, 2], {"a": {"b": "x"}}])
+def test_a_whole_file_of_something_else_is_not_damaged(
+    tree: object, tmp_path: Path, run: Run
+) -> None:
+    """It is as it was written, but no checkpoint; with another byte in it, it is damaged."""
+    path = tmp_path / "x.pt"
+    torch.save(tree, path)
+    code, _, err = run("verify", path)
+    assert code == 2
+    assert "NOT SOUND" not in err
+    flip(path, path.read_bytes().index(b"\x80\x02") + 4)  # in its pickle
+    code, _, err = run("verify", path)
+    assert code == 1
+    assert "NOT SOUND" in err
+
+
 def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
     """One that is not there does not keep the others from being looked at."""
     sound = write_elastic(tmp_path / "a.ckpt", make_state())
