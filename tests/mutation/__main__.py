@@ -60,6 +60,7 @@ TESTS_ON_RANKS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_deepspeed_config.py::test_load_from_fp32_weights",
     ),
     "checkpoint/transfers.py": (
+        "tests/core/test_transfers.py",
         f"{_OPTIONS}a_run_that_has_stepped_is_restored[{_OTHER}]",
         f"{_OPTIONS}no_state_stays_no_state[{_OTHER}-2]",
         f"{_NEW_LAYERS}[zero3x3-bf16-sub_group_700-zero1x2-bf16]",

@@ -60,6 +60,9 @@ SURVIVORS = {
     "engine/restore.py: "
     "for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):"
     "  ->  False": _NO_OTHER_LENGTH,
+    "checkpoint/transfers.py: "
+    "return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights"
+    "  ->  False": _NO_OTHER_LENGTH,
     "checkpoint/transfers.py: at = next(iter(layout.covering(name, 0, 1)))  ->  2": (
         "equivalent: only the first run is taken, which holds element 0"
     ),

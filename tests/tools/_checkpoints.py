@@ -47,6 +47,8 @@ class WholeState:
     frozen: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     step: float = 3.0
+    steps: tuple[float, ...] = ()
+    """By flat buffer, where they differ."""
     groups: tuple[tuple[str, ...], ...] = ()
     rates: tuple[float, ...] = (1e-3, 5e-4)
     client: dict[str, Any] = field(default_factory=dict)
@@ -137,6 +139,7 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
     for index in range(len(manifest.buffers)):
         mine = [f for f in held if f.buffer == index]
         numel = max((f.offset + f.stop - f.start for f in mine), default=0) + 3
+        step = state.steps[index] if state.steps else state.step
         states = (
             {}
             if manifest.weights_only
@@ -145,7 +148,7 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
                 for key in STATES
             }
         )
-        scalars = {} if manifest.weights_only else {"step": torch.tensor(state.step)}
+        scalars = {} if manifest.weights_only else {"step": torch.tensor(step)}
         flats.append(FlatState(tuple(mine), _cut(mine, state.masters, numel), states, scalars))
     # More ranks than elements: some have an empty piece.
     pieces = {name: t.new_empty(0) for name, t in state.frozen.items()}
