@@ -314,6 +314,11 @@ class TestRefusals:
         """What is no manifest is an error of the format that names the file."""
         assert refusal(text).startswith(f"{WHERE} is no ")
 
+    def test_nested_without_end(self) -> None:
+        """Deeper than a reader can go: damaged, as what cannot be parsed is."""
+        with pytest.raises(CheckpointFormatError, match="nested too deeply"):
+            manifest_from_json("[" * 200_000, "manifest.json")
+
     def test_cut_short(self) -> None:
         """Every beginning of a manifest is refused: a torn file is never a smaller checkpoint."""
         for stop in range(len(GOLDEN) - 2):
