@@ -144,19 +144,18 @@ class Snapshotter:
         for tensor in plan.at_once:
             _copy([(copies[id(tensor)], tensor)])
             on_progress()
-        live = UncopiedTensors(
-            [copies[id(tensor)] for tensor in plan.uncopied],
-            _written_numel(contents.state, plan.uncopied),
-        )
+        written_numel = _written_numel(contents.state, plan.uncopied)
         contents = replace(
             contents,
             state=_with_copies(contents.state, copies),
             client=copy_plain_data(contents.client),
             objects=pickle_objects(contents.objects)[1],
-            source_of=live.source_of,
         )
         events = _copy_on_side_streams([pair for pair in pairs if is_on_device(pair[1])])
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
+        # Last of all: its stream waits for what devices have been given so far, small copies too.
+        live = UncopiedTensors([copies[id(tensor)] for tensor in plan.uncopied], written_numel)
+        contents = replace(contents, source_of=live.source_of)
         self._last = Snapshot(contents, live, to_host, events)
         return self._last
 

@@ -90,7 +90,9 @@ def open_checkpoint(
 
 def _opened(path: Path, *, allow_pickle: bool, on_progress: Callable[[], None]) -> CheckpointReader:
     if not path.exists():
-        dangling = f" (a link to {path.readlink()}, which is gone)" if path.is_symlink() else ""
+        dangling = (
+            f" (a link to {path.readlink()}, which leads nowhere)" if path.is_symlink() else ""
+        )
         msg = f"there is no checkpoint at {path}{dangling or describe_similar_paths(path)}"
         raise CheckpointNotFoundError(msg)
     manifest = _own_manifest(path)

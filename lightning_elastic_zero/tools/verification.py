@@ -116,10 +116,11 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether something is a file of ``torch.save`` whose records have the CRC-32 of their own."""
+    """Whether something is a file of ``torch.save`` whose records have CRC-32s, and fit them."""
+    verified = _Count(ignore_bytes)
     with suppress(ElasticZeroError, OSError), closing(foreign_files(path.parent)) as files:
-        files.get(path.name).verify(ignore_bytes)
-        return True
+        files.get(path.name).verify(verified)
+        return sum(verified.told) > 0  # Nothing tells of a file without any.
     return False
 
 

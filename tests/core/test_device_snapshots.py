@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import device_streams
+from lightning_elastic_zero.checkpoint import device_streams, snapshot
+from lightning_elastic_zero.checkpoint.saving import ShardContents
 from lightning_elastic_zero.tensor_state import is_on_device
 from tests.core import _late_device
 from tests.engine._worker_pool import ROOT, environment
+from tests.tools._checkpoints import make_state, manifest_of, rank_state
 
 TIMEOUT_S = 250
 
@@ -46,6 +48,34 @@ def late_device() -> str:
         return str(_late_device.build())
     except FileNotFoundError as error:
         pytest.skip(str(error))
+
+
+def test_the_writer_waits_for_small_copies_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream waits for what was queued before it was made: so it is made after all copies."""
+    made: list[str] = []
+
+    def recorded(module: Any, name: str) -> None:  # noqa: ANN401 (a module)
+        call = getattr(module, name)
+
+        def at_once(*args: Any) -> Any:  # noqa: ANN401 (as it is)
+            made.append(name)
+            return call(*args)
+
+        monkeypatch.setattr(module, name, at_once)
+
+    recorded(snapshot, "_with_copies")
+    recorded(snapshot, "copy_plain_data")
+    recorded(snapshot, "UncopiedTensors")
+    state = make_state()
+    manifest = manifest_of(state, 2, 2)
+    contents = ShardContents(tmp_path, manifest, rank_state(state, manifest, 0), state.client)
+    snapshotter = snapshot.Snapshotter(0)
+    snapshotter.take(contents, 0)
+    snapshotter.close()
+    assert {*made} == {"_with_copies", "copy_plain_data", "UncopiedTensors"}
+    assert made[-1] == "UncopiedTensors"
 
 
 @pytest.mark.long

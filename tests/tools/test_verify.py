@@ -241,6 +241,17 @@ def test_a_whole_file_of_something_else_is_not_damaged(
     assert "NOT SOUND" in err
 
 
+def test_a_file_without_checksums_may_be_damaged(tmp_path: Path, run: Run) -> None:
+    """As ``convert`` writes: nothing tells that a name in it was another one."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    path = tmp_path / "b.ckpt"
+    convert_checkpoint(source, path, "lightning")
+    flip(path, path.read_bytes().index(b"state_dict") + 3)
+    code, _, err = run("verify", path)
+    assert code == 1
+    assert "NOT SOUND" in err
+
+
 def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
     """One that is not there does not keep the others from being looked at."""
     sound = write_elastic(tmp_path / "a.ckpt", make_state())

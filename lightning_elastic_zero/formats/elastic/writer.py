@@ -84,7 +84,7 @@ class RankWriter:
     fingerprint: str = ""
     """The number of the whole state, to be recorded beside it; empty: none is."""
     source_of: SourceOf = as_it_is
-    """Asked for each piece; masters are written first, then states, flat by flat."""
+    """Asked for each piece before any is written: masters first, then states, flat by flat."""
 
     def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
         """Write the rank's files, synced to disk; return what the manifest says of each.
