@@ -44,6 +44,8 @@ _OTHER = "zero2x2-bf16-zero3x3-bf16-sub_group_700"
 _BF16 = "zeroBx2-bf16"
 TESTS_ON_RANKS: dict[str, tuple[str, ...]] = {
     "engine/restore.py": (
+        "tests/core/test_restore_targets.py",
+        "tests/core/test_replicated.py",
         "tests/core/test_infer_optimizer.py::test_what_a_group_takes_over",
         f"{_RELOADING}over_live_state_takes_its_place[{_BF16}]",
         f"{_OPTIONS}no_state_stays_no_state[{_OTHER}-2]",

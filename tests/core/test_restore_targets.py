@@ -1,0 +1,90 @@
+"""What a flat buffer's masters and states are received in: fresh states, padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elastic_zero.engine import initial_state
+from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.optimizer_state import split_state
+from lightning_elastic_zero.engine.restore import (
+    FlatTarget,
+    allocate_states,
+    commit_masters,
+)
+from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.manifest import Group, Manifest
+from lightning_elastic_zero.tensor_state import state_key
+
+FRAGMENTS = (
+    Fragment("known", 0, 4, rank=0, buffer=0, offset=1),
+    Fragment("new", 2, 5, rank=0, buffer=0, offset=5),
+    Fragment("also known", 0, 3, rank=0, buffer=0, offset=9),
+)
+"""With an element of padding before the first and the third one, and two behind."""
+NUMEL = 14
+PADDING = [0, 8, 12, 13]
+RATE = 0.25
+
+
+def buffer_of(master: torch.Tensor) -> LiveFlatBuffer:
+    """Return a flat buffer of one rank."""
+    return LiveFlatBuffer(0, (), (), nn.Parameter(master), master.bfloat16())
+
+
+def stepped(buffer: LiveFlatBuffer) -> tuple[torch.optim.Optimizer, Manifest]:
+    """Return an optimizer whose states do not begin with zeros, and what it saved without "new"."""
+    inner = torch.optim.Rprop([buffer.master], lr=RATE)
+    buffer.master.grad = torch.ones(NUMEL)
+    inner.step()
+    elementwise = split_state(inner, buffer.key, inner.state[buffer.key])[0]
+    keys = tuple(state_key(name, value, elementwise=True) for name, value in elementwise.items())
+    names = tuple(f.name for f in FRAGMENTS if f.name != "new")
+    fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
+    group = Group(names, fields, keys)
+    return inner, Manifest("", 0, 1, "fp32", "float32", (), (group,), (), (), ())
+
+
+def test_what_is_new_begins_as_a_fresh_state_does() -> None:
+    """In its own elements; all others, which are read or are padding, begin with zeros."""
+    buffer = buffer_of(torch.randn(NUMEL))
+    inner, saved = stepped(buffer)
+    states = allocate_states(inner, buffer, FRAGMENTS, saved)
+    assert {*states} == {key.name for key in saved.groups[0].state}
+    wanted = torch.zeros(NUMEL)
+    wanted[5:8] = RATE
+    assert torch.equal(states["step_size"], wanted)
+    assert torch.equal(states["prev"], torch.zeros(NUMEL))
+
+
+def test_nothing_is_asked_of_an_optimizer_where_nothing_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cannot be found out refuses only those who need it."""
+    buffer = buffer_of(torch.randn(NUMEL))
+    inner, saved = stepped(buffer)
+    everything = replace(saved.groups[0], names=tuple(f.name for f in FRAGMENTS))
+    monkeypatch.setattr(initial_state, "probe_after_a_step", None)
+    states = allocate_states(inner, buffer, FRAGMENTS, replace(saved, groups=(everything,)))
+    assert not any(state.any() for state in states.values())
+    without = replace(saved, groups=(replace(saved.groups[0], state=()),))
+    assert allocate_states(inner, buffer, FRAGMENTS, without) == {}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_padding_becomes_zero(in_place: bool) -> None:
+    """Before, between and behind the fragments, whatever uninitialised memory held."""
+    buffer = buffer_of(torch.full((NUMEL,), float("nan")))
+    received = torch.arange(1.0, NUMEL + 1)
+    if in_place:
+        buffer.master.data.copy_(received)
+        received = buffer.master.data
+    wanted = received.clone()
+    wanted[PADDING] = 0.0
+    target = FlatTarget(buffer, FRAGMENTS, received, in_place, {})
+    commit_masters(target, keep_fp32=True)
+    assert torch.equal(buffer.master.data, wanted)
