@@ -185,11 +185,11 @@ def _absent(
             for side in (missing, beyond)
         )
         if absent:
-            stay = "new ones start as they are" if owned else "they stay as they are here"
-            yield f"missing from the checkpoint: {list_names(absent)}; {stay} by {option}"
+            stay = "would start new ones as they are" if owned else "would leave them as they are"
+            yield f"missing from the checkpoint: {list_names(absent)}; {option} {stay}"
         if unused:
             text = f"in the checkpoint, but not in the model: {list_names(unused)}"
-            yield f"{text}; left out by {option}"
+            yield f"{text}; {option} would leave them out"
     away, new = ({n: p.shape for n, p in side.items()} for side in (beyond, missing))
     yield from perhaps_renamed(away, new, have.keys() & want.keys())
 
@@ -251,10 +251,10 @@ def _absent_buffers(saved: Manifest, live: Manifest) -> Iterator[str]:
     missing, beyond = sorted(want - have - set(saved.excluded)), sorted(have - want)
     if missing:
         text = f"buffers missing from the checkpoint: {list_names(missing)}"
-        yield f"{text}; they stay as they are here by {LENIENT}"
+        yield f"{text}; {LENIENT} would leave them as they are"
     if beyond:
         text = f"buffers in the checkpoint, but not in the model: {list_names(beyond)}"
-        yield f"{text}; left out by {LENIENT}"
+        yield f"{text}; {LENIENT} would leave them out"
     yield from perhaps_renamed(dict.fromkeys(beyond), dict.fromkeys(missing), have & want)
 
 

@@ -48,7 +48,7 @@ from lightning_elastic_zero.formats import (
 from lightning_elastic_zero.group_matching import match_groups, origins_of, with_live_groups
 from lightning_elastic_zero.key_mapping import KeyMapping, mapping_to
 from lightning_elastic_zero.manifest import Manifest, Progress
-from lightning_elastic_zero.storage import check_local_path, real_path, repair_target
+from lightning_elastic_zero.storage import check_local_path, existing_path, real_path, repair_target
 from lightning_elastic_zero.tensor_state import (
     RestoreTargets,
     RestoreValues,
@@ -59,6 +59,10 @@ from lightning_elastic_zero.tensor_state import (
 from lightning_elastic_zero.unrestored import describe_unrestored
 
 log = logging.getLogger(__name__)
+
+_NOTHING_TO_TAKE = (
+    "fallback=True has nothing to take: beside it lies no sound older one of the same parameters."
+)
 
 
 def load(
@@ -84,7 +88,10 @@ def load(
     except DAMAGE_ERRORS as error:
         fallback = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
         if fallback is None:
-            raise
+            if not options.fallback or not os.path.lexists(check_local_path(path)):
+                raise
+            msg = f"{error}\n{_NOTHING_TO_TAKE}"
+            raise type(error)(msg) from error
         older, step = fallback
         if not options.fallback:
             msg = (
@@ -168,7 +175,7 @@ def _find(
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     found = check_local_path(path)
     repair_target(found)
-    directory = real_path(found) if found.exists() else found
+    directory = existing_path(found)
     opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
     with closing(opened) as source:
         source.check_all()

@@ -40,7 +40,12 @@ from lightning_elastic_zero.storage.leftovers import (
     repair_target,
 )
 from lightning_elastic_zero.storage.links import make_link
-from lightning_elastic_zero.storage.paths import check_local_path, real_path, sync_directory
+from lightning_elastic_zero.storage.paths import (
+    check_local_path,
+    existing_path,
+    real_path,
+    sync_directory,
+)
 from lightning_elastic_zero.storage.periodic_thread import PeriodicThread
 from lightning_elastic_zero.storage.range_file import (
     READ_BYTES,
@@ -83,6 +88,7 @@ __all__ = [
     "check_local_path",
     "check_replaceable",
     "delete_checkpoint",
+    "existing_path",
     "ignore_bytes",
     "ignore_progress",
     "inspect_target",

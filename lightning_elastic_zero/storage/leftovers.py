@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,12 @@ from lightning_elastic_zero.storage.staging import (
     STAGING_PREFIX,
     owner_path,
 )
+
+_NOT_LISTED = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM),
+}
+"""What a system says of a directory that is not there, or that this user may not look into."""
 
 LINK_PREFIX = ".zero-link-"
 """Prefix of a link that is being made; it is gone in an instant, unless a kill came in between."""
@@ -164,7 +171,13 @@ def _discarded(path: Path, known_as: Path | None, on_progress: Callable[[], None
 
 def _ours(parent: Path) -> Iterator[tuple[str, str]]:
     """Yield the kind and the save id of each of our hidden names in a directory."""
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as entries:
+    try:
+        entries = os.scandir(parent)
+    except OSError as error:
+        if error.errno not in _NOT_LISTED:
+            raise
+        return
+    with entries:
         for entry in entries:
             for kind in (STAGING_PREFIX, PREVIOUS_PREFIX, OWNER_PREFIX):
                 save_id = entry.name.removeprefix(kind).removesuffix(".json")

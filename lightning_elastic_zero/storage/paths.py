@@ -42,6 +42,14 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path))
 
 
+def existing_path(path: str | os.PathLike[str]) -> Path:
+    """Return ``real_path``, but the path itself where nothing is there, or the system does not say.
+
+    Whoever opens it then says why.
+    """
+    return real_path(path) if os.path.exists(path) else Path(path)  # noqa: PTH110 (never raises)
+
+
 def sync_directory(path: Path) -> None:
     """Flush the names in a directory to the disk (fsync).
 

@@ -24,7 +24,7 @@ from lightning_elastic_zero.formats import (
 from lightning_elastic_zero.key_mapping import KeyMapping
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.manifest import Manifest, Parameter
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
+from lightning_elastic_zero.storage import check_local_path, existing_path, ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar
 from lightning_elastic_zero.tools.progress_line import OnBytes
 
@@ -326,9 +326,7 @@ def open_view(
     if not os.fspath(path):
         msg = "the path is empty, as of a variable that is not set: give a checkpoint"
         raise CheckpointNotFoundError(msg)
-    found = check_local_path(path)
-    is_there = os.path.exists(found)  # noqa: PTH110 (what cannot be asked is said when it is opened)
-    real = real_path(found) if is_there else found
+    real = existing_path(check_local_path(path))
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_alone()

@@ -89,9 +89,9 @@ GROUPS = (
 )
 LENIENT = "strict_optimizer=False"
 STRICT = "strict=False (strict_loading = False in a LightningModule)"
-KEPT = f"; they stay as they are here by {STRICT}"
-BEYOND = f"; left out by {STRICT}"
-UNUSED = f"; left out by {LENIENT}"
+KEPT = f"; {STRICT} would leave them as they are"
+BEYOND = f"; {STRICT} would leave them out"
+UNUSED = f"; {LENIENT} would leave them out"
 
 
 def resized(layer: str) -> str:
@@ -108,7 +108,7 @@ def away(layer: str) -> str:
     return f"rename={ ({layer: f'saved.{layer}'})!r}"
 
 
-NEW = f"; new ones start as they are by {LENIENT}"
+NEW = f"; {LENIENT} would start new ones as they are"
 LEFT_OUT = (
     "left out when saved (exclude_frozen_parameters), but trained here: b; freeze them here too, "
     "or load a checkpoint that holds them, or train the model's own from where they are: "

@@ -18,7 +18,7 @@ from lightning_elastic_zero.engine.restore import (
 )
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Group, Manifest
-from lightning_elastic_zero.tensor_state import state_key
+from lightning_elastic_zero.tensor_state import dtype_name, state_key
 
 FRAGMENTS = (
     Fragment("known", 0, 4, rank=0, buffer=0, offset=1),
@@ -73,6 +73,31 @@ def test_nothing_is_asked_of_an_optimizer_where_nothing_is_new(
     assert not any(state.any() for state in states.values())
     without = replace(saved, groups=(replace(saved.groups[0], state=()),))
     assert allocate_states(inner, buffer, FRAGMENTS, without) == {}
+
+
+@pytest.mark.parametrize(
+    ("says_fp32", "masters_then", "expected"),
+    [
+        (True, torch.float32, torch.float32),
+        (False, torch.bfloat16, torch.bfloat16),
+        (None, torch.float32, torch.bfloat16),
+        (None, torch.bfloat16, torch.float32),
+    ],
+)
+def test_states_have_the_type_that_the_optimizer_keeps(
+    says_fp32: bool | None, masters_then: torch.dtype, expected: torch.dtype
+) -> None:
+    """DeepSpeed's for the host say it; else states that had the masters' type follow the masters.
+
+    Here the masters are bf16, and the states were saved in fp32.
+    """
+    inner, saved = stepped(buffer_of(torch.randn(NUMEL)))
+    if says_fp32 is not None:
+        inner.fp32_optimizer_states = says_fp32  # type: ignore[attr-defined]
+    saved = replace(saved, master_dtype=dtype_name(masters_then))
+    buffer = buffer_of(torch.randn(NUMEL).bfloat16())
+    states = allocate_states(inner, buffer, FRAGMENTS[:1], saved)
+    assert {state.dtype for state in states.values()} == {expected}
 
 
 @pytest.mark.parametrize("in_place", [True, False])

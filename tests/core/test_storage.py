@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
+    CheckpointNotFoundError,
     SaveError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage import (
     CHUNK_BYTES,
@@ -34,9 +36,11 @@ from lightning_elastic_zero.storage import (
     VerifiedFile,
     await_shared,
     check_local_path,
+    existing_path,
     range_file,
     real_path,
     remove_shared,
+    repair_target,
     write_durably,
 )
 from tests.timeouts import PROMPT_TIMEOUT_S
@@ -377,6 +381,11 @@ class TestPlaces:
         assert real_path(tmp_path / "link" / "a.ckpt") == folder / "deep" / "folder" / "a.ckpt"
         assert real_path(folder / "link" / ".." / "b") == folder / "deep" / "b"
         assert real_path(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
+        assert existing_path("link") == folder / "deep" / "folder"
+        assert existing_path(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
+        assert not repair_target(folder / "circle" / "a.ckpt")
+        with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint|Too many"):
+            open_checkpoint(existing_path(folder / "circle" / "a.ckpt"))
 
 
 class TestSharedDirectory:

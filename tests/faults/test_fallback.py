@@ -107,6 +107,8 @@ def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) ->
         _damaged_checkpoints.flip_bit(folder / f"{name}.ckpt")
     for rank in loaded(pools, folder / "last.ckpt", fallback=True):
         assert rank.message.startswith("CheckpointCorruptedError")
+        assert "fallback=True has nothing to take" in rank.message
+    for rank in loaded(pools, folder / "last.ckpt"):
         assert "fallback" not in rank.message
 
 

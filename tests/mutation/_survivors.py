@@ -63,6 +63,9 @@ SURVIVORS = {
     "checkpoint/transfers.py: "
     "return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights"
     "  ->  False": _NO_OTHER_LENGTH,
+    "engine/restore.py: if stepped.is_contiguous():  ->  not (stepped.is_contiguous())": (
+        "the same elements, in a state of other strides than its weight's"
+    ),
     "checkpoint/transfers.py: at = next(iter(layout.covering(name, 0, 1)))  ->  2": (
         "equivalent: only the first run is taken, which holds element 0"
     ),
