@@ -100,6 +100,14 @@ def test_states_have_the_type_that_the_optimizer_keeps(
     assert {state.dtype for state in states.values()} == {expected}
 
 
+def test_states_of_adam_have_the_type_of_the_masters() -> None:
+    """Whatever saved them: torch's makes them like the weights that it steps."""
+    saved = replace(stepped(buffer_of(torch.randn(NUMEL)))[1], master_dtype="bfloat16")
+    buffer = buffer_of(torch.randn(NUMEL).bfloat16())
+    states = allocate_states(torch.optim.AdamW([buffer.master]), buffer, FRAGMENTS[:1], saved)
+    assert {state.dtype for state in states.values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_padding_becomes_zero(in_place: bool) -> None:
     """Before, between and behind the fragments, whatever uninitialised memory held."""

@@ -63,6 +63,10 @@ SURVIVORS = {
     "checkpoint/transfers.py: "
     "return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights"
     "  ->  False": _NO_OTHER_LENGTH,
+    'engine/restore.py: on_host = has_place or master.device.type == "cpu"'
+    '  ->  ((has_place) and (master.device.type == "cpu"))': (
+        "on a CPU the host and the device are one"
+    ),
     "engine/restore.py: if stepped.is_contiguous():  ->  not (stepped.is_contiguous())": (
         "the same elements, in a state of other strides than its weight's"
     ),
