@@ -212,6 +212,13 @@ def worlds(fork_server: ForkServer) -> Iterator[Pools]:
     started.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_memory_of_killed_ranks() -> Iterator[None]:
+    """Remove it after each file: many kills would fill the memory before the session ends."""
+    yield
+    remove_shared_memory()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_are_heard() -> None:
     """Make SIGINT interrupt: what runs in the background of a shell, as CI may, ignores it.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 
 # Below those that Linux gives to whoever connects or asks for any: these are taken at any time.
@@ -13,6 +17,12 @@ _draw = random.SystemRandom()
 _drawn: set[int] = set()
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where DeepSpeed's operator for CPU ranks has its own
+
+
+_JUST_MADE_S = 60.0
+"""It may not be mapped yet."""
+
+_NAME = re.compile(r"deepspeed_allreduce_buffer_[^\s/]*")
 
 
 def free_port() -> int:
@@ -28,10 +38,25 @@ def free_port() -> int:
 
 
 def remove_shared_memory() -> None:
-    """Remove what killed worlds of this process have left: 69 MB of memory each, until a reboot.
+    """Remove what killed worlds have left: 69 MB of memory each, until a reboot.
 
-    DeepSpeed names it by the world's port.
+    DeepSpeed names it by the world's port. What has another one than this process has drawn is a
+    launcher's: it goes as soon as it is a minute old and no process has mapped it.
     """
-    for port in _drawn:
-        for left in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
+    mapped = _mapped()
+    for left in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"):
+        with suppress(OSError, ValueError):
+            status, port = left.stat(), int(left.name.split("_")[-2])
+            old = time.time() - status.st_mtime > _JUST_MADE_S
+            ours = port in _drawn or (old and status.st_uid == os.getuid())
+            if ours and left.name not in mapped:
+                left.unlink(missing_ok=True)
+
+
+def _mapped() -> set[str]:
+    """Return the names of shared memory that processes have mapped, as far as they may be asked."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            found.update(_NAME.findall(maps.read_text(encoding="utf-8", errors="replace")))
+    return found
