@@ -65,15 +65,11 @@ def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_pa
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
         cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
         (run / f"hold-{AT}").unlink()
+        # Seen once: it ran again, and three nodes stood there still.
+        requeued = {"JobState": "RUNNING", "Restarts": "1", "NumNodes": "2"}
         cluster.wait_until(
-            lambda: (
-                cluster.state(job)["JobState"] == "RUNNING"
-                and cluster.state(job)["Restarts"] == "1"
-            ),
-            "requeued",
-            job,
+            lambda: requeued.items() <= cluster.state(job).items(), "two nodes after a requeue", job
         )
-        assert cluster.state(job)["NumNodes"] == "2"
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
         assert cluster.state(urgent)["JobState"] == "RUNNING"
         printed = cluster.output(job)
