@@ -61,7 +61,7 @@ from lightning_elastic_zero.unrestored import describe_unrestored
 log = logging.getLogger(__name__)
 
 _NOTHING_TO_TAKE = (
-    "fallback=True has nothing to take: beside it lies no sound older one of the same parameters."
+    "fallback=True has nothing to take: it found no sound older one of this model beside it."
 )
 
 

@@ -196,9 +196,7 @@ def collect(
 
 
 def write_shards(
-    contents: ShardContents,
-    ranks: Ranks,
-    cancellation: Cancellation | None = None,
+    contents: ShardContents, ranks: Ranks, cancellation: Cancellation | None = None
 ) -> CheckpointStats:
     """Write what a rank has collected, and publish it; see ``save_engine``. Collective.
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's private names: each is used here, by one function, and nowhere else.
+"""DeepSpeed's private names: they are used here and nowhere else.
 
-``releases`` lists them, with what each is for, and checks at setup that they are there;
+``releases`` lists them, with what each is for, and checks at setup those that every release has;
 ``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere.
 """
 

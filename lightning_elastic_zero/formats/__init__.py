@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE, Pick
 from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from lightning_elastic_zero.storage import ignore_progress, read_file
 from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
+from lightning_elastic_zero.storage.paths import NO_ENTRY
 
 __all__ = [
     "WEIGHT",
@@ -50,13 +50,6 @@ __all__ = [
     "Targets",
     "open_checkpoint",
 ]
-
-
-_NO_ENTRY = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
-    *(errno.EACCES, errno.EPERM),
-}
-"""What a system says of a path that leads nowhere, or where this user may not go."""
 
 
 def open_checkpoint(
@@ -78,7 +71,7 @@ def open_checkpoint(
     try:
         return _opened(path, allow_pickle=allow_pickle, on_progress=on_progress)
     except OSError as error:
-        if error.errno not in _NO_ENTRY:
+        if error.errno not in NO_ENTRY:
             raise  # It may pass: no older checkpoint is to take the place of this one.
         msg = (
             f"{path} cannot be read: the system says {error.strerror or error} of "

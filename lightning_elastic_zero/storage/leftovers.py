@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from lightning_elastic_zero.storage.deleting import (
     remove_interrupted_deletions,
 )
 from lightning_elastic_zero.storage.file_ownership import is_checkpoint
-from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.paths import NO_ENTRY, sync_directory
 from lightning_elastic_zero.storage.process_identity import (
     ProcessIdentity,
     filesystem_time_s,
@@ -29,12 +28,6 @@ from lightning_elastic_zero.storage.staging import (
     STAGING_PREFIX,
     owner_path,
 )
-
-_NOT_LISTED = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
-    *(errno.EACCES, errno.EPERM),
-}
-"""What a system says of a directory that is not there, or that this user may not look into."""
 
 LINK_PREFIX = ".zero-link-"
 """Prefix of a link that is being made; it is gone in an instant, unless a kill came in between."""
@@ -174,7 +167,7 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
     try:
         entries = os.scandir(parent)
     except OSError as error:
-        if error.errno not in _NOT_LISTED:
+        if error.errno not in NO_ENTRY:
             raise
         return
     with entries:

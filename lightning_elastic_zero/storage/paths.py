@@ -11,6 +11,12 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
+NO_ENTRY = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM),
+}
+"""What a system says of a path that leads nowhere, or where this user may not go."""
+
 _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
