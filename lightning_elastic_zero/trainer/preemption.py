@@ -16,12 +16,15 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_elastic_zero.coordination import connect_ranks
 from lightning_elastic_zero.coordination.stop_agreement import StopAgreement
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
+from lightning_elastic_zero.trainer.lightning_internals import callbacks_of, has_average
 from lightning_elastic_zero.trainer.preemption_notice import Notice, notice_of
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -56,6 +59,12 @@ class PreemptionCheckpoint(Callback):
         exit_code: of the process of each rank, 1 to 255; of one that Lightning itself has started
             beside the first one, 0, since Lightning kills the others for any other. torchrun's
             agent answers any but 0 with a restart.
+        in_validation: leave a validation in its midst, too, and do it again from its start after
+            the resume; else its end is waited for. What it leaves out then: a save that a
+            ``ModelCheckpoint`` has put off until the end of that validation. It must not be set
+            where a callback of yours, or the module, trains on with other weights than those that
+            it validates (those would be saved); with Lightning's ``WeightAveraging``, iterable or
+            reloaded validation data, or ``val_check_interval`` as a time it has no effect.
 
     Raises:
         ValueError: there is no such signal, or the exit code is none that says "again".
@@ -67,6 +76,8 @@ class PreemptionCheckpoint(Callback):
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         dirpath: str | None = None,
         exit_code: int = EXIT_CODE,
+        *,
+        in_validation: bool = False,
     ) -> None:
         """Look for nothing yet."""
         unknown = [name for name in signals if name not in signal.Signals.__members__]
@@ -82,6 +93,7 @@ class PreemptionCheckpoint(Callback):
         self._signals = tuple(signals)
         self._dirpath = dirpath
         self._exit_code = exit_code
+        self._in_validation = in_validation
         self._heard, self._heard_at = "", 0.0
         self._agreement: StopAgreement | None = None
         self._handlers: dict[int, Any] = {}
@@ -146,6 +158,22 @@ class PreemptionCheckpoint(Callback):
             SIGTERMException: a ``SystemExit`` with the exit code, once the state is on disk.
         """
         if self._agreement is not None and self._agreement.pass_batch():
+            self._save_and_end(trainer, self._agreement.reason)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell the other ranks how many batches there will be."""
+        if self._agreement is not None and self._in_validation:
+            self._agreement.begin_validation(_validation_batches(trainer))
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Save and end the run in the midst of a validation, if all ranks have agreed so.
+
+        Raises:
+            SIGTERMException: a ``SystemExit`` with the exit code, once the state is on disk.
+        """
+        if self._agreement is not None and self._agreement.pass_validation_batch():
             self._save_and_end(trainer, self._agreement.reason)
 
     @override
@@ -228,3 +256,28 @@ class PreemptionCheckpoint(Callback):
         for number, handler in handlers.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _validation_batches(trainer: pl.Trainer) -> list[int]:
+    """Return on how many batches of each loader a rank validates each time.
+
+    Empty where a rank cannot know (a stream may end earlier than it says), where it may differ
+    from validation to validation, or where the module holds other weights meanwhile.
+    """
+    is_by_time = not isinstance(getattr(trainer, "val_check_interval", None), (int, float))
+    swaps_weights = any(has_average(callback) for callback in callbacks_of(trainer))
+    are_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
+    if is_by_time or swaps_weights or are_reloaded:
+        return []
+    if not all(map(_has_exact_length, CombinedLoader(trainer.val_dataloaders).flattened)):
+        return []
+    return [int(batches) for batches in trainer.fit_loop.epoch_loop.val_loop.max_batches]
+
+
+def _has_exact_length(loader: object) -> bool:
+    """Whether it yields as many batches as it says: no stream, no batch sampler of a user's."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) in {BatchSampler, type(None)}
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination import OneRank, StoreRanks
-from lightning_elastic_zero.coordination.stop_agreement import StopAgreement
+from lightning_elastic_zero.coordination.stop_agreement import StopAgreement, _Place, _stop_beyond
 from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
 BATCHES = 400
@@ -55,6 +56,99 @@ def test_all_stop_after_the_same_batch(world: int, by: int, at: int) -> None:
     (batch,) = set(stopped.values())
     assert len(stopped) == world
     assert at < batch < BATCHES
+
+
+TRAINED, VALIDATED = 4, 200
+
+
+def validate_now_and_then(
+    rank: int,
+    world: int,
+    store: HashStore,
+    meet: threading.Barrier,
+    told: Any,  # noqa: ANN401
+) -> tuple[int, int]:
+    """Train in step, validate each on its own; return the place of the stop, as (batch, batch)."""
+    own = random.Random(rank)
+    agreement = StopAgreement(
+        lambda: StoreRanks(store, rank, world, name="stop"), lambda: told[rank], interval_s=0.05
+    )
+    try:
+        for batch in range(1, TRAINED + 1):
+            meet.wait(HANG_TIMEOUT_S)
+            if agreement.pass_batch():
+                return batch, 0
+            agreement.begin_validation(told["batches"][rank])
+            for validated in range(1, sum(told["batches"][rank] or [VALIDATED]) + 1):
+                time.sleep(own.uniform(0.0, 0.01))
+                if rank == 0 and (batch, validated) == told["at"]:
+                    told[rank] = "told"
+                if agreement.pass_validation_batch():
+                    return batch, validated
+    finally:
+        agreement.close()
+    return 0, 0
+
+
+@pytest.mark.parametrize(
+    ("batches", "at", "stops_in_validation"),
+    [
+        ([[VALIDATED]] * 3, (2, 3), True),
+        ([[60, VALIDATED - 60]] * 3, (3, 30), True),
+        ([[VALIDATED], [VALIDATED], [VALIDATED + 20]], (2, 3), False),
+        ([[]] * 3, (2, 3), False),
+    ],
+    ids=["at its start", "in its midst", "not alike", "unknown"],
+)
+def test_all_stop_in_a_validation(
+    batches: list[list[int]], at: tuple[int, int], stops_in_validation: bool
+) -> None:
+    """After the same batch of it, where all validate on as many; else after one of training."""
+    world = len(batches)
+    store, meet = HashStore(), threading.Barrier(world)
+    told: dict[Any, Any] = {**dict.fromkeys(range(world), ""), "at": at, "batches": batches}
+    stopped: dict[int, tuple[int, int]] = {}
+
+    def run(rank: int) -> None:
+        stopped[rank] = validate_now_and_then(rank, world, store, meet, told)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_TIMEOUT_S)
+    (place,) = set(stopped.values())
+    assert len(stopped) == world
+    assert at <= place
+    if stops_in_validation:
+        assert place[0] == at[0]
+    else:
+        assert place == (at[0] + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("reports", "first"),
+    [
+        # ((batches of training and of validation that each has ended), what it validates on)
+        ([((3, 0), [9]), ((3, 0), [9])], (3, 0)),
+        ([((3, 0), [9]), ((4, 0), [9])], (4, 0)),
+        ([((3, 0), [9]), ((3, 4), [9])], (3, 4)),
+        ([((3, 9), [9]), ((4, 0), [9])], (4, 0)),
+        ([((3, 0), []), ((3, 0), [])], (3, sys.maxsize)),
+        ([((3, 0), []), ((3, 0), [9])], (3, sys.maxsize)),
+        ([((3, 0), [0]), ((3, 0), [0])], (3, sys.maxsize)),
+        ([((3, 2), [8]), ((3, 4), [9])], (3, sys.maxsize)),
+        ([((3, 2), [3, 5]), ((3, 4), [4, 4])], (3, sys.maxsize)),
+        ([((3, 2), []), ((3, 4), [])], (3, sys.maxsize)),
+    ],
+)
+def test_the_next_place_is_the_same_on_all_ranks(
+    reports: list[tuple[tuple[int, int], list[int]]], first: tuple[int, int]
+) -> None:
+    """None may have gone by it, and all come to it, in whatever order they report."""
+    for ordered in (reports, reports[::-1]):
+        places = [_Place(*place) for place, _ in ordered]
+        assert _stop_beyond(places, [batches for _, batches in ordered]) == _Place(*first)
 
 
 def test_one_rank_stops_too() -> None:

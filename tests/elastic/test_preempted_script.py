@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 AT = 12
 
-AGREED = "all ranks stop after their next batch"
+AGREED = "all ranks stop after the same batch"
 """What rank 0 logs as soon as they have agreed."""
 
 

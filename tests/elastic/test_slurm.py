@@ -29,7 +29,7 @@ pytestmark = [
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
 AT = 12
 
-AGREED = "all ranks stop after their next batch"
+AGREED = "all ranks stop after the same batch"
 """What rank 0 logs as soon as they have agreed."""
 
 
@@ -101,3 +101,34 @@ def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_p
     lines = read_lines(run)
     check_steps(lines, undisturbed)
     assert list(steps_taken_again(lines).values()) == [0]
+
+
+def test_a_requeued_job_takes_a_node_that_is_free_again(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """From two nodes to three: an urgent job that had the third one has ended."""
+    run = tmp_path / "run"
+    with slurm_cluster(3) as cluster:
+        urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
+        cluster.wait_until(lambda: cluster.state(urgent)["JobState"] == "RUNNING", "start", urgent)
+        job = submit(cluster, run, "--nodes=2-3")
+        assert cluster.state(job)["NumNodes"] == "2"
+        cluster.run("scancel", urgent)
+        cluster.wait_until(lambda: cluster.state(urgent)["JobState"] == "CANCELLED", "end", urgent)
+        since = time.time()
+        cluster.run("scancel", "--signal=USR1", job)
+        cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
+        (run / f"hold-{AT}").unlink()
+        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
+        assert cluster.state(job)["NumNodes"] == "3"
+        assert cluster.state(job)["Restarts"] == "1"
+        printed = cluster.output(job)
+    assert "last-preempted.ckpt (saved on 2 devices with ZeRO-3) on 3 devices" in printed
+    lines = read_lines(run)
+    check_steps(lines, undisturbed)
+    assert max(line.step for line in lines) == STEPS
+    assert list(steps_taken_again(lines).values()) == [0]
+    ELASTIC.count("a SLURM job gains a node", "tried")
+    ELASTIC.count("a SLURM job gains a node", "steps taken again", 0)
+    seconds = round(seconds_to_next_step(lines, since))
+    ELASTIC.count("a SLURM job gains a node", "seconds to the next step", seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_elastic_zero import PreemptionCheckpoint
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME
 from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     EventRecorder,
     RecordingNet,
@@ -36,6 +38,9 @@ pytestmark = [pytest.mark.engine]
 STEPS = 10
 GRACE_S = 30.0
 """Between the notice and the end: what Kubernetes, Google Cloud and torchrun's agent give."""
+
+MANY_SAMPLES, FEW_SAMPLES = 200, 24
+"""To validate on, 0.3 s for each of a rank's."""
 
 
 class SlowsDown(Callback):
@@ -111,6 +116,73 @@ def without_preemption(run: RunSpec) -> RunRecord:
 def go_on(run: RunSpec) -> RunRecord:
     """Fit from the newest checkpoint with the same callbacks, undisturbed."""
     return fit_beside(run, lambda: [PreemptionCheckpoint(), saves_of(run)])
+
+
+class AppearsInValidation(Callback):
+    """Puts a file in the midst of a validation, whose batches are slow from then on."""
+
+    def __init__(self, file: Path, step: int, is_told: bool) -> None:
+        self.file, self.step, self.is_told = file, step, is_told
+        self.validated = 0
+        """Batches of the validation after the step."""
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != self.step:
+            return
+        self.validated += 1
+        if self.is_told and self.validated == 2:
+            self.file.touch()
+        time.sleep(0.3)
+
+
+class Stream(IterableDataset[Any]):
+    """Ends when it likes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the first samples."""
+        samples = IndexedSamples(FEW_SAMPLES, 0.0)
+        return (samples[index] for index in range(FEW_SAMPLES // 2))
+
+
+def validation_of(samples: int = MANY_SAMPLES) -> DataLoader[Any]:
+    """Return what to validate on."""
+    return DataLoader(IndexedSamples(samples, 0.0), batch_size=1)
+
+
+def fit_validated(run: RunSpec) -> RunRecord:
+    """Fit, undisturbed."""
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    net, watch = RecordingNet(run), EventRecorder(run)
+    trainer = trainer_of(run, [watch, PreemptionCheckpoint(), saves_of(run)])
+    trainer.fit(net, run.loaders(), validation_of(), ckpt_path=run.ckpt_path)
+    return gather_record(trainer, net, watch)
+
+
+def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Preempted, int]:
+    """Fit; the last rank is told in the validation after step 5, which is slow.
+
+    Args:
+        run: the fit.
+        waits: why the end of that validation is waited for.
+    """
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    file = Path(run.root) / "notice"
+    is_told = comm.get_rank() == comm.get_world_size() - 1
+    tells = AppearsInValidation(file, 5, is_told)
+    preemption = PreemptionCheckpoint(
+        str(file) if is_told else None, in_validation=waits != "not asked for"
+    )
+    more: list[Callback] = [WeightAveraging()] if waits == "average" else []
+    trainer = trainer_of(run, [tells, preemption, *more, saves_of(run)])
+    data = DataLoader(Stream()) if waits == "stream" else validation_of(FEW_SAMPLES)
+    code = -1
+    try:
+        trainer.fit(RecordingNet(run), run.loaders(), data if waits else validation_of())
+    except SystemExit as error:
+        code = int(str(error.code))
+    seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
+    return Preempted(code, trainer.global_step, seconds, handlers_kept=True), tells.validated
 
 
 def fit_until_preempted(
@@ -194,6 +266,43 @@ def test_it_goes_on_where_it_was_preempted(
         assert resumed.global_step == STEPS
         for at, loss in resumed.losses.items():
             assert loss == pytest.approx(whole.losses[at], rel=1e-4), at
+
+
+@pytest.mark.parametrize(
+    ("stage", "background", "ranks", "others"), [(3, False, 2, 1), (1, True, 2, 2)]
+)
+def test_it_does_not_wait_for_the_end_of_a_validation(
+    stage: int, background: bool, ranks: int, others: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """It is left within the grace, and done again; nothing else differs from an undisturbed run."""
+    root = tmp_path / "run"
+    strategy = {"async_save": background}
+    run = RunSpec(stage=stage, root=str(root), schedule="plateau", strategy=strategy)
+    whole = worlds.run(others, partial(fit_validated, replace(run, root=str(tmp_path / "whole"))))
+    ended = worlds.run(ranks, partial(fit_until_preempted_in_validation, run))
+    assert [e.code for e, _ in ended] == [EXIT_CODE, *[0] * (ranks - 1)]
+    assert {e.step for e, _ in ended} == {5}
+    (validated,) = {validated for _, validated in ended}
+    assert 2 <= validated < MANY_SAMPLES // ranks
+    assert 0.0 < max(e.seconds for e, _ in ended) < GRACE_S
+    again = worlds.run(others, partial(fit_validated, replace(run, ckpt_path="last")))
+    for resumed, undisturbed in zip(again, whole, strict=True):
+        assert resumed.steps == from_step(undisturbed.steps, 5)
+        assert resumed.events[0] == "validate at 5"
+        assert resumed.rates == pytest.approx(from_step(undisturbed.rates, 5))
+        assert resumed.losses == pytest.approx(from_step(undisturbed.losses, 5), rel=1e-4)
+
+
+@pytest.mark.parametrize("waits", ["not asked for", "average", "stream", "by the clock"])
+def test_else_it_waits_for_the_end_of_a_validation(
+    waits: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Where other weights may be in the module, or one rank might validate on more than another."""
+    clock: dict[str, Any] = {"val_check_interval": "00:00:00:00"} if waits == "by the clock" else {}
+    run = RunSpec(stage=1, root=str(tmp_path), trainer=clock)
+    ended = worlds.run(2, partial(fit_until_preempted_in_validation, run, waits))
+    assert [e.code for e, _ in ended] == [EXIT_CODE, 0]
+    assert {validated for _, validated in ended} == {FEW_SAMPLES // 2}
 
 
 def test_a_run_that_hears_nothing_is_as_without(worlds: Pools, tmp_path: Path) -> None:
