@@ -53,6 +53,19 @@ FUSED = [
     Setup(2, "1", optimizer="fused"),
     Setup(1, "3", "bf16", optimizer="fused"),
     Setup(1, "2", "bf16", optimizer="fused SGD"),
+    Setup(1, "1", optimizer="ASGD"),
+    Setup(2, "3", optimizer="ASGD"),
+    Setup(1, "1", optimizer="fused capturable"),
+    # On a CPU torch takes capturable=True for its fused kernel alone.
+    *(
+        pytest.param(setup, marks=pytest.mark.gpu)
+        for setup in (
+            Setup(2, "1", optimizer="capturable"),
+            Setup(1, "3", optimizer="capturable"),
+            Setup(1, "1", optimizer="foreach capturable"),
+            Setup(2, "3", optimizer="foreach capturable"),
+        )
+    ),
 ]
 
 
@@ -71,10 +84,30 @@ def test_a_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Setup(2, "1", "fp16"), Setup(1, "1", "fp16")),
+        (Setup(1, "2", "bf16"), Setup(2, "3", "bf16")),
+        (Setup(2, "3", "bf16", sub_group=700), Setup(1, "2", "bf16", offload=True)),
+    ],
+    ids=str,
+)
+def test_another_number_of_devices(
+    source: Setup, target: Setup, on_device: OnDevice[StateComparison | None], tmp_path: Path
+) -> None:
+    """Two devices' state is restored on one, and one's on two."""
+    saved = Saved(source, str(tmp_path / "saved.ckpt"))
+    on_device(source.world, partial(train_and_save, saved))
+    assert_same(on_device(target.world, partial(load, target, saved, steps_before=1)))
+
+
+@pytest.mark.parametrize(
     ("on_processors", "there"),
     [
         (Setup(2, "0"), Setup(1, "0")),
         (Setup(2, "1", "fp16"), Setup(1, "1", "fp16")),
+        (Setup(2, "3", "bf16", sub_group=700), Setup(1, "3", "bf16", persistence=100)),
+        (Setup(2, "1", offload=True), Setup(1, "3", offload=True, offloaded_weights=True)),
     ],
     ids=str,
 )
