@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--fuzz-cases", type=int, default=2_000, help="of each reader, in test-long")
     group.addoption("--kills", type=int, default=2, help="at each step of a save, in test-long")
+    group.addoption("--corruptions", type=int, default=800, help="of each stage, in test-long")
     group.addoption("--exits", type=int, default=30, help="worlds that end, in test-long")
     group.addoption("--part", help="of the tests selected: 2/4, or commit/4 for the turn's")
     group = parser.getgroup("devices")

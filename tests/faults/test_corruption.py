@@ -19,6 +19,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1, group="damage")]
 
 STAGES = ("1", "2", "3")
 
+FEW = 120
+"""Corruptions of each stage in ``make test``."""
+
 
 def drawn(count: int) -> Iterator[tuple[str, Corruption]]:
     """Return kinds of corruption, each as often as its share says."""
@@ -40,11 +43,16 @@ def judged(damaged: Path, damage: Damage, whole: dict[str, str]) -> tuple[str, s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("count", [120, pytest.param(800, marks=pytest.mark.long)])
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_no_corruption_is_taken_for_what_was_written(
-    stage: str, count: int, saved: Callable[..., Path], tmp_path: Path
+    stage: str,
+    many: bool,
+    saved: Callable[..., Path],
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
 ) -> None:
     """At any offset of any file, an error names the file, or every value read is what it was."""
+    count = pytestconfig.getoption("--corruptions") if many else FEW
     checkpoint, other = saved(stage, 3), saved(stage, 4)
     whole = read_digests(checkpoint)
     assert whole != read_digests(other)
