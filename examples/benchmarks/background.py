@@ -14,7 +14,6 @@ under the rank's name; its planner then writes them where they are.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import sys
@@ -30,9 +29,11 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 sys.path.insert(0, str(Path(__file__).parent))
-from subject import (  # type: ignore[import-not-found] # a script, beside this one
+from raw import RawWrite  # type: ignore[import-not-found] # a script, beside this one
+from subject import (  # type: ignore[import-not-found]
     BYTES_PER_PARAMETER,
     make_engine,
+    rank_tensors,
     run_ranks,
     state_bytes,
     sync_tree,
@@ -83,8 +84,8 @@ class BenchmarkEngine:
         )
         self.manager.start(self.handle, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
-        state = self.handle.open().rank_state(exclude_frozen=False, keep_module_weights=False)
-        self.tensors = [t for f in state.flats for t in (f.master, *f.elementwise.values())]
+        self.tensors = rank_tensors(self.engine)
+        self.raw = RawWrite(folder / f"raw-{distributed.get_rank()}", self.tensors)
         self.spare = [torch.zeros_like(t) for t in self.tensors]
         self.pending: Any = None
 
@@ -97,18 +98,6 @@ class BenchmarkEngine:
         """Copy the state within memory."""
         for to, source in zip(self.spare, self.tensors, strict=True):
             to.copy_(source)
-
-    def write_raw(self) -> None:
-        """Write the state's bytes into one file, sync it, and put it in the last one's place."""
-        path = self.folder / f"raw-{distributed.get_rank()}"
-        new = path.with_suffix(".new")
-        with new.open("wb", buffering=0) as file:
-            for tensor in self.tensors:
-                data = tensor.detach().view(torch.uint8).numpy().data
-                for start in range(0, len(data), 8 << 20):
-                    file.write(data[start : start + (8 << 20)])
-            os.fsync(file.fileno())
-        new.replace(path)
 
     def save_stock(self) -> None:
         """Save as stock DeepSpeed does, with the fsync that it leaves to the system."""
@@ -162,7 +151,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Figures, int]:
 def one_round(subject: BenchmarkEngine) -> dict[str, float]:
     """Take every way once."""
     found = {"copy in memory": time_slowest_rank(subject.copy)}
-    found["raw write and fsync"] = time_slowest_rank(subject.write_raw)
+    found["raw write and fsync"] = time_slowest_rank(subject.raw.write)
     found["stock DeepSpeed, stall"] = time_slowest_rank(subject.save_stock)
     found["ours blocking, stall"] = time_slowest_rank(subject.save_blocking)
     found["ours behind, stall"] = time_slowest_rank(subject.save_async)

@@ -1,9 +1,9 @@
-"""Time how one rank plans its reads: of a 70-billion-parameter model, and of 50,000 parameters.
+"""Time how one rank plans its reads: of large models, of 50,000 parameters, of growing clusters.
 
     python examples/benchmarks/plan.py
 
 Nothing is read and no process is started: a plan is made of integers. What is measured is all that
-a rank does before its first read: it parses a manifest with its table of 3072 files, lays out what
+a rank does before its first read: it parses a manifest with its table of files, lays out what
 is held and what is wanted, finds the source ranks of each fragment, and looks up each file. Runs
 are computed while they are read, those of one source rank at a time; the first two ranks' count
 for the memory. Seconds are the process's own.
@@ -36,7 +36,9 @@ WIDE = 50_000  # parameters of it, of a million elements each
 CASES = [(2, 2), (2, 3), (3, 2), (3, 3)]  # stage of the save, stage of the resume
 ROUNDS = 5
 
-LAYERS, HIDDEN, KEYS, FEED_FORWARD, VOCABULARY = 80, 8192, 1024, 28672, 128256  # Llama 3 70B
+LAYERS, HIDDEN, VOCABULARY = 80, 8192, 128256  # Llama 3 70B
+GROWTH = [(16, 47, 2560), (256, 73, 8192), (4096, 130, 24576)]
+"""Ranks, layers and width of models of about 244 million parameters per rank, up to a trillion."""
 SUB_GROUP = 200  # parameters; few, so that there are several
 ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
@@ -64,22 +66,23 @@ def wide_parameters(count: int = WIDE) -> tuple[Parameter, ...]:
     )
 
 
-def parameters() -> tuple[Parameter, ...]:
-    """Return the model's table: matrices in a group with weight decay, norms in one without."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for i in range(LAYERS):
+def parameters(layers: int = LAYERS, hidden: int = HIDDEN) -> tuple[Parameter, ...]:
+    """Return a model's table: matrices in a group with weight decay, norms in one without."""
+    keys, feed_forward = hidden // 8, hidden * 7 // 2
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    for i in range(layers):
         layer = f"model.layers.{i}"
-        shapes[f"{layer}.self_attn.q_proj.weight"] = (HIDDEN, HIDDEN)
-        shapes[f"{layer}.self_attn.k_proj.weight"] = (KEYS, HIDDEN)
-        shapes[f"{layer}.self_attn.v_proj.weight"] = (KEYS, HIDDEN)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (HIDDEN, HIDDEN)
-        shapes[f"{layer}.mlp.gate_proj.weight"] = (FEED_FORWARD, HIDDEN)
-        shapes[f"{layer}.mlp.up_proj.weight"] = (FEED_FORWARD, HIDDEN)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (HIDDEN, FEED_FORWARD)
-        shapes[f"{layer}.input_layernorm.weight"] = (HIDDEN,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (HIDDEN,)
-    shapes["model.norm.weight"] = (HIDDEN,)
-    shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+        shapes[f"{layer}.self_attn.q_proj.weight"] = (hidden, hidden)
+        shapes[f"{layer}.self_attn.k_proj.weight"] = (keys, hidden)
+        shapes[f"{layer}.self_attn.v_proj.weight"] = (keys, hidden)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{layer}.mlp.gate_proj.weight"] = (feed_forward, hidden)
+        shapes[f"{layer}.mlp.up_proj.weight"] = (feed_forward, hidden)
+        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, feed_forward)
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (VOCABULARY, hidden)
     return tuple(
         Parameter(name, shape, "bfloat16", int(len(shape) == 1)) for name, shape in shapes.items()
     )
@@ -159,17 +162,20 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     for table, ranks, rounds in ((parameters(), RESUMED_ON, ROUNDS), (wide_parameters(), FEW, 1)):
-        total = sum(p.numel for p in table)
-        print(f"{len(table)} parameters with {total / 1e9:.1f} billion elements")
-        print(f"manifest.json: {len(manifest_text(3, SAVED_ON, table)) / 1e6:.2f} MB")
-        print(f"{SAVED_ON} ranks to {ranks}, best of {rounds} rounds, the most of three ranks:\n")
-        _print_plans(table, ranks, rounds)
+        _print_plans(table, SAVED_ON, ranks, rounds)
+    print("a model and a cluster that grow together:\n")
+    for ranks, layers, hidden in GROWTH:
+        _print_plans(parameters(layers, hidden), ranks, ranks * 3 // 4, ROUNDS)
 
 
-def _print_plans(table: tuple[Parameter, ...], ranks: int, rounds: int) -> None:
+def _print_plans(table: tuple[Parameter, ...], saved_on: int, ranks: int, rounds: int) -> None:
+    total = sum(p.numel for p in table)
+    print(f"{len(table)} parameters with {total / 1e9:.1f} billion elements")
+    print(f"manifest.json: {len(manifest_text(3, saved_on, table)) / 1e6:.2f} MB")
+    print(f"{saved_on} ranks to {ranks}, best of {rounds} rounds, the most of three ranks:\n")
     print("stages    seconds   peak MB   transfers   source ranks")
     for saved_stage, stage in CASES:
-        text = manifest_text(saved_stage, SAVED_ON, table)
+        text = manifest_text(saved_stage, saved_on, table)
         plans = [measured(text, stage, ranks, rank, rounds) for rank in (0, ranks // 2, ranks - 1)]
         seconds = max(plan.seconds for plan in plans)
         peak_mb = max(plan.peak_bytes for plan in plans) / 1e6
@@ -178,7 +184,7 @@ def _print_plans(table: tuple[Parameter, ...], ranks: int, rounds: int) -> None:
         print(
             f"{saved_stage} to {stage}  {seconds:9.3f} {peak_mb:9.1f} {max(counts):11} {files:14}"
         )
-    print()
+    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What one piece of work on all ranks costs: seconds, bytes, host memory."""
+"""What one piece of work on all ranks costs: seconds, bytes, host memory, disk."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +28,41 @@ def _field(file: str, name: str) -> float:
 
 def _anonymous() -> float:
     return _field("/proc/self/status", "RssAnon:") * 1024
+
+
+def folder_bytes(folder: Path) -> float:
+    """Return the bytes that all files below a folder take on the disk, also while they change."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            status = path.lstat()
+            found += status.st_blocks * 512 if not path.is_dir() else 0
+    return float(found)
+
+
+@contextmanager
+def temporary_disk(folder: Path) -> Iterator[list[float]]:
+    """Watch a folder; fill the list with the bytes above what was there before and after.
+
+    The list holds the one figure when the context ends.
+    """
+    found: list[float] = []
+    before = highest = folder_bytes(folder)
+    over = threading.Event()
+
+    def look() -> None:
+        nonlocal highest
+        while not over.wait(0.01):
+            highest = max(highest, folder_bytes(folder))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+        found.append(max(highest - max(before, folder_bytes(folder)), 0.0))
 
 
 class _Watch:

@@ -74,6 +74,14 @@ def train_step(engine: Any, width: int) -> None:  # noqa: ANN401
     engine.step()
 
 
+def rank_tensors(engine: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    """Return this rank's masters and moments."""
+    from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
+
+    state = engine_handle(engine).open().rank_state(exclude_frozen=False, keep_module_weights=False)
+    return [t for f in state.flats for t in (f.master, *f.elementwise.values())]
+
+
 def make_fsdp(width: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the same model under FSDP2, with the state of one step."""
     mesh = init_device_mesh(device, (distributed.get_world_size(),))

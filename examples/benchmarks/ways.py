@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from probe import Cost, cost_of  # type: ignore[import-not-found] # scripts, beside this one
+from probe import Cost, cost_of, temporary_disk  # type: ignore[import-not-found] # scripts, beside this one
+from raw import RawRead, RawWrite  # type: ignore[import-not-found]
 from subject import (  # type: ignore[import-not-found]
     make_engine,
     make_fsdp,
+    rank_tensors,
     sync_tree,
     train_step,
     width_of,
 )
 from torch import distributed
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-PIECE_BYTES = 8 << 20
 TAG, UNIVERSAL = "checkpoint", "universal"
 """The tags of stock DeepSpeed's checkpoints, and of those that are converted."""
 
@@ -85,12 +89,23 @@ def in_turn(
     return costs
 
 
-def _tensors(engine: Any) -> list[torch.Tensor]:  # noqa: ANN401 - DeepSpeed is untyped
-    """Return this rank's masters and moments."""
-    from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
+def add_temporary_disk(
+    costs: Costs, ways: Mapping[str, Callable[[], object]], folder: Path
+) -> None:
+    """Take every way once more, over what it has left, and note the disk that it takes meanwhile.
 
-    state = engine_handle(engine).open().rank_state(exclude_frozen=False, keep_module_weights=False)
-    return [t for f in state.flats for t in (f.master, *f.elementwise.values())]
+    A call and the wait after it are one way, and have the same figure. Rank 0 looks at the files,
+    which would slow down what is timed.
+    """
+    together: dict[str, list[str]] = {}
+    for name in ways:
+        together.setdefault(name.split(": the ")[0], []).append(name)
+    for names in together.values():
+        with temporary_disk(folder) if distributed.get_rank() == 0 else nullcontext([]) as found:
+            for name in names:
+                cost_of(ways[name])
+        for cost in (cost for name in names for cost in costs[name]):
+            cost["temporary_disk"] = sum(found)
 
 
 class _Fsdp:
@@ -99,12 +114,54 @@ class _Fsdp:
     def __init__(self, setting: Setting, source: int) -> None:
         self._parts = make_fsdp(width_of(setting.parameters), setting.device)
         self._path = setting.folder / f"dcp-{source}"
+        # Of its own: what a thread saves meets the ranks' other collectives in no fixed order.
+        self._behind = distributed.new_group(backend="gloo")
+        self._pending: Any = None
+        # Kept, so that its memory is; in shared memory, from which a process can write.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=setting.device == "cuda",
+                use_shared_memory=True,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+
+    def _state(self) -> dict[str, Any]:
+        weights, state = get_state_dict(*self._parts)
+        return {"model": weights, "optimizer": state}
 
     def save(self) -> None:
         """Save, synced."""
-        weights, state = get_state_dict(*self._parts)
-        save_dcp({"model": weights, "optimizer": state}, checkpoint_id=self._path)
+        save_dcp(self._state(), checkpoint_id=self._path)
         sync_tree(self._path)
+
+    def ways_to_save(self) -> dict[str, Callable[[], object]]:
+        """Return saves while training waits, in a thread behind it, and in a process."""
+        name, behind = "torch.distributed.checkpoint", "background"
+        ways: dict[str, Callable[[], object]] = {name: self.save}
+        for how, kind in {
+            behind: AsyncCheckpointerType.THREAD,
+            f"{behind} process": AsyncCheckpointerType.PROCESS,
+        }.items():
+            ways[f"{name}, {how}: the call"] = partial(self.call, kind)
+            ways[f"{name}, {how}: the wait after it"] = self.wait
+        return ways
+
+    def call(self, kind: AsyncCheckpointerType) -> None:
+        """Begin to save in a thread, or in a process, which syncs its files itself."""
+        path = self._path.with_name(f"{self._path.name}-{kind.value}")
+        self._pending = async_save(
+            self._state(),
+            checkpoint_id=path,
+            process_group=self._behind,
+            async_checkpointer_type=kind,
+            async_stager=self._stager,
+        )
+
+    def wait(self) -> None:
+        """Wait until it is on the disk."""
+        self._pending.result()
 
     def load(self) -> None:
         """Load."""
@@ -157,25 +214,14 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
     train_step(engine, width)
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     ours, stock = (case.file(setting.folder, what, ranks) for what in ("ours", "stock"))
-    tensors = _tensors(engine)
+    tensors = rank_tensors(engine)
     spare = [torch.zeros_like(t, device="cpu") for t in tensors]
-    raw = case.file(setting.folder, "raw", ranks).with_suffix(f".{rank}")
+    raw = RawWrite(case.file(setting.folder, "raw", ranks).with_suffix(f".{rank}"), spare)
     background = _Background(engine, case.file(setting.folder, "behind", ranks))
 
     def copy() -> None:
         for to, source in zip(spare, tensors, strict=True):
             to.copy_(source)
-
-    def write_raw() -> None:
-        # As a save does, it keeps the last file until the new one is there.
-        new = raw.with_name(f"{raw.name}.new")
-        with new.open("wb", buffering=0) as file:
-            for tensor in spare:
-                data = tensor.view(torch.uint8).numpy().data
-                for start in range(0, len(data), PIECE_BYTES):
-                    file.write(data[start : start + PIECE_BYTES])
-            os.fsync(file.fileno())
-        new.replace(raw)
 
     def save_stock() -> None:
         engine.save_checkpoint(str(stock), tag=TAG)
@@ -183,17 +229,18 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
 
     ways: dict[str, Callable[[], object]] = {
         "copy in memory": copy,
-        "raw write and sync": write_raw,
+        "raw write and sync": raw.write,
         "this library": lambda: save_checkpoint(engine, ours),
         "stock DeepSpeed": save_stock,
         "this library, background: the call": background.call,
         "this library, background: the wait after it": background.wait,
     }
     if case.like_fsdp:
-        ways["torch.distributed.checkpoint"] = _Fsdp(setting, ranks).save
+        ways |= _Fsdp(setting, ranks).ways_to_save()
     costs = in_turn(ways, setting.rounds)
+    add_temporary_disk(costs, ways, setting.folder)
     background.close()
-    raw.unlink()
+    raw.path.unlink()
     return costs
 
 
@@ -210,37 +257,6 @@ def measure_loads(setting: Setting, ranks: int, sources: tuple[int, ...]) -> dic
     }
 
 
-class _RawRead:
-    """Reads this rank's share of a checkpoint's bytes into memory that is there already."""
-
-    def __init__(self, folder: Path) -> None:
-        rank, ranks = distributed.get_rank(), distributed.get_world_size()
-        files = sorted(p for p in folder.rglob("*") if p.is_file())
-        self._shares = [_share(file, rank, ranks) for file in files]
-        self._memory = memoryview(bytearray(max(stop - start for _, start, stop in self._shares)))
-
-    def read(self) -> None:
-        """Read it."""
-        for file, start, stop in self._shares:
-            with file.open("rb", buffering=0) as opened:
-                done = 0
-                while done < stop - start:
-                    piece = self._memory[done : min(done + PIECE_BYTES, stop - start)]
-                    done += os.preadv(opened.fileno(), [piece], start + done)
-
-    def forget(self) -> None:
-        """Have the system forget what it keeps of the files, so that a read comes from the disk."""
-        for file, *_ in self._shares:
-            with file.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        distributed.barrier()
-
-
-def _share(file: Path, rank: int, ranks: int) -> tuple[Path, int, int]:
-    size_bytes = file.stat().st_size
-    return file, size_bytes * rank // ranks, size_bytes * (rank + 1) // ranks
-
-
 def _loads_of(setting: Setting, case: Case, width: int, source: int) -> Costs:
     from lightning_elastic_zero import load_checkpoint  # noqa: PLC0415
 
@@ -248,7 +264,7 @@ def _loads_of(setting: Setting, case: Case, width: int, source: int) -> Costs:
     with_universal = (stock / UNIVERSAL).is_dir()
     engine = make_engine(case.stage, width, case.precision)
     train_step(engine, width)
-    raw = _RawRead(ours)
+    raw = RawRead(ours)
     ways: dict[str, Callable[[], object]] = {
         "warm read into memory": raw.read,
         "this library": lambda: load_checkpoint(engine, ours),

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.plan import (
     CASES,
     FEW,
+    GROWTH,
     RESUMED_ON,
     SAVED_ON,
     WIDE,
@@ -46,6 +47,21 @@ def test_the_table_is_that_of_a_70_billion_parameter_model() -> None:
     assert manifest.parameters == table
     assert (manifest.world_size, len(manifest.files)) == (1024, 3072)
     assert len(manifest.buffers) > 2
+
+
+@pytest.mark.parametrize(("ranks", "layers", "hidden"), GROWTH)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plan_does_not_grow_with_the_cluster(
+    stage: int, ranks: int, layers: int, hidden: int
+) -> None:
+    """Up to a trillion parameters on 4,096 ranks: files of three source ranks, few transfers."""
+    table = parameters(layers, hidden)
+    assert 0.9 < sum(p.numel for p in table) / ranks / 250e6 < 1.2
+    text, to = manifest_text(stage, ranks, table), ranks * 3 // 4
+    plan = measured(text, stage, to, to // 2)
+    assert plan.peak_bytes < PEAK_BYTES
+    assert len(plan.files) <= 3
+    assert len(plan.transfers) <= (2 * len(table) if stage == 3 else 60)
 
 
 @pytest.mark.rotating(4)

@@ -52,6 +52,12 @@ def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
         assert {len(of_way) for of_way in costs.values()} == {2}
     for way in ("this library", "stock DeepSpeed", "torch.distributed.checkpoint"):
         assert all(state_bytes <= c["written"] < 1.05 * state_bytes for c in saves[way])
+    # A save keeps the last one until it is published; torch's writes over it.
+    assert all(0.5 * state_bytes < c["temporary_disk"] for c in saves["this library"])
+    behind = "background: the call"
+    for way in (f"this library, {behind}", f"torch.distributed.checkpoint, {behind}"):
+        assert way in saves
+    assert "torch.distributed.checkpoint, background process: the wait after it" in saves
     for costs in loads.values():
         assert all(state_bytes <= c["read"] < 1.05 * state_bytes for c in costs["this library"])
     text = (tmp_path / "out/figures.md").read_text()

@@ -1,0 +1,214 @@
+"""Time the agreements of simulated ranks over a real store, and count what they ask of it.
+
+    python examples/benchmarks/agreements.py [--worlds 4 64 256 1024] [--processes 4] [--steps 20]
+
+The ranks are threads of a few processes; each has a connection of its own to one ``TCPStore``, as
+ranks of a job have, and its own thread that watches over it. A step is one agreement: every rank
+enters it, reports a result and learns the verdict. A save takes four of them, a load five. Nobody
+is late. One processor does all ranks' work here: seconds are an upper bound of what a cluster
+takes, whose ranks have one each, and so are operations and bytes, since ranks that wait ask again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_elastic_zero.coordination import StoreRanks
+
+KINDS = ("run_all", "broadcast", "all_gather")
+VALUE = {"bytes": 123_456_789, "path": "checkpoints/last.ckpt"}
+"""What is agreed upon, about as long as in a save."""
+
+TIMEOUT_S = 600.0
+
+
+@dataclass
+class Count:
+    """What one rank has asked of the store."""
+
+    operations: int = 0
+    bytes: int = 0
+    """Of keys and values, both ways; the protocol's own come on top."""
+
+    def add(self, data: Any) -> None:  # noqa: ANN401 - whatever is asked or answered
+        """Count keys and values."""
+        if isinstance(data, (str, bytes)):
+            self.bytes += len(data)
+        elif isinstance(data, (list, tuple)):
+            for item in data:
+                self.add(item)
+        elif isinstance(data, int):
+            self.bytes += 8
+
+
+class CountingStore:
+    """A store whose calls are counted."""
+
+    def __init__(self, store: Any, count: Count) -> None:  # noqa: ANN401 - torch's store
+        self._store, self._count = store, count
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return one of the store's methods."""
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:  # noqa: ANN401 - any method
+            found = method(*arguments)
+            self._count.operations += 1
+            self._count.add(arguments)
+            self._count.add(found)
+            return found
+
+        return call
+
+
+@dataclass
+class Job:
+    """What the ranks of one process share."""
+
+    port: int
+    world_size: int
+    ranks: range
+    steps: int
+    counted: bool
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Of each step by its kind, as rank 0 sees it."""
+    counts: dict[tuple[str, int], Count] = field(default_factory=dict)
+    """By kind and rank, of all steps of that kind."""
+
+
+def run_rank(job: Job, rank: int) -> None:
+    """Take part in all steps, as one rank."""
+    store = TCPStore("127.0.0.1", job.port, timeout=timedelta(seconds=TIMEOUT_S))
+    with closing(StoreRanks(store, rank, job.world_size, name="agreements")) as ranks:
+        ranks.run_all("begin", lambda: None)
+        for kind in KINDS:
+            count = Count()
+            if job.counted:
+                _count_calls(ranks, count)
+            agree = getattr(ranks, kind)
+            for number in range(job.steps):
+                began = time.perf_counter()
+                agree(f"{kind} {number}", lambda: VALUE)
+                if rank == 0:
+                    job.seconds.setdefault(kind, []).append(time.perf_counter() - began)
+            job.counts[kind, rank] = count
+
+
+def _count_calls(ranks: StoreRanks, count: Count) -> None:
+    """Count what a rank asks from now on."""
+    session: Any = ranks._thread.session  # noqa: SLF001 - nobody else asks
+    bare = getattr(session.store, "_store", session.store)
+    session.store = CountingStore(bare, count)
+    if session.leader is not None:
+        session.leader._store = session.store  # noqa: SLF001
+
+
+def run_process(job: Job, results: Any) -> None:  # noqa: ANN401 - a queue
+    """Run the ranks of one process; hand over what they saw."""
+    threads = [threading.Thread(target=run_rank, args=(job, rank)) for rank in job.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results.put((job.seconds, job.counts))
+
+
+def run_world(world_size: int, processes: int, steps: int, *, counted: bool) -> Job:
+    """Run a world; return what its ranks saw.
+
+    Raises:
+        SystemExit: a process has failed, or did not end in time.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = min(processes, world_size)
+    cuts = [world_size * i // processes for i in range(processes + 1)]
+    parts = [range(first, last) for first, last in pairwise(cuts)]
+    jobs = [Job(store.port, world_size, part, steps, counted) for part in parts]
+    started = [context.Process(target=run_process, args=(job, results)) for job in jobs]
+    found = Job(store.port, world_size, range(world_size), steps, counted)
+    try:
+        for process in started:
+            process.start()
+        _collect(started, results, found)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    return found
+
+
+def _collect(started: list[Any], results: Any, found: Job) -> None:  # noqa: ANN401 - a queue
+    until = time.monotonic() + TIMEOUT_S
+    left = len(started)
+    while left:
+        if results.empty():
+            failed = [process.exitcode for process in started if process.exitcode]
+            if failed or time.monotonic() > until:
+                why = f"exit codes {failed}" if failed else f"no end within {TIMEOUT_S:.0f} s"
+                sys.exit(f"{found.world_size} ranks: {why}")
+            time.sleep(0.01)
+            continue
+        seconds, counts = results.get()
+        found.seconds |= seconds
+        found.counts |= counts
+        left -= 1
+
+
+def report(timed: Job, counted: Job) -> None:
+    """Print what one world's steps cost."""
+    for kind in KINDS:
+        seconds = timed.seconds[kind]
+        counts = [counted.counts[kind, rank] for rank in counted.ranks]
+        first, others = counts[0], counts[1:] or counts
+        least, middle, greatest = (
+            f"{pick(seconds) * 1e3:.1f}" for pick in (min, statistics.median, max)
+        )
+        figures = (
+            f"{middle} ({least} to {greatest})",
+            f"{first.operations / counted.steps:.0f}",
+            f"{first.bytes / counted.steps / 1e3:.1f}",
+            f"{statistics.mean(c.operations for c in others) / counted.steps:.1f}",
+            f"{statistics.mean(c.bytes for c in others) / counted.steps / 1e3:.2f}",
+        )
+        print(f"| {timed.world_size} | {kind} | " + " | ".join(figures) + " |", flush=True)
+
+
+def main() -> None:
+    """Run worlds of several sizes, once for the time and once to count."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[4, 64, 256, 1024])
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20, help="of each kind")
+    options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    titles = "ranks", "kind of step", "ms: median (least to greatest)"
+    rank_0 = "rank 0: operations", "rank 0: kB"
+    print("| " + " | ".join((*titles, *rank_0, "another: operations", "another: kB")) + " |")
+    print("|" + "---|" * 7)
+    for world_size in options.worlds:
+        timed, counted = (
+            run_world(world_size, options.processes, options.steps, counted=flag)
+            for flag in (False, True)
+        )
+        report(timed, counted)
+
+
+if __name__ == "__main__":
+    main()
