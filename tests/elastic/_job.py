@@ -139,12 +139,23 @@ class Job:
             if not self.unpublished():
                 return False
             self.signal(node, signal.SIGSTOP, agent=False)
+            # A thread stops when its system call ends: it may be the one that publishes.
+            self.wait_until(lambda: self._have_stopped(node), "stop")
             if self.unpublished():
                 return True
             self.signal(node, signal.SIGCONT, agent=False)
             return False
 
         self.wait_until(stopped, "save")
+
+    def _have_stopped(self, node: int) -> bool:
+        """Whether all threads of a node's workers stand still."""
+        for process in self.processes(node, agent=False):
+            for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+                with suppress(OSError):
+                    if stat.read_text().rpartition(")")[2].split()[0] not in "tTZX":
+                        return False
+        return True
 
     def unpublished(self) -> list[Path]:
         """Return the hidden folders of saves that go on or have died."""
