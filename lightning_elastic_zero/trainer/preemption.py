@@ -162,7 +162,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the other ranks how many batches there will be."""
+        """Note how many batches there will be, for the other ranks to hear of."""
         if self._agreement is not None and self._in_validation:
             self._agreement.begin_validation(_validation_batches(trainer))
 
