@@ -14,6 +14,7 @@ import torch
 from lightning_elastic_zero.engine.commit_optimizer import commit_optimizer
 from lightning_elastic_zero.engine.flat_buffer_state import flat_buffer_state
 from lightning_elastic_zero.engine.flat_buffers import (
+    REPLICATED,
     LiveFlatBuffer,
     inner_optimizer,
     live_flat_buffers,
@@ -117,9 +118,11 @@ class LiveEngine:
 
     @property
     def _stage(self) -> int:
-        if self._wrapper:
-            return int(self._engine.zero_optimization_stage())
-        return STAGE_WEIGHTS if self._partitioned else 0
+        if not self._wrapper:
+            return STAGE_WEIGHTS if self._partitioned else 0
+        stage = int(self._engine.zero_optimization_stage())
+        # Before DeepSpeed 0.18, stage 0 in bf16 has BF16_Optimizer, which cuts as in ZeRO-1.
+        return stage or int(self._wrapper not in REPLICATED)
 
     @cached_property
     def _rows(self) -> tuple[FlatBuffer, ...]:

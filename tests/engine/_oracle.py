@@ -52,9 +52,14 @@ def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
     if setup.zero == "3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     stepped = [p for group in inner_of(engine).param_groups for p in group["params"]]
-    if setup.zero == "0":
+    if _is_replicated(engine, setup):
         return [p for p in stepped if p.requires_grad and p.numel()]
     return stepped
+
+
+def _is_replicated(engine: Engine, setup: Setup) -> bool:
+    """Whether each rank has everything: not in bf16 before DeepSpeed 0.18, which has no stage 0."""
+    return setup.zero == "0" and type(engine.optimizer).__name__ != "BF16_Optimizer"
 
 
 def positions(setup: Setup) -> list[torch.Tensor]:
@@ -70,7 +75,8 @@ def positions(setup: Setup) -> list[torch.Tensor]:
         # Without any rate: in stage 0, making the optimizer takes a step in bf16.
         with engine_of(twin, 0, tilt=0.0, model=model) as engine:
             flats = [_decode(_on_host(flat).flatten(), at) for flat in flat_buffers(engine, twin)]
-        _check_tiling(flats, at - FIRST_CODE, setup.world if setup.zero == "0" else 1)
+            copies = setup.world if _is_replicated(engine, twin) else 1
+        _check_tiling(flats, at - FIRST_CODE, copies)
         _maps[twin] = flats
     return _maps[twin]
 

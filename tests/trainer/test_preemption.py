@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -173,7 +174,7 @@ def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Pr
     preemption = PreemptionCheckpoint(
         str(file) if is_told else None, in_validation=waits != "not asked for"
     )
-    more: list[Callback] = [WeightAveraging()] if waits == "average" else []
+    more: list[Callback] = [callbacks.WeightAveraging()] if waits == "average" else []
     trainer = trainer_of(run, [tells, preemption, *more, saves_of(run)])
     data = DataLoader(Stream()) if waits == "stream" else validation_of(FEW_SAMPLES)
     code = -1
@@ -293,7 +294,20 @@ def test_it_does_not_wait_for_the_end_of_a_validation(
         assert resumed.losses == pytest.approx(from_step(undisturbed.losses, 5), rel=1e-4)
 
 
-@pytest.mark.parametrize("waits", ["not asked for", "average", "stream", "by the clock"])
+since_2_6 = pytest.mark.skipif(
+    not hasattr(callbacks, "WeightAveraging"), reason="Lightning has it since 2.6"
+)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        "not asked for",
+        "stream",
+        pytest.param("average", marks=since_2_6),
+        pytest.param("by the clock", marks=since_2_6),
+    ],
+)
 def test_else_it_waits_for_the_end_of_a_validation(
     waits: str, worlds: Pools, tmp_path: Path
 ) -> None:
