@@ -22,18 +22,10 @@ WAYS_TO_LOAD = {
 }
 
 
-@pytest.mark.long
-def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
-    """Saves and loads on like and unlike worlds, with the bytes of the state, in every output.
-
-    Bytes show that a way has done its work: a save that failed in silence would be the fastest.
-    """
-    command = [sys.executable, str(ROOT / "examples/benchmarks/save_load.py"), "--no-universal"]
-    command += ["--parameters", "2e6", "--stages", "3", "--precisions", "fp32"]
-    command += ["--pairs", "2:2", "2:1", "--rounds", "2"]
-    command += ["--folder", str(tmp_path), "--out", str(tmp_path / "out")]
+def printed_by(script: str, *options: str) -> str:
+    """Run a benchmark; return what it printed."""
     ran = subprocess.run(
-        command,
+        [sys.executable, str(ROOT / "examples/benchmarks" / script), *options],
         check=False,
         capture_output=True,
         text=True,
@@ -41,6 +33,53 @@ def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
     )
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def rows_of(printed: str) -> list[list[str]]:
+    """Return the cells of a table, without its heading."""
+    return [[c.strip() for c in line.split("|")[1:-1]] for line in printed.splitlines()[2:]]
+
+
+@pytest.mark.long
+def test_growth_is_measured(tmp_path: Path) -> None:
+    """Whatever the size and the ranks, the bytes of the state are moved, and of little more."""
+    rows = rows_of(
+        printed_by(
+            *("growth.py", "--sizes", "2e6", "4e6", "--ranks", "1", "2", "--rounds", "1"),
+            *("--folder", str(tmp_path)),
+        )
+    )
+    assert [row[:2] for row in rows] == [["2", "1"], ["2", "2"], ["4", "1"], ["4", "2"]]
+    for _, _, _, _, written, _, _, _, read, _, opened in rows:
+        assert 1.0 <= float(written) < 1.05
+        assert 1.0 <= float(read) < 1.05
+        assert int(opened) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_agreements_are_counted() -> None:
+    """Each kind of step takes every rank some operations; all values come to all ranks of one."""
+    rows = rows_of(printed_by("agreements.py", "--worlds", "2", "8", "--steps", "3"))
+    kinds = ["run_all", "broadcast", "all_gather"]
+    assert [row[:2] for row in rows] == [[n, kind] for n in ("2", "8") for kind in kinds]
+    value_kb = 0.04  # of JSON, and some more
+    for ranks, kind, _, first, first_kb, another, another_kb in rows:
+        assert min(float(first), float(another)) >= 4
+        least_kb = int(ranks) * value_kb if kind == "all_gather" else 0.0
+        assert min(float(first_kb), float(another_kb)) > least_kb
+
+
+@pytest.mark.long
+def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
+    """Saves and loads on like and unlike worlds, with the bytes of the state, in every output.
+
+    Bytes show that a way has done its work: a save that failed in silence would be the fastest.
+    """
+    options = ["--no-universal", "--parameters", "2e6", "--stages", "3", "--precisions", "fp32"]
+    options += ["--pairs", "2:2", "2:1", "--rounds", "2"]
+    printed_by("save_load.py", *options, "--folder", str(tmp_path), "--out", str(tmp_path / "out"))
     found = json.loads((tmp_path / "out/figures.json").read_text())
     figures, state_bytes = found["figures"], found["state_bytes"]
     (saves,) = figures["save"].values()
