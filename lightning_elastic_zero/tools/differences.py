@@ -142,16 +142,34 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
     """
     if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
         return 0, 0.0, 0.0
-    a, b = (t.abs() if t.is_complex() else t for t in (one, other))
-    a, b = a.double(), b.double()
+    a, b = _comparable(one, other)
     differ = (a != b) & ~(a.isnan() & b.isnan())
     count = int(differ.sum())
     if not count:
         return 0, 0.0, 0.0
     a, b = a[differ], b[differ]
-    distance = (a - b).abs()
-    relative = distance / torch.maximum(a.abs(), b.abs())
+    distance = _distance(a, b)
+    relative = distance / torch.maximum(a.abs().double(), b.abs().double())
     return count, float(distance.max()), float(relative.max())
+
+
+def _comparable(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both in a type that holds the values of either: integers are no float64."""
+    if one.is_complex() or other.is_complex():
+        return one.to(torch.complex128), other.to(torch.complex128)
+    if one.is_floating_point() or other.is_floating_point():
+        return one.double(), other.double()
+    if one.dtype == other.dtype == torch.uint64:
+        return one.view(torch.int64), other.view(torch.int64)
+    return one.to(torch.int64), other.to(torch.int64)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return how far apart values are that differ, in float64; of integers, as far as it goes."""
+    if a.is_complex() or a.is_floating_point():
+        return (a - b).abs().double()
+    # Large ones lose their last bits in float64, and distant ones overflow in int64.
+    return torch.maximum((a.double() - b.double()).abs(), (a - b).abs().double())
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -448,3 +448,49 @@ def test_the_other_software_loads_it(
 ) -> None:
     """What is written is loaded by whom it is for, by its own code, and is the state."""
     pools.run(1, partial(program, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("a/b.weight", '"/" in it'), ("a" * 256, "more than 255 bytes")]
+)
+def test_a_name_that_no_folder_can_have(name: str, why: str, tmp_path: Path, run: Run) -> None:
+    """A Universal Checkpoint cannot hold it; renamed, it can; dcp has no folders."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state({name: (4, 3), "b": (2,)}))
+    code, _, error = run("convert", source, tmp_path / "u", "--to", "universal")
+    assert code == 2
+    assert why in error
+    assert "--rename" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+    renamed = (source, tmp_path / "u", "--to", "universal", "--rename", f"{name[:3]}=short.")
+    assert run("convert", *renamed)[0] == (0 if "/" in name else 2)
+    assert run("convert", source, tmp_path / "d", "--to", "dcp")[0] == 0
+
+
+def test_an_empty_parameter_hides_no_count(tmp_path: Path) -> None:
+    """The first one of a group has no elements; the group's steps are those of the others."""
+    state = make_state({"empty": (0,), "a": (4, 3), "b": (2,)})
+    source = write_elastic(tmp_path / "a.ckpt", replace(state, groups=(("empty", "a"), ("b",))))
+    convert_checkpoint(source, tmp_path / "b.ckpt", "elastic")
+    with open_view(tmp_path / "b.ckpt") as found:
+        assert {name: found.scalars(name) for name in ("a", "b")} == {
+            "a": {"step": torch.tensor(state.step)},
+            "b": {"step": torch.tensor(state.step)},
+        }
+
+
+def test_steps_are_counted_by_the_optimizer_where_nothing_else_does(tmp_path: Path) -> None:
+    """A directory of torch.distributed.checkpoint has no counters; ours always says a number."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    convert_checkpoint(source, tmp_path / "dcp", "dcp", ConvertOptions(optimizer=True))
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "b.ckpt", "elastic")
+    with open_view(tmp_path / "b.ckpt") as found:
+        assert found.manifest.progress.global_steps == make_state().step == 3
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("fp32", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")])
+def test_a_type_that_the_target_contradicts(to: str, dtype: str, tmp_path: Path) -> None:
+    """It is refused, not passed over; the target's own is no contradiction."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    with pytest.raises(UnsupportedError, match=f"{to} holds weights in {to}, and {dtype} was"):
+        convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=dtype))
+    convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=to))

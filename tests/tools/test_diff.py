@@ -101,3 +101,19 @@ def test_numbers_that_are_none() -> None:
     assert count == 2
     assert math.isnan(largest)
     assert compare_values(torch.tensor([1, 2]), torch.tensor([1, 4])) == (1, 2.0, 0.5)
+
+
+def test_no_value_is_taken_for_another() -> None:
+    """Complex numbers of one magnitude, and integers that float64 does not tell apart, differ."""
+    one = torch.tensor([1 + 1j, 2 - 3j])
+    assert compare_values(one, one.conj().resolve_conj())[:2] == (2, 6.0)
+    assert compare_values(one, one.to(torch.complex128)) == (0, 0.0, 0.0)
+    large = torch.tensor([2**53, 5])
+    assert compare_values(large, large + torch.tensor([1, 0]))[:2] == (1, 1.0)
+    far = torch.tensor([-(2**63), 0]), torch.tensor([2**63 - 1, 0])
+    assert compare_values(*far)[:2] == (1, 2.0**64)
+    unsigned = torch.tensor([2**53, 2**63], dtype=torch.uint64)
+    assert compare_values(unsigned, torch.tensor([2**53, 2**63 + 1], dtype=torch.uint64))[0] == 1
+    flags = torch.tensor([True, False])
+    assert compare_values(flags, ~flags)[:2] == (2, 1.0)
+    assert compare_values(flags, torch.tensor([1.0, 0.0])) == (0, 0.0, 0.0)

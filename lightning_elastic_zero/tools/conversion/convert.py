@@ -19,7 +19,7 @@ from lightning_elastic_zero.tools.conversion import (
     torch_files,
     universal_directory,
 )
-from lightning_elastic_zero.tools.conversion.selection import ConvertOptions
+from lightning_elastic_zero.tools.conversion.selection import DTYPES, ConvertOptions
 from lightning_elastic_zero.tools.progress_line import OnBytes
 
 Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, OnBytes], None]
@@ -92,6 +92,7 @@ def convert_checkpoint(
     """
     options, written = options or ConvertOptions(), 0
     _check_optimizer_option(to, options)
+    _check_dtype_option(to, options)
 
     def count(size_bytes: int) -> None:
         nonlocal written
@@ -106,6 +107,21 @@ def convert_checkpoint(
         TARGETS[to](checkpoint, path, options, count)
         info = checkpoint.reader.info
         return Conversion(str(target), info.kind, written, info.lacks)
+
+
+def _check_dtype_option(to: str, options: ConvertOptions) -> None:
+    """Refuse a type of the weights that the target's name contradicts.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if to in DTYPES and options.dtype not in {None, to}:
+        other = options.dtype if options.dtype in TARGETS else "safetensors"
+        msg = (
+            f"{to} holds weights in {to}, and {options.dtype} was asked for (dtype, --dtype): "
+            f"leave that out, or write {other}"
+        )
+        raise UnsupportedError(msg)
 
 
 def _check_optimizer_option(to: str, options: ConvertOptions) -> None:

@@ -7,7 +7,7 @@ numbers, buffers that differ) is theirs, and is not in it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,13 @@ from lightning_elastic_zero.manifest import (
     STAGE_WEIGHTS,
     FileEntry,
     Manifest,
+    Progress,
 )
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.storage import StagedDirectory, write_durably
 from lightning_elastic_zero.storage.exports import check_free
 from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
-from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name
+from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar, dtype_name
 from lightning_elastic_zero.tools.checkpoint_view import (
     OpenCheckpoint,
     TensorEntry,
@@ -137,6 +138,7 @@ def _manifest(
     return replace(
         source,
         save_id=uuid.uuid4().hex,
+        progress=_progress(checkpoint),
         stage=STAGE_WEIGHTS,
         world_size=1,
         master_dtype=dtype,
@@ -149,6 +151,18 @@ def _manifest(
         rank_state=(),
         client_objects=(),
     )
+
+
+def _progress(checkpoint: OpenCheckpoint) -> Progress:
+    """Return how far the run had come; where nothing says, by the steps that its optimizer counts.
+
+    A checkpoint of this library always says it.
+    """
+    found = checkpoint.manifest.progress
+    if checkpoint.reader.info.has_counters:
+        return found
+    counted = [checkpoint.scalars(p.name).get("step") or 0 for p in checkpoint.manifest.optimized]
+    return replace(found, global_steps=max(map(int, counted), default=0))
 
 
 def _frozen(checkpoint: OpenCheckpoint, name: str) -> TensorEntry:
@@ -173,9 +187,14 @@ class _StandIns:
         for index, buffer in enumerate(manifest.buffers):
             mine = tuple(f for f in held if f.buffer == index)
             keys = [k.name for k in manifest.groups[buffer.group].state if k.kind == "elementwise"]
-            scalars = {} if manifest.weights_only else self._checkpoint.scalars(buffer.names[0])
             states = {key: self._flat(mine, key) for key in keys}
-            yield FlatState(mine, self._flat(mine, WEIGHT), states, scalars)
+            yield FlatState(mine, self._flat(mine, WEIGHT), states, self._scalars(manifest, buffer))
+
+    def _scalars(self, manifest: Manifest, buffer: FlatBuffer) -> Mapping[str, Scalar]:
+        """Return the states of a buffer that are one value: an empty parameter has none."""
+        if manifest.weights_only:
+            return {}
+        return next(filter(None, map(self._checkpoint.scalars, buffer.names)), {})
 
     def _flat(self, fragments: Sequence[Fragment], key: str) -> torch.Tensor:
         parameters = self._checkpoint.parameters

@@ -10,6 +10,7 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
+from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.checkpoint_view import (
     OpenCheckpoint,
     TensorEntry,
@@ -100,7 +101,9 @@ def chosen_weights(
             kept = options.name_buffer(checkpoint, entry)
             yield entry, source_of(checkpoint, entry, None if kept else dtype)
     if not taken:
-        msg = f"{checkpoint.path}: the patterns take none of its weights"
+        names = format_names(entry.name for entry in checkpoint.weights())
+        given = f"include={list(options.include)}, exclude={list(options.exclude)}"
+        msg = f"{checkpoint.path}: the patterns ({given}) take none of its weights: {names}"
         raise CheckpointMismatchError(msg)
 
 

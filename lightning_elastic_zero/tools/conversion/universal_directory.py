@@ -16,6 +16,7 @@ the model file for whoever reads them, this library for one.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.formats.torch_file import TorchFileWriter
 from lightning_elastic_zero.manifest import Manifest
@@ -40,15 +42,22 @@ from lightning_elastic_zero.tools.progress_line import OnBytes
 TAG = "universal"
 _MASTER = "fp32"
 _STEP = "step"
+_LONGEST_NAME = 255
+"""Of a folder, in bytes, on nearly all file systems."""
 _FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 def write_universal_directory(
     checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
 ) -> None:
-    """Write the folder that ``engine.load_checkpoint`` is given, with ``load_universal``."""
+    """Write the folder that ``engine.load_checkpoint`` is given, with ``load_universal``.
+
+    Raises:
+        UnsupportedError: a parameter's name can be no folder's.
+    """
     options.check_whole("a Universal Checkpoint")
     check_optimizer(checkpoint, options)
+    _check_names(checkpoint)
     with staged_export(target) as export:
         folder = export.path / TAG
         (folder / "zero").mkdir(parents=True)
@@ -59,6 +68,18 @@ def write_universal_directory(
             _write_model_file(checkpoint, folder, name, on_bytes)
         write_durably(export.path / "latest_universal", TAG.encode())
         _publish(export)
+
+
+def _check_names(checkpoint: OpenCheckpoint) -> None:
+    for parameter in checkpoint.manifest.optimized:
+        name = parameter.name
+        if "/" in name or len(os.fsencode(name)) > _LONGEST_NAME:
+            why = '"/" in it' if "/" in name else f"more than {_LONGEST_NAME} bytes"
+            msg = (
+                f"{checkpoint.path}: a Universal Checkpoint has a folder for each parameter, and "
+                f"the name {name[:80]!r} has {why}: rename it (--rename), or write dcp or elastic"
+            )
+            raise UnsupportedError(msg)
 
 
 def _publish(export: StagedExport) -> None:
