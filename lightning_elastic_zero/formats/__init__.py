@@ -117,7 +117,7 @@ def _check_latest(path: Path) -> None:
         CheckpointFormatError: ``latest`` names that tag, so that it is unclear which one is meant.
     """
     try:
-        named = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        named = read_file(path / LATEST).decode(errors="replace").strip()
     except OSError:
         return  # It stands for nothing else: the manifest says what is here.
     if named == TAG or not is_deepspeed(path / named):

@@ -51,6 +51,7 @@ from lightning_elastic_zero.storage.range_file import (
     READ_BYTES,
     RangeFile,
     bounded_stream,
+    open_file,
     read_file,
 )
 from lightning_elastic_zero.storage.scratch_folder import leave_token, scratch_folder, token_name
@@ -96,6 +97,7 @@ __all__ = [
     "leave_shared",
     "leave_token",
     "make_link",
+    "open_file",
     "probe_capabilities",
     "read_file",
     "real_path",

@@ -20,7 +20,7 @@ from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_mis
 from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
+from lightning_elastic_zero.storage import check_local_path, ignore_bytes, open_file, real_path
 from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.parallel import run_parts
 from lightning_elastic_zero.tools.progress_line import OnBytes
@@ -110,7 +110,7 @@ def _may_be_checkpoint(path: Path) -> bool:
         return False  # It is one of the files of a checkpoint, which was not asked for.
     if _is_intact(path):
         return False  # It is as torch.save wrote it, and holds something else.
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), os.fdopen(open_file(path)[0], "rb") as file:
         return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
     return True  # It cannot be read: what opened it has said why.
 

@@ -22,6 +22,7 @@ from lightning_elastic_zero.formats.safe_pickle.allowed_calls import takes_nothi
 from lightning_elastic_zero.formats.safe_pickle.array_builders import require
 from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
 from lightning_elastic_zero.formats.safe_pickle.unpickler import SafeUnpickler
+from lightning_elastic_zero.storage import read_file
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 
@@ -91,7 +92,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
     """
     path = folder / METADATA_NAME
     try:
-        found = SafeUnpickler(path.read_bytes(), _POLICY, str(path)).load()
+        found = SafeUnpickler(read_file(path), _POLICY, str(path)).load()
     except UnsupportedError:
         raise
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from lightning_elastic_zero.formats.safe_pickle.array_builders import LEGACY_MAR
 from lightning_elastic_zero.formats.safe_pickle.policy import PicklePolicy
 from lightning_elastic_zero.formats.safe_pickle.torch_unpickler import load_stream
 from lightning_elastic_zero.formats.torch_file.reading import StoredRun
-from lightning_elastic_zero.storage import bounded_stream, ignore_bytes, ignore_progress
+from lightning_elastic_zero.storage import (
+    bounded_stream,
+    ignore_bytes,
+    ignore_progress,
+    open_file,
+)
 
 ZIP_MARK = b"PK\x03\x04"
 
@@ -29,7 +35,7 @@ def is_legacy(path: Path) -> bool:
         CheckpointCorruptedError: it is missing, or cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path)[0], "rb") as file:
             return file.read(len(ZIP_MARK)) != ZIP_MARK
     except OSError as error:
         msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
