@@ -64,6 +64,7 @@ class AsyncCheckpointer:
         self,
         ranks: Ranks,
         on_start: Callable[[Path], None],
+        on_published: Callable[[Path], None],
         on_end: Callable[[Path, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
@@ -72,12 +73,14 @@ class AsyncCheckpointer:
         Args:
             ranks: a line of the writers' own; ``stop`` closes it.
             on_start: called with a save's target when all ranks are about to write it.
+            on_published: called on rank 0 in the writer's thread with a save's target, as soon as
+                it is in its place: all the same where another rank is lost before all agree on it.
             on_end: called in the writer's thread when a save has ended, with its target, and what
                 it cost; None: it failed.
             memory_bytes: the most that the copy of the state may take; see ``Snapshotter``.
         """
         self._ranks = ranks
-        self._on_start, self._on_end = on_start, on_end
+        self._on_start, self._on_published, self._on_end = on_start, on_published, on_end
         self._snapshotter = Snapshotter(memory_bytes)
         self._job: _Job | None = None
         self._at_exit = _at_exit(weakref.ref(self))
@@ -114,7 +117,7 @@ class AsyncCheckpointer:
 
         with self._reporting_once():
             snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
-        job = _Job(snapshot, self._ranks, self._on_end, began)
+        job = _Job(snapshot, self._ranks, self._on_published, self._on_end, began)
         self._on_start(job.target)
         try:
             job.start()
@@ -209,6 +212,7 @@ class _Job(threading.Thread):
         self,
         snapshot: Snapshot,
         ranks: Ranks,
+        on_published: Callable[[Path], None],
         on_end: Callable[[Path, CheckpointStats | None], None],
         began: float,
     ) -> None:
@@ -224,7 +228,9 @@ class _Job(threading.Thread):
         """What it failed by, until somebody was told."""
         self.waited_s = time.monotonic() - began
         self._ranks = ranks
-        self._on_end = on_end
+        self._on_published, self._on_end = on_published, on_end
+        self._after: BaseException | None = None
+        """What was raised once the checkpoint was in its place."""
         self._began = began
         self._device = current_device()  # training's
 
@@ -235,7 +241,8 @@ class _Job(threading.Thread):
         try:
             use_device(self._device)
             with self.snapshot.reading():
-                stats = write_shards(self.snapshot.contents, self._ranks, self._cancellation)
+                contents, cancellation = self.snapshot.contents, self._cancellation
+                stats = write_shards(contents, self._ranks, cancellation, self._published)
             seconds = time.monotonic() - self._began
             stats = replace(stats, seconds=seconds, waited_s=self.waited_s)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
@@ -243,8 +250,16 @@ class _Job(threading.Thread):
         try:
             self._on_end(self.target, stats)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
-            self.failure = self.failure or _with_target(self.target, error, _BUT)
+            self._after = self._after or error
+        if self._after is not None:
+            self.failure = self.failure or _with_target(self.target, self._after, _BUT)
         self.over.set()
+
+    def _published(self) -> None:
+        try:
+            self._on_published(self.target)
+        except BaseException as error:  # noqa: BLE001 - raised in training's thread
+            self._after = error
 
     def end(self, drain_timeout_s: float | None) -> bool:
         """Wait until it ends by itself, or give it up; return whether it is over."""

@@ -87,9 +87,10 @@ class CheckpointManager:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
             # Its last save may end after the run has, and makes the links that waited for it then.
+            on_published = partial(self._links.on_save_ended, published=True)
             on_end = partial(self._on_save_ended, self._links)
             self._writer = AsyncCheckpointer(
-                ranks, self._on_save_started, on_end, self._snapshot_bytes
+                ranks, self._on_save_started, on_published, on_end, self._snapshot_bytes
             )
             self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 

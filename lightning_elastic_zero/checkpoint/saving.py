@@ -196,7 +196,10 @@ def collect(
 
 
 def write_shards(
-    contents: ShardContents, ranks: Ranks, cancellation: Cancellation | None = None
+    contents: ShardContents,
+    ranks: Ranks,
+    cancellation: Cancellation | None = None,
+    on_published: Callable[[], None] = lambda: None,
 ) -> CheckpointStats:
     """Write what a rank has collected, and publish it; see ``save_engine``. Collective.
 
@@ -204,6 +207,8 @@ def write_shards(
         contents: what this rank writes.
         ranks: to agree with, in the thread that runs this.
         cancellation: by which another thread may give it up.
+        on_published: called on rank 0 as soon as the checkpoint is in its place, whatever becomes
+            of the other ranks after that; raises nothing.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
@@ -227,7 +232,7 @@ def write_shards(
         files = _complete(staged[0].path, contents, first, written or [])
         staged[0].sync(ranks.report_progress)
         cancellation.commit()
-        staged[0].publish(ranks.report_progress)
+        staged[0].publish(ranks.report_progress, on_published)
         return _cost(files, time.monotonic() - began, write_s)
 
     try:

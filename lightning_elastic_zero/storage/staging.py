@@ -115,7 +115,11 @@ class StagedDirectory:
                 sync_directory(Path(folder))
                 on_progress()
 
-    def publish(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+    def publish(
+        self,
+        on_progress: Callable[[], None] = ignore_progress,
+        on_published: Callable[[], None] = lambda: None,
+    ) -> None:
         """Rename the directory to the target, in one step, and remove what was there.
 
         A link in the target's place is replaced; what it points to is left alone. What somebody
@@ -123,7 +127,8 @@ class StagedDirectory:
         another name, with a warning.
 
         Args:
-            on_progress: called between the files that are removed.
+            on_progress: called between the files that are removed; what it raises ends that.
+            on_published: called before, as soon as the checkpoint is in its place.
 
         Raises:
             SaveError: the system refused, or the target is now something that must not be replaced.
@@ -135,6 +140,7 @@ class StagedDirectory:
             put_in_place(self.path, self.target, self._previous)
         with self._publishing("It is in its place, but may be lost if the power fails."):
             sync_directory(self.target.parent)
+        on_published()
         self._clean(on_progress)
 
     @contextmanager

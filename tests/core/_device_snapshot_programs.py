@@ -141,7 +141,7 @@ def write(device: torch.device, folder: Path) -> None:
     assert current_device() == device
     for name, memory_bytes in (("copied", None), ("live", 0)):
         live, ended = OnOneDevice(device), _Ended()
-        writer = AsyncCheckpointer(OneRank(), lambda _: None, ended, memory_bytes)
+        writer = AsyncCheckpointer(OneRank(), lambda _: None, lambda _: None, ended, memory_bytes)
         state = {
             "best": torch.tensor(0.25).to(device),
             "weight": torch.nn.Parameter(torch.ones(2).to(device)),

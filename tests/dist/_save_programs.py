@@ -5,7 +5,11 @@ No engine is needed for what ranks say to each other: only its tables, of any nu
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.saving import ShardContents, write_shards
-from lightning_elastic_zero.coordination import StoreRanks, connect_ranks
+from lightning_elastic_zero.coordination import Ranks, StoreRanks, connect_ranks
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer
 from lightning_elastic_zero.tensor_state import FlatState, RankState
@@ -126,3 +130,47 @@ def saves(job: Job) -> None:
                 said = outcome.get("message", "")
                 left = sorted(p.name for p in path.iterdir()) if path.exists() else []
                 job.note(f"{odd or 'same'} {count}", [counting.bytes - before, said, left])
+
+
+def lost_after_publication(job: Job) -> None:
+    """Save; the last rank dies as soon as the checkpoint is in its place, before rank 0 goes on."""
+    told: list[bool] = []
+    with closing(connect_ranks()) as ranks:
+        path = Path(ranks.broadcast("make a folder", tempfile.mkdtemp)) / "new.ckpt"
+        dies = job.rank == job.world_size - 1
+
+        def die_when_published() -> None:
+            while not (path / "manifest.json").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if dies:
+            threading.Thread(target=die_when_published, daemon=True).start()
+
+        def published() -> None:
+            told.append((path / "manifest.json").exists())
+            while not ranks.has_failed():
+                time.sleep(0.01)
+
+        # The one that dies does not come to the step in which rank 0 publishes.
+        own: Any = _StopsBefore(ranks, "publish") if dies else ranks
+        said = attempt(lambda: str(write_shards(contents(job, path, FEW), own, None, published)))
+        job.note("said", said)
+        job.note("told", told)
+        job.note("whole", (path / "manifest.json").exists())
+
+
+class _StopsBefore:
+    """Ranks, one of which comes to no step whose name ends so."""
+
+    def __init__(self, ranks: Ranks, ending: str) -> None:
+        self._ranks, self._ending = ranks, ending
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any method)
+        return getattr(self._ranks, name)
+
+    def broadcast(self, step: str, work: Any) -> Any:  # noqa: ANN401 (as Ranks)
+        """Wait for ever instead."""
+        if step.endswith(self._ending):
+            threading.Event().wait()
+        return self._ranks.broadcast(step, work)

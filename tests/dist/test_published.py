@@ -1,0 +1,21 @@
+"""What is in its place is told at once, whatever becomes of other ranks."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.dist._launch import run_ranks
+from tests.dist._save_programs import WORLD, lost_after_publication
+from tests.engine._worker_pool import ForkServer
+
+
+def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> None:
+    """The save fails, as not all agree on it; who makes links has heard before that it is there."""
+    first, second, dead = run_ranks(lost_after_publication, WORLD, fork_server)
+    assert dead.returncode == -signal.SIGKILL
+    assert first.notes["told"] == [True]
+    assert second.notes["told"] == []
+    for result in (first, second):
+        assert result.notes["said"]["error"] == "RanksError"
+        assert f"rank {WORLD - 1}" in result.notes["said"]["message"]
+        assert result.notes["whole"]
