@@ -390,13 +390,18 @@ from pathlib import Path
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 import lightning_elastic_zero.formats.dcp.writer
 source, target, to, limit = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-status = Path("/proc/self/status").read_text()
-(held,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmSize"))
+
+def memory(what):  # ru_maxrss would be that of the process that has started this one
+    status = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (int(line.split()[1]) << 10 for line in status if line.startswith(what + ":"))
+    return found
+
 if limit:
-    resource.setrlimit(resource.RLIMIT_AS, (held + limit, held + limit))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    limit += memory("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+before = memory("VmRSS")
 convert_checkpoint(source, target, to)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before)
+print(memory("VmHWM") - before)
 """
 
 
