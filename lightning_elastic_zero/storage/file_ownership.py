@@ -154,11 +154,10 @@ class _Recorded:
 
 def _recorded(path: Path) -> _Recorded:
     """Read a manifest. Its digest is not looked at: a changed name or size fits no file."""
-    file = path / MANIFEST_NAME
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe in its place is not waited for.
     try:
-        if file.exists() and not file.is_file():  # A pipe would be waited for.
-            return _Recorded(problem=f"its {MANIFEST_NAME} is no file")
-        manifest = load_json(file.read_bytes())
+        with os.fdopen(os.open(path / MANIFEST_NAME, flags), "rb") as file:
+            manifest = load_json(file.read())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return _Recorded(problem=f"its {MANIFEST_NAME} is of other software")
         files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
