@@ -116,6 +116,7 @@ def load(stage: int, path: str) -> dict[str, int]:
     own = sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
     return {
         "extra": peak.highest - peak.before - own,
+        "own": own,
         "read": after - before,
         "figures": loaded.stats.bytes,
     }
