@@ -1,4 +1,4 @@
-"""What the ranks of ``test_store_bytes`` do: saves of states made by hand, and their bytes.
+"""What the ranks of ``test_store_bytes`` and ``test_published`` do: saves, and what they cost.
 
 No engine is needed for what ranks say to each other: only its tables, of any number of parameters.
 """
@@ -11,18 +11,25 @@ import tempfile
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 
+from lightning_elastic_zero.api import engine_handle as handle_of
+from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
+from lightning_elastic_zero.checkpoint import manager as manager_module
+from lightning_elastic_zero.checkpoint.links import CheckpointLinks
 from lightning_elastic_zero.checkpoint.saving import ShardContents, write_shards
-from lightning_elastic_zero.coordination import Ranks, StoreRanks, connect_ranks
+from lightning_elastic_zero.coordination import Ranks, StoreRanks, Timeouts, connect_ranks
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 from tests.dist._launch import Job
 from tests.dist._rank_programs import attempt
+from tests.trainer._failure_cases import engine
 
 WORLD = 3
 FEW, MANY = 40, 1200
@@ -138,14 +145,8 @@ def lost_after_publication(job: Job) -> None:
     with closing(connect_ranks()) as ranks:
         path = Path(ranks.broadcast("make a folder", tempfile.mkdtemp)) / "new.ckpt"
         dies = job.rank == job.world_size - 1
-
-        def die_when_published() -> None:
-            while not (path / "manifest.json").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
         if dies:
-            threading.Thread(target=die_when_published, daemon=True).start()
+            _die_when_published(path)
 
         def published() -> None:
             told.append((path / "manifest.json").exists())
@@ -158,6 +159,58 @@ def lost_after_publication(job: Job) -> None:
         job.note("said", said)
         job.note("told", told)
         job.note("whole", (path / "manifest.json").exists())
+
+
+def link_of_one_lost_after_publication(job: Job) -> None:
+    """Save an engine in the background as a run does; the last rank dies at the same instant.
+
+    The link is asked for while the checkpoint is being written, as ``ModelCheckpoint`` does.
+    """
+    os.environ |= {"LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world_size)}
+    deepspeed.init_distributed("gloo")  # takes the process group that is there
+    made, asked = handle_of(engine()), threading.Event()
+    manager = CheckpointManager(Timeouts(), background=True)
+    with closing(connect_ranks()) as ranks:
+        folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
+        path, link = folder / "new.ckpt", folder / "last.ckpt"
+        manager._links = _LinksAfter(asked)
+        if job.rank == job.world_size - 1:
+            module: Any = manager_module
+            connect = module.connect_ranks
+            module.connect_ranks = lambda *of: _StopsBefore(connect(*of), "publish")
+            _die_when_published(path)
+        manager.start(made, job.rank)
+        assert manager.save_async(made, path, ranks, {}, SaveOptions())
+        if job.rank == 0:
+            manager._links.make(path, link)
+            job.note("deferred", not os.path.lexists(link))
+        asked.set()
+        job.note("said", attempt(partial(manager.wait_until_finished, ranks)))
+        job.note("link", str(link.readlink()) if link.is_symlink() else None)
+
+
+def _die_when_published(path: Path) -> None:
+    """Kill this process, from another thread, as soon as a checkpoint is in its place."""
+
+    def wait() -> None:
+        while not (path / "manifest.json").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+class _LinksAfter(CheckpointLinks):
+    """Links of a save that does not end before one to it was asked for."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def on_save_ended(self, target: Path, *, published: bool) -> None:
+        """Wait for the question first."""
+        self._asked.wait()
+        super().on_save_ended(target, published=published)
 
 
 class _StopsBefore:

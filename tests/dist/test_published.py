@@ -5,7 +5,11 @@ from __future__ import annotations
 import signal
 
 from tests.dist._launch import run_ranks
-from tests.dist._save_programs import WORLD, lost_after_publication
+from tests.dist._save_programs import (
+    WORLD,
+    link_of_one_lost_after_publication,
+    lost_after_publication,
+)
 from tests.engine._worker_pool import ForkServer
 
 
@@ -19,3 +23,13 @@ def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> Non
         assert result.notes["said"]["error"] == "RanksError"
         assert f"rank {WORLD - 1}" in result.notes["said"]["message"]
         assert result.notes["whole"]
+
+
+def test_its_link_follows_though_a_rank_is_lost(fork_server: ForkServer) -> None:
+    """A run's manager makes the link then, not when all ranks have agreed that the save ended."""
+    first, second, dead = run_ranks(link_of_one_lost_after_publication, WORLD, fork_server)
+    assert dead.returncode == -signal.SIGKILL
+    assert first.notes["deferred"]
+    for result in (first, second):
+        assert result.notes["said"]["error"] == "RanksError"
+        assert result.notes["link"] == "new.ckpt"
