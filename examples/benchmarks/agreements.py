@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
@@ -24,6 +25,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
+
+# The store's host asks for the name of each rank that connects, one after the other. Where reverse
+# DNS loses questions, each lost one would hold up all ranks for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

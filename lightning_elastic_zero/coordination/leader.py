@@ -21,9 +21,11 @@ from lightning_elastic_zero.coordination.liveness import Clock, IdleTimer, RankM
 from lightning_elastic_zero.coordination.messages import (
     DECIDED_BY_LEADER,
     MISMATCH,
+    ROLL,
     Heartbeat,
     lost_ranks_failure,
     pack,
+    ranks_on_roll,
     unpack,
 )
 from lightning_elastic_zero.coordination.timeouts import Timeouts
@@ -134,7 +136,8 @@ class Leader:
 
     def _heartbeats(self) -> list[Heartbeat | None]:
         # To get a key that is not there would wait for it. A beat, once there, is never deleted.
-        self._unseen -= {r for r in self._unseen if self._store.check([f"beat/{r}"])}
+        if self._unseen and self._store.check([ROLL]):
+            self._unseen -= ranks_on_roll(self._store.get(ROLL))
         seen = [r for r in range(self._world_size) if r not in self._unseen]
         texts = self._store.multi_get([f"beat/{r}" for r in seen])
         heartbeats = {r: Heartbeat.unpacked(text) for r, text in zip(seen, texts, strict=True)}

@@ -3,6 +3,7 @@
 The keys of a session::
 
     beat/<rank>            what a rank last said of itself, counted up with every sign of life
+    roll                   the ranks that have a beat, each appended once
     <seq>/step             kind and name of a step, set by the first rank that comes to it
     <seq>/report/<rank>    a result or a failure, where there is one
     <seq>/done, /failed    how many ranks have reported, and how many of them a failure
@@ -34,6 +35,20 @@ MISMATCH = "mismatch"
 
 DECIDED_BY_LEADER = "judged"
 """Entry of a verdict that is rank 0's own: it reads no report of the step any more."""
+
+
+ROLL = "roll"
+"""The key of the ranks that have said something: one look shows all of them."""
+
+
+def roll_entry(rank: int) -> str:
+    """Return what a rank appends to the roll."""
+    return f"{rank},"
+
+
+def ranks_on_roll(text: bytes) -> set[int]:
+    """Return the ranks that have appended their entries."""
+    return {int(rank) for rank in text.split(b",") if rank}
 
 
 def pack(data: object) -> str:

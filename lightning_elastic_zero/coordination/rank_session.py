@@ -28,10 +28,12 @@ from lightning_elastic_zero.coordination.leader import Leader, warn_late
 from lightning_elastic_zero.coordination.liveness import Clock, RankMonitor, StateOf
 from lightning_elastic_zero.coordination.messages import (
     DECIDED_BY_LEADER,
+    ROLL,
     Heartbeat,
     lost_ranks_failure,
     mismatch_report,
     pack,
+    roll_entry,
     unpack,
 )
 from lightning_elastic_zero.coordination.timeouts import Timeouts
@@ -145,6 +147,7 @@ class RankSession:
         self._activity, self._count, self._seq = "done", 0, 0
         self._pauses_s = poll_pauses_s(world_size)
         self._send_heartbeat()
+        self.store.append(ROLL, roll_entry(rank))  # type: ignore[attr-defined] # stubs lack it
 
     def take_turn(self, order: Callable[[], None] | None = None) -> None:
         """Decide, on rank 0; do what the caller orders; beat, if it is time; look for a verdict."""

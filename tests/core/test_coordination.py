@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightning_elastic_zero.coordination import Timeouts
 from lightning_elastic_zero.coordination.leader import Leader
 from lightning_elastic_zero.coordination.liveness import IdleTimer
-from lightning_elastic_zero.coordination.messages import Heartbeat, pack, unpack
+from lightning_elastic_zero.coordination.messages import ROLL, Heartbeat, pack, roll_entry, unpack
 from lightning_elastic_zero.coordination.rank_session import (
     CHECK_INTERVAL_S,
     Step,
@@ -132,8 +132,10 @@ class TestResults:
             here = ProcessKey.of_this_process()
             beat = Heartbeat(1, 1, "run_all", "write", "working", 0, here)
             store.set(f"beat/{rank}", beat.packed())
+            store.append(ROLL, roll_entry(rank))  # type: ignore[attr-defined] # stubs lack it
         store.set("1/step", pack(["run_all", "write"]))
-        leader.poll()  # each beat is looked for once
+        leader.poll()  # the step, the roll, all beats; whether there is a verdict
+        assert calls == {"add": 2, "check": 3, "get": 2, "multi_get": 1}
         calls.clear()
         for _ in range(10):
             now_s[0] += Timeouts().heartbeat_interval_s / 20
