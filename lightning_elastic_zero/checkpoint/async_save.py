@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_elastic_zero.checkpoint.cancellation import Cancellation
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
@@ -49,7 +49,12 @@ _GLANCE_S = 1.0
 _CANCEL_TIMEOUT_S = 5.0
 """How long a writer that was told to stop may take for it."""
 
+_FAILED = "could not be saved in the background"
+_NOT_AGREED = "was saved in the background and is in its place, but not all ranks have agreed on it"
 _BUT = "was saved in the background, but"
+"""What a failure says of a checkpoint, before its cause."""
+
+OnPublished: TypeAlias = Callable[[Path, Callable[[], None]], None]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ class AsyncCheckpointer:
         self,
         ranks: Ranks,
         on_start: Callable[[Path], None],
-        on_published: Callable[[Path], None],
+        on_published: OnPublished,
         on_end: Callable[[Path, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
@@ -75,6 +80,7 @@ class AsyncCheckpointer:
             on_start: called with a save's target when all ranks are about to write it.
             on_published: called on rank 0 in the writer's thread with a save's target, as soon as
                 it is in its place: all the same where another rank is lost before all agree on it.
+                The others wait meanwhile: it has to call its second argument now and then.
             on_end: called in the writer's thread when a save has ended, with its target, and what
                 it cost; None: it failed.
             memory_bytes: the most that the copy of the state may take; see ``Snapshotter``.
@@ -212,7 +218,7 @@ class _Job(threading.Thread):
         self,
         snapshot: Snapshot,
         ranks: Ranks,
-        on_published: Callable[[Path], None],
+        on_published: OnPublished,
         on_end: Callable[[Path, CheckpointStats | None], None],
         began: float,
     ) -> None:
@@ -229,6 +235,7 @@ class _Job(threading.Thread):
         self.waited_s = time.monotonic() - began
         self._ranks = ranks
         self._on_published, self._on_end = on_published, on_end
+        self._in_place = False
         self._after: BaseException | None = None
         """What was raised once the checkpoint was in its place."""
         self._began = began
@@ -246,20 +253,27 @@ class _Job(threading.Thread):
             seconds = time.monotonic() - self._began
             stats = replace(stats, seconds=seconds, waited_s=self.waited_s)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
-            self.failure = _with_target(self.target, error)
+            what = _NOT_AGREED if self._in_place else _FAILED
+            self.failure = _with_target(self.target, error, what)
         try:
             self._on_end(self.target, stats)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
             self._after = self._after or error
         if self._after is not None:
-            self.failure = self.failure or _with_target(self.target, self._after, _BUT)
+            self.failure = _joined(self.failure, _with_target(self.target, self._after, _BUT))
         self.over.set()
 
     def _published(self) -> None:
+        self._in_place = True
         try:
-            self._on_published(self.target)
+            self._on_published(self.target, self._show_progress)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
             self._after = error
+
+    def _show_progress(self) -> None:
+        """Show that work goes on; a rank that is lost meanwhile does not end it."""
+        with suppress(ElasticZeroError):
+            self._ranks.report_progress()
 
     def end(self, drain_timeout_s: float | None) -> bool:
         """Wait until it ends by itself, or give it up; return whether it is over."""
@@ -280,15 +294,22 @@ class _Job(threading.Thread):
         )
 
 
-def _with_target(
-    target: Path, error: BaseException, what: str = "could not be saved in the background"
-) -> ElasticZeroError:
+def _with_target(target: Path, error: BaseException, what: str) -> ElasticZeroError:
     """Return an error as training's thread raises it, later, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
     traceback.clear_frames(error.__traceback__)  # they hold the snapshot
     told = made(f"{target} {what}: {error}")
     told.__cause__ = error
     return told
+
+
+def _joined(first: ElasticZeroError | None, second: ElasticZeroError) -> ElasticZeroError:
+    """Return one error that says both."""
+    if first is None:
+        return second
+    both = type(first)(f"{first}; {second}")
+    both.__cause__ = first.__cause__
+    return both
 
 
 def _lower_priority() -> None:

@@ -52,8 +52,19 @@ class CheckpointLinks:
             else:
                 log.warning("%s is not linked to %s, which is not there", link, target)
 
-    def on_save_ended(self, target: Path, *, published: bool) -> None:
+    def on_save_ended(
+        self,
+        target: Path,
+        on_progress: Callable[[], None] = ignore_progress,
+        *,
+        published: bool,
+    ) -> None:
         """Make the links that waited for this checkpoint; or forget them, if it failed.
+
+        Args:
+            target: what was saved.
+            on_progress: called while a link takes long: where the disk has none, it is a copy.
+            published: whether it is there.
 
         Raises:
             SaveError: one could not be made, and is what it was.
@@ -65,4 +76,4 @@ class CheckpointLinks:
             self._target, self._waiting = None, []
             if published:
                 for link in waiting:
-                    make_link(target, link)
+                    make_link(target, link, on_progress)

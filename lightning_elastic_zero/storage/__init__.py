@@ -51,9 +51,8 @@ from lightning_elastic_zero.storage.range_file import (
     READ_BYTES,
     RangeFile,
     bounded_stream,
-    open_file,
-    read_file,
 )
+from lightning_elastic_zero.storage.regular_file import open_file, read_file
 from lightning_elastic_zero.storage.scratch_folder import leave_token, scratch_folder, token_name
 from lightning_elastic_zero.storage.shared_directory import (
     TABLE_PREFIX,

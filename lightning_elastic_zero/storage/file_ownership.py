@@ -19,6 +19,7 @@ from pathlib import Path
 from lightning_elastic_zero.json_records import load_json
 from lightning_elastic_zero.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
+from lightning_elastic_zero.storage.regular_file import open_descriptor
 from lightning_elastic_zero.storage.shared_directory import TABLE_PREFIX, TOKEN_PREFIX
 
 TAG = "checkpoint"
@@ -154,9 +155,9 @@ class _Recorded:
 
 def _recorded(path: Path) -> _Recorded:
     """Read a manifest. Its digest is not looked at: a changed name or size fits no file."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe in its place is not waited for.
     try:
-        with os.fdopen(os.open(path / MANIFEST_NAME, flags), "rb") as file:
+        # A pipe in its place is not waited for, and is empty.
+        with open(path / MANIFEST_NAME, "rb", opener=open_descriptor) as file:
             manifest = load_json(file.read())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return _Recorded(problem=f"its {MANIFEST_NAME} is of other software")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import itertools
 import mmap
 import os
-import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing_extensions import Self
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from lightning_elastic_zero.storage.deleting import ignore_progress
+from lightning_elastic_zero.storage.regular_file import open_file
 
 READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
@@ -26,33 +25,6 @@ PlacedView: TypeAlias = tuple[int, memoryview]
 """An offset in a file, and writable memory for the bytes from there on."""
 
 _HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
-
-
-def open_file(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; give its descriptor and its status.
-
-    Anything else is refused without waiting: a pipe that lies in a file's place would be opened
-    when somebody writes into it, which is never.
-
-    Raises:
-        OSError: it cannot be opened, or is no file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return descriptor, status
-
-
-def read_file(path: Path) -> bytes:
-    """Read a small file.
-
-    Raises:
-        OSError: it cannot be read, or is no file.
-    """
-    with os.fdopen(open_file(path)[0], "rb") as file:
-        return file.read()
 
 
 class _BoundedFile(io.FileIO):

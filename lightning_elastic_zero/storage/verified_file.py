@@ -17,7 +17,8 @@ from lightning_elastic_zero.storage.checksums import (
     Sidecar,
 )
 from lightning_elastic_zero.storage.deleting import ignore_progress
-from lightning_elastic_zero.storage.range_file import RangeFile, read_file
+from lightning_elastic_zero.storage.range_file import RangeFile
+from lightning_elastic_zero.storage.regular_file import read_file
 
 
 class VerifiedFile(RangeFile):

@@ -37,6 +37,9 @@ _HIGHEST_CODE = 255
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: a temporary failure, to be tried again."""
 
+_KNOWN_PACKAGES = {"torch", "torchdata", "lightning", "lightning_elastic_zero"}
+"""Whose loaders and samplers yield as many batches as they say, alike on all ranks."""
+
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +67,8 @@ class PreemptionCheckpoint(Callback):
             ``ModelCheckpoint`` has put off until the end of that validation. It must not be set
             where a callback of yours, or the module, trains on with other weights than those that
             it validates (those would be saved); with Lightning's ``WeightAveraging``, iterable or
-            reloaded validation data, or ``val_check_interval`` as a time it has no effect.
+            reloaded validation data, a data loader or a sampler that iterates by a method of your
+            own, or ``val_check_interval`` as a time it has no effect.
 
     Raises:
         ValueError: there is no such signal, or the exit code is none that says "again".
@@ -275,9 +279,16 @@ def _validation_batches(trainer: pl.Trainer) -> list[int]:
 
 
 def _has_exact_length(loader: object) -> bool:
-    """Whether it yields as many batches as it says: no stream, no batch sampler of a user's."""
+    """Whether it yields as many batches as it says: no stream, nothing of a user's own."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) in {BatchSampler, type(None)}
+        and all(_iterates_as_known(part) for part in (loader, loader.sampler))
     )
+
+
+def _iterates_as_known(part: object) -> bool:
+    """Whether a loader or a sampler iterates by a method of a package that is known."""
+    method = getattr(type(part), "__iter__", None)
+    return getattr(method, "__module__", "").partition(".")[0] in _KNOWN_PACKAGES

@@ -135,13 +135,17 @@ def offload(device: torch.device, _: Path) -> None:
         camera.close()
 
 
+def _nothing(*_: object) -> None:
+    """Take no notice."""
+
+
 def write(device: torch.device, folder: Path) -> None:
     """What is written behind training, and in which thread on which device."""
     use_device(device)
     assert current_device() == device
     for name, memory_bytes in (("copied", None), ("live", 0)):
         live, ended = OnOneDevice(device), _Ended()
-        writer = AsyncCheckpointer(OneRank(), lambda _: None, lambda _: None, ended, memory_bytes)
+        writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
         state = {
             "best": torch.tensor(0.25).to(device),
             "weight": torch.nn.Parameter(torch.ones(2).to(device)),

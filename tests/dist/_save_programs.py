@@ -5,6 +5,7 @@ No engine is needed for what ranks say to each other: only its tables, of any nu
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import tempfile
@@ -17,18 +18,23 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.api import engine_handle as handle_of
 from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
 from lightning_elastic_zero.checkpoint import manager as manager_module
+from lightning_elastic_zero.checkpoint.async_save import _Job
 from lightning_elastic_zero.checkpoint.links import CheckpointLinks
 from lightning_elastic_zero.checkpoint.saving import ShardContents, write_shards
+from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.coordination import Ranks, StoreRanks, Timeouts, connect_ranks
+from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer
+from lightning_elastic_zero.storage import copying
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 from tests.dist._launch import Job
-from tests.dist._rank_programs import attempt
+from tests.dist._rank_programs import SHORT, attempt
 from tests.trainer._failure_cases import engine
 
 WORLD = 3
@@ -185,8 +191,51 @@ def link_of_one_lost_after_publication(job: Job) -> None:
             manager._links.make(path, link)
             job.note("deferred", not os.path.lexists(link))
         asked.set()
-        job.note("said", attempt(partial(manager.wait_until_finished, ranks)))
+        told: list[object] = []
+        try:
+            manager.wait_until_finished(ranks)
+        except RanksError as error:
+            told += [error, error.__cause__]
+        # The wait may be over, as a rank is lost, before the save is: then nobody was told yet.
+        job.note("told", [str(error) for error in (*told, manager.stop(interrupted=False))])
         job.note("link", str(link.readlink()) if link.is_symlink() else None)
+
+
+def slow_link(job: Job) -> None:
+    """Save in the background where there are no links, and a copy takes longer than a stall may."""
+    copy = copying._copy_file
+
+    def copy_slowly(source: Path, target: Path, on_block: Any) -> None:  # noqa: ANN401 (a function)
+        copy(source, target, on_block)
+        until = time.monotonic() + SHORT.stall_timeout_s
+        while time.monotonic() < until:
+            time.sleep(SHORT.heartbeat_interval_s)
+            on_block()
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    replaced: Any = copying
+    replaced._copy_file = copy_slowly
+    Path.symlink_to = no_links  # type: ignore[method-assign,assignment]
+    ranks = StoreRanks(_get_default_store(), job.rank, job.world_size, times=SHORT)
+    with closing(ranks):
+        folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
+        path, link = folder / "new.ckpt", folder / "last.ckpt"
+        links = CheckpointLinks()
+        links.on_save_started(path)
+        links.make(path, link)
+        snapshot = Snapshotter().take(contents(job, path, FEW), job.rank, ranks.report_progress)
+        ended: list[bool] = []
+        published = partial(links.on_save_ended, published=True)
+        saves = _Job(
+            snapshot, ranks, published, lambda _, stats: ended.append(stats is not None), 0.0
+        )
+        saves.start()
+        saves.join()
+        job.note("said", str(saves.failure))
+        job.note("ended", ended)
+        job.note("whole", (link / "manifest.json").exists())
 
 
 def _die_when_published(path: Path) -> None:
@@ -207,10 +256,10 @@ class _LinksAfter(CheckpointLinks):
         super().__init__()
         self._asked = asked
 
-    def on_save_ended(self, target: Path, *, published: bool) -> None:
+    def on_save_ended(self, target: Path, *of: Any, published: bool) -> None:
         """Wait for the question first."""
         self._asked.wait()
-        super().on_save_ended(target, published=published)
+        super().on_save_ended(target, *of, published=published)
 
 
 class _StopsBefore:

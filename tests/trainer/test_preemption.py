@@ -16,7 +16,7 @@ import pytest
 from deepspeed import comm
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from lightning_elastic_zero import PreemptionCheckpoint
@@ -146,6 +146,22 @@ class Stream(IterableDataset[Any]):
         return (samples[index] for index in range(FEW_SAMPLES // 2))
 
 
+class OwnLoader(DataLoader[Any]):
+    """May leave out batches, on one rank others than on another."""
+
+    def __iter__(self) -> Any:  # noqa: ANN401 (an iterator of torch's)
+        """Yield all of them today."""
+        return super().__iter__()
+
+
+class OwnSampler(DistributedSampler[Any]):
+    """May leave out samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all of them today."""
+        return super().__iter__()
+
+
 def validation_of(samples: int = MANY_SAMPLES) -> DataLoader[Any]:
     """Return what to validate on."""
     return DataLoader(IndexedSamples(samples, 0.0), batch_size=1)
@@ -176,7 +192,13 @@ def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Pr
     )
     more: list[Callback] = [callbacks.WeightAveraging()] if waits == "average" else []
     trainer = trainer_of(run, [tells, preemption, *more, saves_of(run)])
-    data = DataLoader(Stream()) if waits == "stream" else validation_of(FEW_SAMPLES)
+    few = IndexedSamples(FEW_SAMPLES, 0.0)
+    loaders: dict[str, Callable[[], DataLoader[Any]]] = {
+        "stream": lambda: DataLoader(Stream()),
+        "own loader": lambda: OwnLoader(few),
+        "own sampler": lambda: DataLoader(few, sampler=OwnSampler(few, shuffle=False)),
+    }
+    data = loaders.get(waits, partial(validation_of, FEW_SAMPLES))()
     code = -1
     try:
         trainer.fit(RecordingNet(run), run.loaders(), data if waits else validation_of())
@@ -304,6 +326,8 @@ since_2_6 = pytest.mark.skipif(
     [
         "not asked for",
         "stream",
+        "own loader",
+        "own sampler",
         pytest.param("average", marks=since_2_6),
         pytest.param("by the clock", marks=since_2_6),
     ],
