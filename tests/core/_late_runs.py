@@ -30,6 +30,10 @@ STATE_BYTES = 2 * len(NAMES) * NUMEL * 4
 SMALL_MEMORY = (None, 0, STATE_BYTES // 2)
 """All is copied, nothing, and a part."""
 
+_ADAM = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
+STEP_ALONE = _ADAM[1:]
+"""Of an optimizer that keeps no moments."""
+
 Values = dict[str, list[float]]
 
 
@@ -40,6 +44,9 @@ class LateRun:
     late: CopyEngine
     first: int = 0
     """Where the first tensor lies; see ``some_place``."""
+    in_module: tuple[str, ...] = NAMES[-1:]
+    """Whose masters are the module's own weights, which forward changes too."""
+    keys: tuple[StateKey, ...] = _ADAM
     masters: dict[str, torch.Tensor] = field(init=False)
     moments: dict[str, torch.Tensor] = field(init=False)
     steps: dict[str, torch.Tensor] = field(init=False)
@@ -48,23 +55,20 @@ class LateRun:
 
     def __post_init__(self) -> None:
         self.masters = {n: torch.arange(float(NUMEL)) + 1000 * i for i, n in enumerate(NAMES)}
-        self.moments = {name: master * 0.5 for name, master in self.masters.items()}
+        keeps = self.keys is not STEP_ALONE
+        self.moments = {name: self.masters[name] * 0.5 for name in NAMES if keeps}
         self.steps = {name: torch.tensor(3.0) for name in NAMES}
         self.average = torch.arange(5.0)
 
     def values(self) -> Values:
         """Return all that a save has to hold."""
         found = {f"master {n}": t.tolist() for n, t in self.masters.items()}
-        found |= {f"moment {n}": t.tolist() for n, t in self.moments.items()}
+        found |= {f"exp_avg {n}": t.tolist() for n, t in self.moments.items()}
         found |= {f"step {n}": [t.item()] for n, t in self.steps.items()}
         return found | {"average": self.average.tolist()}
 
     def describe(self) -> Manifest:
         """Return what an engine says of itself."""
-        keys = (
-            StateKey("exp_avg", "elementwise", "float32"),
-            StateKey("step", "scalar", "float32"),
-        )
         return Manifest(
             save_id="",
             stage=1,
@@ -72,7 +76,7 @@ class LateRun:
             precision="fp32",
             master_dtype="float32",
             parameters=tuple(Parameter(n, (NUMEL,), "float32", i) for i, n in enumerate(NAMES)),
-            groups=tuple(Group((name,), {"lr": 0.1}, keys) for name in NAMES),
+            groups=tuple(Group((name,), {"lr": 0.1}, self.keys) for name in NAMES),
             buffers=tuple(FlatBuffer(i, (n,), (NUMEL,), (), NUMEL) for i, n in enumerate(NAMES)),
             module_buffers=("average",),
             files=(),
@@ -85,8 +89,9 @@ class LateRun:
                 FlatState(
                     (Fragment(name, 0, NUMEL, 0, i, 0),),
                     self.masters[name],
-                    {"exp_avg": self.moments[name]},
+                    {"exp_avg": self.moments[name]} if self.moments else {},
                     {"step": self.steps[name]},
+                    in_module=name in self.in_module,
                 )
                 for i, name in enumerate(NAMES)
             ),
@@ -119,6 +124,8 @@ class LateRun:
 
     def step_on(self) -> None:
         """Change everything in place as an optimizer does, once its hooks let it."""
+        for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
+            tensor.add_(1)  # in forward
         for call in self.hooks:
             self.late.while_waiting(call)()
         for tensor in self._tensors():
@@ -128,6 +135,8 @@ class LateRun:
         """Take two steps back."""
         for tensor in self._tensors():
             tensor.sub_(2 * 4096)
+        for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
+            tensor.sub_(2)
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         states = (self.masters, self.moments, self.steps)
@@ -168,7 +177,7 @@ def writing(snapshot: Snapshot, late: CopyEngine) -> Iterator[Values]:
 def _read(contents: ShardContents) -> Values:
     found: Values = {"average": contents.state.module_buffers["average"].tolist()}
     for name, flat in zip(NAMES, contents.state.flats, strict=True):
-        kept = {"master": flat.master, "moment": flat.elementwise["exp_avg"]}
+        kept = {"master": flat.master, **flat.elementwise}
         for kind, tensor in kept.items():
             source = PiecewiseSource([contents.source_of(tensor)], tensor.dtype)
             found[f"{kind} {name}"] = [x for chunk in source.chunks() for x in chunk.tolist()]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_elastic_zero.checkpoint import async_save
 from lightning_elastic_zero.checkpoint.async_save import AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.device_streams import (
     current_device,
@@ -20,12 +22,16 @@ from lightning_elastic_zero.checkpoint.saving import save_engine
 from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.storage import CHUNK_BYTES
 from tests.core._copy_engine import DEVICES, KIND, CopyEngine
-from tests.core._late_runs import SMALL_MEMORY, LateRun, writing
+from tests.core._late_runs import NAMES, SMALL_MEMORY, STEP_ALONE, LateRun, writing
 from tests.core._late_tensor import on_device
 from tests.core._saved_files import differing_files
+from tests.core._torch_files import open_verified, write_tree
+from tests.timeouts import HANG_TIMEOUT_S
 
-SEEDS = range(6)
+SEEDS = range(3)
 
 
 @pytest.fixture(params=SEEDS)
@@ -99,20 +105,31 @@ def test_a_snapshot_holds_what_was_there(memory_bytes: int | None, late: CopyEng
     assert not any(stream.immediate for stream in late.copied_on), "training's stream copies"
 
 
-@pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
-def test_another_snapshot_in_the_same_memory(memory_bytes: int | None, late: CopyEngine) -> None:
-    """Copies of one that nobody waits for, because its save failed, never come into the next."""
-    camera, run = Snapshotter(memory_bytes), LateRun(late)
-    camera.take(run.contents(), 0)
-    if memory_bytes is None:
-        run.step_on()
-    wanted = run.values()
-    with late.waiting():
-        snapshot = camera.take(run.contents(), 0)
+@pytest.mark.parametrize("first", range(3))
+def test_small_copies_alone_are_waited_for(first: int, late: CopyEngine) -> None:
+    """Steps on devices from which nothing large is copied, or all of it at once."""
+    run = LateRun(late, first, in_module=NAMES, keys=STEP_ALONE)
+    camera, wanted = Snapshotter(), run.values()
+    snapshot = camera.take(run.contents(), 0)
     with writing(snapshot, late) as found:
-        pass
-    late.finish_all()
+        run.step_on()
     assert found == wanted
+    camera.close()
+
+
+def test_another_snapshot_in_the_same_memory(late: CopyEngine) -> None:
+    """Copies of one that nobody waits for, because its save failed, never come into the next."""
+    camera, run, other = Snapshotter(), LateRun(late), LateRun(late)
+    other.step_on()
+    wanted = other.values()
+    camera.take(run.contents(), 0)
+    with late.waiting():
+        snapshot = camera.take(other.contents(), 0)
+    for _ in range(2):
+        with writing(snapshot, late) as found:
+            pass
+        assert found == wanted
+        late.finish_all()
     camera.close()
 
 
@@ -162,6 +179,73 @@ def test_a_save_behind_training_equals_a_blocking_one(
         assert writer.stop() is None
     for turn in range(2):
         assert not differing_files(tmp_path / f"behind{turn}", tmp_path / "blocking")
+
+
+def test_a_save_waits_for_the_one_before(
+    late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshot takes the memory from which that one is written, which is held until it waits.
+
+    One that does not wait has taken it by then.
+    """
+    monkeypatch.setattr(async_save, "_GLANCE_S", 0.01)
+    line = _HeldLine()
+    run, ranks = LateRun(late), _OpensWhileWaiting(line)
+    save_engine(run.handle(), tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
+    writer = AsyncCheckpointer(line, _nothing, _nothing, _Ended())
+    run.hooks = [writer.wait_for_copies]
+    writer.save(run.handle(), tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
+    run.step_on()
+    ranks.waits = True
+    with late.waiting():
+        writer.save(run.handle(), tmp_path / "next", ranks, {"epoch": 1}, SaveOptions())
+        line.opened.set()
+        writer.wait_until_finished(ranks)
+        assert writer.stop() is None
+    assert not differing_files(tmp_path / "behind", tmp_path / "blocking")
+
+
+def test_a_load_reads_no_buffer_late(late: CopyEngine, tmp_path: Path) -> None:
+    """What is read of a file goes through one buffer, and no host writes to a device's memory."""
+    numel, device = CHUNK_BYTES // 2, torch.device(KIND, 1)
+    values = torch.arange(4.0 * numel)
+    targets = [torch.zeros(numel), torch.zeros(2 * numel)]
+    starts = (0, 2 * numel)
+    with open_verified(tmp_path, write_tree(tmp_path, {"a": values})) as file:
+        for target, start in zip(targets, starts, strict=True):
+            run = StoredRun(file.tree["a"], start, start + target.numel())
+            file.read_into([(on_device(target, late, device), run)])
+            assert target.isnan().all(), "there before it may be"
+    late.finish_all()
+    for target, start in zip(targets, starts, strict=True):
+        assert torch.equal(target, values[start : start + target.numel()])
+
+
+class _HeldLine(OneRank):
+    """A line of the writer's that is held before it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    def broadcast(self, step: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Wait, and do it."""
+        assert self.opened.wait(HANG_TIMEOUT_S)
+        return super().broadcast(step, work)
+
+
+class _OpensWhileWaiting(OneRank):
+    """Training's line, by which it shows that it waits."""
+
+    def __init__(self, line: _HeldLine) -> None:
+        super().__init__()
+        self.waits = False
+        self._line = line
+
+    def report_progress(self) -> None:
+        """Let the writer go on."""
+        if self.waits:
+            self._line.opened.set()
 
 
 class _Ended:
