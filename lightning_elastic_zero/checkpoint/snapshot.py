@@ -21,6 +21,7 @@ import torch
 
 from lightning_elastic_zero.checkpoint.device_streams import (
     Event,
+    current_device,
     on_stream,
     record_event,
     side_stream,
@@ -151,7 +152,8 @@ class Snapshotter:
             client=copy_plain_data(contents.client),
             objects=pickle_objects(contents.objects)[1],
         )
-        events = _copy_on_side_streams([pair for pair in pairs if is_on_device(pair[1])])
+        on_device = [pair for pair in pairs if is_on_device(pair[1])]
+        events = _copy_on_side_streams(on_device, _devices_of_small_copies(contents.state))
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
         # Last of all: its stream waits for what devices have been given so far, small copies too.
         live = UncopiedTensors([copies[id(tensor)] for tensor in plan.uncopied], written_numel)
@@ -220,9 +222,25 @@ def _copy(pairs: _Pairs) -> None:
             to.copy_(source)
 
 
-def _copy_on_side_streams(pairs: _Pairs) -> tuple[Event, ...]:
-    """Start copies that run beside what the devices compute; return when each will be done."""
-    devices = {source.device for _, source in pairs}
+def _devices_of_small_copies(state: RankState) -> set[torch.device]:
+    """Return the devices on which scalars, or tensors of the trainer's, have been copied."""
+    scalars = (value for flat in state.flats for value in flat.scalars.values())
+    found = {v.device for v in scalars if isinstance(v, torch.Tensor) and is_on_device(v)}
+    own = current_device()
+    return found if own is None else found | {own}
+
+
+def _copy_on_side_streams(pairs: _Pairs, others: set[torch.device]) -> tuple[Event, ...]:
+    """Start copies that run beside what the devices compute; return when each will be done.
+
+    Also where there is nothing large to copy: a device's event tells that small copies, which the
+    writer reads in a thread whose streams wait for nothing, are there too.
+
+    Args:
+        pairs: on any devices.
+        others: devices on which there may be none.
+    """
+    devices = others.union(source.device for _, source in pairs)
     return tuple(_copy_on_side_stream(device, pairs) for device in devices)
 
 

@@ -115,6 +115,7 @@ def load(
     options: Mapping[str, Any] | None = None,
     steps_before: int = 0,
     copy_to: Saved | None = None,
+    late: bool = False,
 ) -> StateComparison | None:
     """Load into a run from another seed, with other hyperparameters; rank 0 judges.
 
@@ -124,19 +125,24 @@ def load(
         options: of ``load_checkpoint``.
         steps_before: trained before the load.
         copy_to: save what was loaded there.
+        late: load and save through the adversarial copy engine, without options.
     """
     from lightning_elastic_zero import load_checkpoint
+    from tests.engine._late_saves import load_late, save_late
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps_before)
-        loaded = load_checkpoint(engine, saved.path, **(options or {}))
-        assert loaded.client_state["epoch"] == STEPS
+        if late:
+            client_state = load_late(engine, saved)
+        else:
+            client_state = load_checkpoint(engine, saved.path, **(options or {})).client_state
+        assert client_state["epoch"] == STEPS
         assert engine.module.scratch.tolist() == [7.0] * 3, "scratch is not persistent"
         assert_whole_windows(engine)
         assert_zero_padding(engine, setup)
         found = dump(engine, setup)
         if copy_to is not None:
-            save(engine, copy_to)
+            (save_late if late else save)(engine, copy_to)
     if found is None:
         return None
     wanted = expected_in(saved.dump(), saved.setup, setup)

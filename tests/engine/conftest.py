@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine._late_saves import train_and_save_late
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
@@ -16,15 +17,19 @@ from tests.engine._worker_pool import Pools
 
 @pytest.fixture(scope="session")
 def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
-    """Return the checkpoint that a run of some setup has saved, made once per session."""
+    """Return the checkpoint that a run of some setup has saved, made once per session.
+
+    One that is ``late`` was saved through the adversarial copy engine.
+    """
     folder: Path = tmp_path_factory.mktemp("saved")
     made: dict[str, Saved] = {}
 
-    def give(setup: Setup, *, steps: int = 3, **options: Any) -> Saved:
-        name = f"{setup}-{steps}-{sorted(options.items())}"
+    def give(setup: Setup, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
+        name = f"{setup}-{steps}-{late}-{sorted(options.items())}"
         if name not in made:
             saved = Saved(setup, str(folder / f"{len(made)}.ckpt"), options)
-            pools.run(setup.world, partial(train_and_save, saved, steps=steps))
+            run = partial(train_and_save, saved, steps=steps)
+            pools.run(setup.world, partial(train_and_save_late, saved) if late else run)
             made[name] = saved
         return made[name]
 

@@ -1,4 +1,8 @@
-"""Any stage, world, precision and partitioning to any other, bit for bit, on real engines."""
+"""Any stage, world, precision and partitioning to any other, bit for bit, on real engines.
+
+Every save, while training waits and behind it, and every load goes through the adversarial copy
+engine (``tests/core/_copy_engine``), as if the state lay on devices.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 def restored(pools: Pools, setup: Setup, saved: Saved) -> StateComparison:
     """Load on a world, and give the judgement of its rank 0."""
-    verdict = pools.run(setup.world, partial(load, setup, saved))[0]
+    verdict = pools.run(setup.world, partial(load, setup, saved, late=True))[0]
     assert verdict is not None
     return verdict
 
@@ -47,7 +51,7 @@ def test_state_survives(
     saved_by: Callable[..., Saved],
 ) -> None:
     """Masters, states, steps, groups, buffers, frozen and rounded weights are those saved."""
-    verdict = restored(pools, target, saved_by(source))
+    verdict = restored(pools, target, saved_by(source, late=True))
     count("pairwise", verdict)
     verdict.assert_same()
 
@@ -58,7 +62,7 @@ def test_state_survives_everywhere(
     source: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """As above, from each run of the full matrix to all others."""
-    saved = saved_by(source)
+    saved = saved_by(source, late=True)
     for target in full_targets(source):
         verdict = restored(pools, target, saved)
         count(f"from ZeRO-{source.zero}", verdict)
@@ -69,9 +73,9 @@ def test_state_survives_everywhere(
 def test_eight_ranks_to_four_and_back(pools: Pools, saved_by: Callable[..., Saved]) -> None:
     """Two resizes lose nothing: what comes back to 8 ranks is what they had saved first."""
     eight, four = Setup(8, "2", "bf16"), Setup(4, "2", "bf16")
-    first = saved_by(eight)
+    first = saved_by(eight, late=True)
     second = Saved(four, f"{first.path}.4")
-    verdicts = pools.run(4, partial(load, four, first, copy_to=second))
+    verdicts = pools.run(4, partial(load, four, first, copy_to=second, late=True))
     assert not differences(expected_in(first.dump(), eight, four), second.dump())
     for verdict in (verdicts[0], restored(pools, eight, second)):
         assert verdict is not None

@@ -176,31 +176,6 @@ def kept(run: AsyncSaveSpec) -> dict[str, str]:
     return {p.name: p.resolve().name if is_published(p) else "" for p in found if p.name[0] != "."}
 
 
-def files_of(checkpoint: Path) -> dict[str, Any]:
-    """Read all that was written, but for what tells one save from another."""
-    found: dict[str, Any] = {}
-    for file in sorted(checkpoint.rglob("*.pt")):
-        found[file.name] = _without_ids(torch.load(file, weights_only=True))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    return found | {
-        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files", "digest")}
-    }
-
-
-def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
-    if isinstance(tree, torch.Tensor):
-        return (
-            str(tree.dtype),
-            tuple(tree.shape),
-            tree.contiguous().view(-1).view(torch.uint8).tolist(),
-        )
-    if isinstance(tree, dict):
-        return {k: _without_ids(v) for k, v in tree.items() if k not in ("save_id", "pickle")}
-    if isinstance(tree, (list, tuple)):
-        return [_without_ids(v) for v in tree]
-    return tree
-
-
 def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
     """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
     run.gate.touch()

@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.checkpoint import saving
 from lightning_elastic_zero.storage import write_durably
+from tests.core._saved_files import files_of
 from tests.engine._worker_pool import Pools
 from tests.trainer._async_save import (
     HELD_S,
     AsyncSaveSpec,
     Gate,
     elastic_strategy_of,
-    files_of,
     in_background,
     is_published,
     open_later,

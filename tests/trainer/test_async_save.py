@@ -14,13 +14,13 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from tests.core._saved_files import files_of
 from tests.engine._worker_pool import Pools
 from tests.outcome import error_text
 from tests.trainer._async_save import (
     OTHER,
     AsyncSaveSpec,
     elastic_strategy_of,
-    files_of,
     is_published,
     kept,
     open_later,

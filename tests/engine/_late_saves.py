@@ -1,0 +1,167 @@
+"""Saves and loads of engines on processors as if on devices, through an adversarial copy engine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.checkpoint import (
+    CheckpointManager,
+    EngineHandle,
+    LoadOptions,
+    SaveOptions,
+    load_engine,
+)
+from lightning_elastic_zero.checkpoint.saving import ShardContents
+from lightning_elastic_zero.checkpoint.snapshot import Snapshot
+from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.tensor_state import RankState, RestoreTargets, RestoreValues
+from tests.core._copy_engine import DEVICES, CopyEngine
+from tests.core._late_tensor import large_on_devices, on_device, small_on_devices, some_place
+from tests.core._saved_files import differing_files
+from tests.engine._oracle import differences, dump
+from tests.engine._save_load_programs import STEPS, Saved
+from tests.engine._setup import Engine, engine_of, train
+
+
+class _LateState:
+    """A live state (``LiveState``) whose tensors lie on devices."""
+
+    def __init__(self, live: Any, late: CopyEngine, first: int) -> None:  # noqa: ANN401 (LiveEngine)
+        self._live, self._late, self._first = live, late, first
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._live, name)
+
+    def rank_state(self, **options: bool) -> RankState:
+        """Return what is there to be saved."""
+        return large_on_devices(self._live.rank_state(**options), self._late, self._first)
+
+    def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
+        """Return what is to be filled; all copies to devices have come when it is committed."""
+        targets = self._live.allocate_targets(source, with_optimizer=with_optimizer)
+        late, first = self._late, self._first
+
+        def commit(values: RestoreValues) -> None:
+            late.finish_all()
+            targets.commit(values)
+
+        def rollback() -> None:
+            late.finish_all()
+            targets.rollback()
+
+        placed: RestoreTargets = replace(
+            targets,
+            weights=tuple(
+                on_device(tensor, late, some_place(first + i))
+                for i, tensor in enumerate(targets.weights)
+            ),
+            states=tuple(
+                {
+                    key: on_device(tensor, late, some_place(first + i + j + 1))
+                    for j, (key, tensor) in enumerate(states.items())
+                }
+                for i, states in enumerate(targets.states)
+            ),
+            commit=commit,
+            rollback=rollback,
+        )
+        return placed
+
+
+def late_handle(engine: Engine, late: CopyEngine, first: int) -> EngineHandle:
+    """Return an engine as saves and loads see it, on devices."""
+    from lightning_elastic_zero.api import engine_handle
+
+    handle = engine_handle(engine)
+    return replace(
+        handle,
+        open=lambda: _LateState(handle.open(), late, first),
+        add_step_pre_hook=lambda call: handle.add_step_pre_hook(late.while_waiting(call)),
+    )
+
+
+@contextmanager
+def late_engine(engine: Engine, turn: int) -> Iterator[tuple[CopyEngine, EngineHandle]]:
+    """Yield a copy engine, and an engine seen through it; no other device may be asked."""
+    with CopyEngine(turn).in_place_of_torch() as late:
+        yield late, late_handle(engine, late, turn)
+    assert late.contexts <= set(DEVICES), late.contexts
+
+
+def save_late(engine: Engine, saved: Saved) -> None:
+    """Save while training waits, and once more while it goes on: both hold what the engine held.
+
+    What lies on devices and on the host, the order of copies, and how much is copied is drawn by
+    the setup.
+    """
+    setup, first = saved.setup, f"{saved.path}.blocking"
+    turn = zlib.crc32(f"{setup} {saved.path.rpartition('/')[2]}".encode())
+    before = dump(engine, setup)
+    with late_engine(engine, turn) as (late, handle):
+        most = (None, 0, _half_of(handle))[turn // 3 % 3]
+        manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=most)
+        manager.start(handle, engine.global_rank, [Path(saved.path).parent])
+        _take_small_from_devices(manager, late, turn)
+        client, options = {"epoch": STEPS}, SaveOptions()
+        with closing(manager.training_ranks()) as ranks:
+            manager.save(handle, first, ranks, client, options)
+            after = dump(engine, setup)
+            manager.save_async(handle, saved.path, ranks, client, options)
+            train(engine, setup, STEPS, STEPS + 1)
+            _end(manager, ranks, late)
+        manager.stop(interrupted=False)
+    if before is not None and after is not None:
+        assert not differences(before, after), "saving changed the engine"
+        torch.save(before, saved.dump_path)
+        differing = differing_files(Path(first), Path(saved.path))
+        assert not differing, f"behind training it differs: {differing}"
+
+
+def _take_small_from_devices(manager: CheckpointManager, late: CopyEngine, turn: int) -> None:
+    """Make snapshots find buffers and scalars on devices too, once it was checked what they are."""
+    assert manager._writer is not None
+    snapshotter: Any = manager._writer._snapshotter
+    take = snapshotter.take
+
+    def take_late(contents: ShardContents, *args: Any) -> Snapshot:
+        state = small_on_devices(contents.state, late, turn)
+        taken: Snapshot = take(replace(contents, state=state), *args)
+        return taken
+
+    snapshotter.take = take_late
+
+
+def _end(manager: CheckpointManager, ranks: Ranks, late: CopyEngine) -> None:
+    with late.waiting():
+        manager.wait_until_finished(ranks)
+    assert not any(stream.immediate for stream in late.copied_on), "training's stream copies"
+
+
+def _half_of(handle: EngineHandle) -> int:
+    state = handle.open().rank_state(exclude_frozen=False, keep_module_weights=False)
+    return sum(flat.master.nbytes for flat in state.flats) * 3 // 2
+
+
+def load_late(engine: Engine, saved: Saved) -> dict[str, Any]:
+    """Load; return the client state."""
+    turn = zlib.crc32(f"{saved.path.rpartition('/')[2]}".encode())
+    with (
+        late_engine(engine, turn) as (_, handle),
+        closing(connect_ranks(Timeouts())) as ranks,
+    ):
+        return load_engine(handle, saved.path, ranks, LoadOptions()).client_state
+
+
+def train_and_save_late(saved: Saved) -> None:
+    """Train a run from its start, and save it in both ways."""
+    with engine_of(saved.setup, 0) as engine:
+        train(engine, saved.setup, 0, STEPS)
+        save_late(engine, saved)
