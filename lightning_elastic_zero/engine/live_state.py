@@ -289,7 +289,8 @@ class LiveEngine:
             CheckpointMismatchError: they belong to another class, or a group lacks its state.
         """
         if saved := source.writer.optimizer:
-            check_same_optimizer(saved, type(self._inner).__name__)
+            states = {key.name for group in source.groups for key in group.state if state}
+            check_same_optimizer(saved, self._inner, states)
         else:
             check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
             if state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ INT_STEPS = frozenset(
     {"FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"}
 )
 """DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor."""
+
+BITSANDBYTES = "bitsandbytes"
+"""A package whose optimizers have the names of torch's, and other states: ``state1``, ``state2``
+and steps in a Python int."""
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: these stay as the live run has them."""
@@ -147,12 +151,35 @@ FRESH = (
 """What helps where another optimizer saved."""
 
 
-def check_same_optimizer(saved: str, live: str) -> None:
+def package_of(optimizer: object) -> str:
+    """Return the package that an optimizer's class comes from: ``torch``, ``deepspeed``, ..."""
+    return type(optimizer).__module__.partition(".")[0]
+
+
+def check_same_optimizer(
+    saved: str,
+    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    states: Collection[str],
+) -> None:
     """Refuse to give one optimizer's state, or its learning rate and the like, to another.
 
+    Args:
+        saved: class name of the one that saved; empty where it is not known.
+        inner: the live one.
+        states: names of the states that are to be restored.
+
     Raises:
-        CheckpointMismatchError: the classes differ, and are not both kinds of Adam.
+        CheckpointMismatchError: the classes differ, and are not both kinds of Adam; or only their
+            names are alike.
     """
+    live, package = type(inner).__name__, package_of(inner)
+    if hasattr(torch.optim, live) and states and ("state1" in states) != (package == BITSANDBYTES):
+        msg = (
+            f"the optimizer's states were saved as {sorted(states)} by an {saved} of another "
+            f"package than {package}.{live}, which this run has: configure the one that saved, or "
+            f"{FRESH}"
+        )
+        raise CheckpointMismatchError(msg)
     if saved in ("", live) or {saved, live} <= ADAM_FAMILY:
         return
     msg = (
@@ -163,19 +190,24 @@ def check_same_optimizer(saved: str, live: str) -> None:
 
 
 def place_scalar(
-    key: str, value: Scalar, live: str, group: Mapping[str, Any], device: torch.device
+    key: str,
+    value: Scalar,
+    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    group: Mapping[str, Any],
+    device: torch.device,
 ) -> Scalar:
     """Return a scalar in the form, and on the device, in which the live optimizer keeps it.
 
     Args:
         key: name of the state.
         value: as saved.
-        live: class name of the live optimizer.
+        inner: the live optimizer.
         group: its parameter group.
         device: of the flat buffer.
     """
     if key == "step" and value is not None:
-        if live in INT_STEPS:
+        live = type(inner).__name__
+        if live in INT_STEPS or package_of(inner) == BITSANDBYTES:
             return int(value)
         if live in ADAM_FAMILY and not isinstance(value, torch.Tensor):
             value = torch.tensor(float(value))

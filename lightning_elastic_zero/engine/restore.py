@@ -189,11 +189,11 @@ def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) 
     if not target.states and not scalars:
         _reset_state(inner, stepped)
         return
-    group, live = inner.param_groups[target.buffer.group], type(inner).__name__
+    group = inner.param_groups[target.buffer.group]
     kept = inner.state.get(stepped, {})
     inner.state[stepped] = {
         **{key: _take(kept.get(key), value, stepped) for key, value in target.states.items()},
-        **{k: place_scalar(k, v, live, group, stepped.device) for k, v in scalars.items()},
+        **{k: place_scalar(k, v, inner, group, stepped.device) for k, v in scalars.items()},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_elastic_zero.engine.flat_buffers import (
     live_flat_buffers,
 )
 from lightning_elastic_zero.engine.releases import check_names
+from lightning_elastic_zero.engine.unfit_optimizers import unfit_class, unfit_name
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
@@ -34,22 +34,40 @@ OPTIMIZER_WRAPPERS = {
 NO_OPTIMIZER_CLASSES = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
 """What stands in the wrapper's place in an engine for inference."""
 
-RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
-"""Their state is each rank's own."""
-
-CUT_OPTIMIZERS = ("FusedLamb", "Lamb", "LAMB")
-"""Their update depends on how the parameters are cut, which stage 0 does not do."""
-
-MATRIX_OPTIMIZERS = ("Adafactor",)
-"""Their state depends on the weights' shapes, which flat buffers do not have."""
-
-NVME_WEIGHTS = "zero_optimization.offload_param.device = nvme: offload weights to cpu instead"
-UNUSABLE_OPTIMIZERS = {
-    "LBFGS": "its step calls a closure, which ZeRO does not pass",
-    "SparseAdam": "it takes sparse gradients only, and ZeRO's are dense",
-}
-"""Those of torch's that cannot step under ZeRO."""
-
+NVME_WEIGHTS = (
+    "zero_optimization.offload_param.device = nvme: weights in files are neither saved nor "
+    "restored; offload weights to cpu instead"
+)
+SUPER_OFFLOAD = (
+    "zero_optimization.offload_optimizer.super_offload: another process has its optimizer, whose "
+    "state is out of reach; leave it out: offload_optimizer to cpu is supported without it"
+)
+ZENFLOW = (
+    "zero_optimization.zenflow: a second optimizer, whose state is out of reach, steps the largest "
+    "gradients; leave it out: offload_optimizer to cpu is supported without it"
+)
+EXPERTS = "each rank has some of the experts only"
+EXPERT_PARALLEL = (
+    f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; leave it out: all ranks "
+    "have all experts then, and ZeRO-3 shares out their weights"
+)
+EXPERT_LAYERS = (
+    f"mixture-of-experts layers of DeepSpeed: expert parallelism, in which {EXPERTS}; use layers "
+    "that have all experts on all ranks, as those of transformers: ZeRO-3 shares out their weights"
+)
+PIPELINE = (
+    "a PipelineModule: pipeline parallelism, in which each rank has some of the layers only; make "
+    "the model a plain torch.nn.Module: ZeRO-3 shares out its weights"
+)
+QUANTIZED_FROZEN_WEIGHTS = (
+    "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers with "
+    "scales beside them; leave it out"
+)
+SEQUENCE_MESH = (
+    "sequence_parallel_size and data_parallel_size: ZeRO would cut over the data ranks alone, and "
+    "sequence ranks hold copies; leave them out. With a plain engine, sequence parallelism goes by "
+    "an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp"
+)
 RANDOM_LTD = (
     "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave it "
     "out"
@@ -100,16 +118,46 @@ def check_config(config: Mapping[str, Any]) -> None:
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
     zero = config.get("zero_optimization") or {}
-    reasons = [*_stage(zero.get("stage", 0))]
+    stage = zero.get("stage", 0)
+    parts = (
+        _stage(stage),
+        _zero_options(zero),
+        _other_ranks(config),
+        unfit_name(config.get("optimizer") or {}, stage),
+        _data_efficiency(config.get("data_efficiency") or {}),
+    )
+    _refuse([reason for part in parts for reason in part])
+
+
+def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options of ZeRO that keep state where it cannot be reached."""
     if (zero.get("offload_param") or {}).get("device") == "nvme":
-        reasons.append(NVME_WEIGHTS)
+        yield NVME_WEIGHTS
     if (zero.get("offload_optimizer") or {}).get("super_offload"):
-        reasons.append("zero_optimization.offload_optimizer.super_offload")
+        yield SUPER_OFFLOAD
     if zero.get("zenflow"):
-        reasons.append("zero_optimization.zenflow")
-    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
-        reasons.append("tensor_parallel: tensor parallelism")
-    _refuse([*reasons, *_data_efficiency(config.get("data_efficiency") or {})])
+        yield ZENFLOW
+    if zero.get("zero_quantized_nontrainable_weights"):
+        yield QUANTIZED_FROZEN_WEIGHTS
+
+
+def _other_ranks(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the kinds of parallelism beside data parallelism that a config asks for."""
+    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if size > 1:
+        yield f"tensor_parallel.autotp_size = {size}: {_tensor_parallelism(size)}"
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        yield EXPERT_PARALLEL
+    if "data_parallel_size" in config and config.get("sequence_parallel_size", 1) > 1:
+        yield SEQUENCE_MESH
+
+
+def _tensor_parallelism(size: int) -> str:
+    """Return why tensor parallelism is refused."""
+    return (
+        f"tensor or model parallelism over {size} ranks, in which each has a slice of a weight; "
+        "leave it out: ZeRO-3 shares out the weights too"
+    )
 
 
 def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
@@ -148,11 +196,11 @@ def _release(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
 
 def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield the kinds of parallelism beside data parallelism that are in use."""
-    if type(engine).__name__ == "PipelineEngine":
-        yield "pipeline parallelism (PipelineEngine)"
-    if engine.mp_world_size > 1:
-        yield f"tensor or model parallelism over {engine.mp_world_size} ranks"
-    if engine.seq_dp_world_size * engine.mp_world_size != get_world_size():
+    if "PipelineEngine" in {kind.__name__ for kind in type(engine).__mro__}:
+        yield PIPELINE
+    elif engine.mp_world_size > 1:
+        yield _tensor_parallelism(engine.mp_world_size)
+    elif engine.seq_dp_world_size != get_world_size():
         yield (
             f"ZeRO over {engine.seq_dp_world_size} of {get_world_size()} ranks, as sequence "
             "parallelism by a device mesh (mesh_param) has it: its sequence ranks hold copies. "
@@ -161,7 +209,7 @@ def _parallelism(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library
             "all of them"
         )
     if engine.has_moe_layers:
-        yield "mixture-of-experts layers (expert parallelism)"
+        yield EXPERT_LAYERS
 
 
 def _optimizer(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
@@ -171,7 +219,10 @@ def _optimizer(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
         return
     if wrapper not in OPTIMIZER_WRAPPERS:
         known = "; ".join(f"{name} ({what})" for name, what in OPTIMIZER_WRAPPERS.items())
-        yield f"the optimizer wrapper {wrapper}; known are {known}"
+        yield (
+            f"the optimizer wrapper {wrapper}; known are {known}. Leave out the option that brings "
+            "it, or install a release of DeepSpeed that this library was tested with"
+        )
         return
     yield from _inner_optimizer(engine, wrapper)
 
@@ -180,13 +231,7 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
     """Yield what is unfit about the optimizer inside a known wrapper."""
     inner = inner_optimizer(engine.optimizer)
     name = type(inner).__name__
-    yield from _by_class(inner, wrapper)
-    if _is_quantized(inner):
-        yield (
-            f"the optimizer {type(inner).__module__.partition('.')[0]}.{name}: its state is "
-            "quantized in blocks of the flat buffer, which cannot be cut elsewhere bit for bit; "
-            "use one with 16 or 32 bits"
-        )
+    yield from unfit_class(inner, in_zero=wrapper not in REPLICATED)
     offloaded = wrapper == "DeepSpeedZeroOptimizer" and engine.optimizer.cpu_offload
     if offloaded and any(group.get("use_muon") for group in inner.param_groups):
         yield from _offloaded_muon(engine.optimizer)
@@ -200,43 +245,11 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
         )
 
 
-def _by_class(inner: torch.optim.Optimizer, wrapper: str) -> Iterator[str]:
-    """Yield what is unfit about the optimizer's class."""
-    name = type(inner).__name__
-    if name in RANK_LOCAL_OPTIMIZERS:
-        yield f"the optimizer {name}: its state is each rank's own"
-    if name in CUT_OPTIMIZERS and wrapper not in REPLICATED:
-        yield f"the optimizer {name}: its update depends on how the parameters are cut; use stage 0"
-    if wrapper == PLAIN and name in MATRIX_OPTIMIZERS and _has_matrices(inner):
-        yield (
-            f"the optimizer {name} in stage 0: it keeps factors of each matrix there, which cannot "
-            "be cut for another number of devices; use stage 1, 2 or 3"
-        )
-    if name in UNUSABLE_OPTIMIZERS:
-        yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
-
-
-def _has_matrices(inner: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has parameters of two dimensions or more."""
-    return any(p.ndim > 1 for group in inner.param_groups for p in group["params"])
-
-
 def _offloaded_muon(optimizer: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield that a release does not keep offloaded momentum as it is known here."""
     if not updates_offloaded_momentum(optimizer):
         found = version_of(DEEPSPEED.package)
         yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: 0.19.8 can do it"
-
-
-def _is_quantized(inner: Any) -> bool:  # noqa: ANN401 (any optimizer)
-    """Whether an optimizer is one of torchao's or bitsandbytes' with a state of 8 bits or fewer."""
-    package = type(inner).__module__.partition(".")[0]
-    if package == "torchao":
-        return math.isfinite(getattr(inner, "block_size", math.inf))
-    if package == "bitsandbytes":
-        options = getattr(inner, "args", None)
-        return bool(getattr(options, "optim_bits", 32) < 16)  # noqa: PLR2004 (bits)
-    return False
 
 
 def _added_later(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
@@ -256,13 +269,13 @@ def _offload(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
         yield NVME_WEIGHTS
     if getattr(engine, "zenflow", False):
-        yield "zero_optimization.zenflow"
+        yield ZENFLOW
 
 
 def _state(engine: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)
     """Yield options that hold state which would not come back."""
     if engine.zero_quantized_nontrainable_weights():
-        yield "zero_optimization.zero_quantized_nontrainable_weights: frozen weights are int8"
+        yield QUANTIZED_FROZEN_WEIGHTS
     if engine.random_ltd_enabled():
         yield RANDOM_LTD
     if engine.curriculum_learning_enabled():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -14,6 +13,7 @@ from torch import distributed, nn
 
 from tests.engine._model import BUFFERS, GLOBAL_BATCH, HIDDEN, Net, batch, group_members
 from tests.engine._offload import AIO, offload_options, step_some_on_device, surroundings
+from tests.engine._optimizer_classes import class_of, optimizer_of_class
 from tests.engine._precision import forget_autocast, fp16_on_cpu
 
 Engine: TypeAlias = Any
@@ -212,7 +212,7 @@ class Setup:
 CAPTURABLE = ("capturable", "foreach capturable", "fused capturable")
 """torch's AdamW with its steps on the device; on a CPU only the fused one can step."""
 
-BETAS = ("AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach", *CAPTURABLE)
+BETAS = ("Adam", "AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach", *CAPTURABLE)
 """Of torch's, those that are given others for each group."""
 
 ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,), "QuantizedState": (0,)}
@@ -263,12 +263,10 @@ def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) ->
             group["betas"] = (0.9 - 0.05 * i, 0.99 - 0.01 * i - tilt / 1000)
     if name in DEEPSPEEDS:
         return deepspeeds_own(name)(groups)
-    if name in ("LBFGS", "SparseAdam", "torchao.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit"):
-        package, _, kind = f"torch.optim.{name}".removeprefix(
-            "torch.optim." if "." in name else ""
-        ).rpartition(".")
-        return getattr(importlib.import_module(package), kind)([p for ps in members for p in ps])
+    if "." in name or name in ("LBFGS", "SparseAdam"):
+        return optimizer_of_class(name, groups)
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "Adam": (torch.optim.Adam, {}),
         "AdamW": (torch.optim.AdamW, {}),
         "AMSGrad": (torch.optim.AdamW, {"amsgrad": True}),
         "SGD": (torch.optim.SGD, {}),
@@ -308,7 +306,7 @@ DEEPSPEEDS = {
 def deepspeeds_own(name: str) -> Any:  # noqa: ANN401
     """Return the class of one of DeepSpeed's own optimizers."""
     module, kind, _ = DEEPSPEEDS[name]
-    return getattr(importlib.import_module(module), kind)
+    return class_of(f"{module}.{kind}")
 
 
 def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.releases._cells import CELLS, EXCHANGES, PINNED, REFUSED
-from tests.releases._core_matrix import left_out
+from tests.releases._core_matrix import TESTS, left_out
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -77,3 +77,26 @@ def test_the_newest_leaves_nothing_out() -> None:
     """What a release lacks is left out of that release's cells only."""
     assert not left_out(PINNED)
     assert "not alignment" in left_out(min(CELLS, key=lambda cell: Version(cell.deepspeed)))
+
+
+def rows_of_configurations() -> list[tuple[str, str]]:
+    """Return each row of the page of configurations that is tested, and its column of releases."""
+    tables = (ROOT / "docs" / "configurations.md").read_text().partition("## What is refused")[0]
+    rows = [line for line in tables.splitlines() if line.startswith("| ")]
+    assert all(row.endswith(("| releases |", "| cells |", "| pinned |", "| |")) for row in rows)
+    return [(row, row.split("|")[-2].strip()) for row in rows if not row.endswith("releases |")]
+
+
+def test_the_page_of_configurations_says_what_cells_run() -> None:
+    """A row that names its tests is of the cells if one of those is in the core matrix."""
+    core = {test.partition("::")[0].removeprefix("tests/") for test in TESTS}
+    named = {row: {*re.findall(r"`(\w+/test_\w+\.py)", row)} for row, _ in rows_of_configurations()}
+    assert sum(map(bool, named.values())) > 10
+    for row, releases in rows_of_configurations():
+        assert not named[row] or (releases == "cells") == bool(named[row] & core), row
+
+
+def test_the_page_of_configurations_leaves_no_row_open() -> None:
+    """Releases are missing only where nothing is supported, or nothing was run."""
+    for row, releases in rows_of_configurations():
+        assert releases or re.search(r"refused|not run", row), row

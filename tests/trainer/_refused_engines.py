@@ -1,0 +1,182 @@
+"""Plain engines that are refused: what only a live engine shows, or no Trainer can be given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from lightning_elastic_zero import save_checkpoint
+from tests.outcome import error_text
+from tests.trainer._quiet_trainer import SMALL_BUCKETS
+from tests.trainer._refused_setups import BY_TRAINER, ON_CPU, UNTESTED, WIDTH, ltd
+
+TENSOR = (
+    "tensor or model parallelism over 2 ranks, in which each has a slice of a weight; leave it "
+    "out: ZeRO-3 shares out the weights too"
+)
+
+
+def layers() -> nn.Sequential:
+    """Make two layers."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:  # noqa: ANN401
+    """Make an engine on AdamW; what is no keyword of ``initialize`` is of the config."""
+    import deepspeed
+
+    ranks = {"mpu": options.pop("mpu", None), "mesh_param": options.pop("mesh_param", None)}
+    zero = {"stage": stage, **SMALL_BUCKETS, **options.pop("zero_optimization", {})}
+    trained = options.pop("trained", None) or [*model.parameters()]
+    config = {"train_batch_size": 2, **UNTESTED, "zero_optimization": zero, **options}
+    optimizer = None if "optimizer" in config else torch.optim.AdamW(trained, lr=0.01)
+    made, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=trained, config=config, **ranks
+    )
+    return made
+
+
+def pipeline() -> Any:  # noqa: ANN401
+    """Make an engine of two stages of a pipeline."""
+    from deepspeed.pipe import PipelineModule
+
+    return engine(PipelineModule([*layers()], num_stages=2, loss_fn=nn.MSELoss()), 0)
+
+
+def auto_tp() -> Any:  # noqa: ANN401
+    """Make an engine whose layers AutoTP has cut."""
+    rules = [{"patterns": [r".*\.weight$"], "partition_type": "column"}]
+    section = {"autotp_size": 2, "partition_config": {"layer_specs": rules}}
+    return engine(layers(), tensor_parallel=section)
+
+
+class TwoModelRanks:
+    """What Megatron hands over: all ranks hold slices of one model."""
+
+    def __init__(self) -> None:
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        alone = [distributed.new_group([each]) for each in range(world)]
+        self.model, self.data = distributed.new_group([*range(world)]), alone[rank]
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        """Return a function that says a group, its size, or this rank's place in it."""
+        if not name.startswith("get_"):
+            raise AttributeError(name)
+        group = self.data if "data_parallel" in name else self.model
+        if name.endswith("_group"):
+            return lambda: group
+        of = distributed.get_world_size if name.endswith("_size") else distributed.get_rank
+        return lambda: of(group)
+
+
+def tensor_parallel_by_mpu() -> Any:  # noqa: ANN401
+    """Make an engine whose model is cut by the user."""
+    return engine(layers(), mpu=TwoModelRanks())
+
+
+def expert_layers() -> Any:  # noqa: ANN401
+    """Make an engine with a layer of two experts, one on each rank."""
+    from deepspeed.moe.layer import MoE
+
+    return engine(nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)), 0)
+
+
+def sequences_by_a_mesh() -> Any:  # noqa: ANN401
+    """Make an engine whose two ranks have parts of one sequence."""
+    return engine(layers(), mesh_param=(1, 2), train_micro_batch_size_per_gpu=1, train_batch_size=1)
+
+
+def late_group() -> Any:  # noqa: ANN401
+    """Make an engine, and give its optimizer another layer."""
+    model = nn.Sequential(layers(), layers())
+    made = engine(model, 2, trained=[*model[0].parameters()])
+    made.optimizer.optimizer.add_param_group({"params": [*model[1].parameters()]})
+    return made
+
+
+def zenflow() -> Any:  # noqa: ANN401
+    """Make an engine with ZenFlow."""
+    steps = {"select_strategy": "step", "select_interval": 2, "update_interval": 1}
+    options = {"offload_optimizer": ON_CPU, "zenflow": {"topk_ratio": 0.1, **steps}}
+    own = {"type": "AdamW", "params": {"lr": 0.01}}
+    return engine(layers(), 2, zero_optimization=options, optimizer=own)
+
+
+def random_ltd() -> Any:  # noqa: ANN401
+    """Make an engine with random-LTD."""
+    section = ltd()
+    section["data_efficiency"]["data_routing"]["random_ltd"] |= {
+        "total_layer_num": 2,
+        "random_ltd_layer_num": 1,
+        "random_ltd_layer_id": [0],
+        "model_mask_name": None,
+        "model_type": "decoder",
+        "hidden_state_order": "batch_seq_dim",
+        "random_ltd_schedule": {
+            "min_value": 1,
+            "max_value": 4,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"require_steps": 1, "seq_per_step": 1},
+        },
+    }
+    return engine(layers(), 1, **section)
+
+
+KNOWN_WRAPPERS = (
+    "torch.optim.Optimizer (stage 0 in fp32); FP16_Optimizer (stage 0 in bf16 or fp16, with "
+    "FusedAdam); FP16_UnfusedOptimizer (stage 0 in bf16 or fp16); DeepSpeedZeroOptimizer (ZeRO-1 "
+    "and ZeRO-2); BF16_Optimizer (ZeRO-1 in bf16 with fp32 gradient accumulation); "
+    "DeepSpeedZeroOptimizer_Stage3 (ZeRO-3)"
+)
+
+
+def told(make: Callable[[], Any], *reasons: str) -> tuple[Callable[[], Any], tuple[str, ...]]:
+    """Return what makes an engine, with the reasons for which it is refused."""
+    return make, reasons
+
+
+BY_SAVE = {
+    "a PipelineModule": told(
+        pipeline,
+        "a PipelineModule: pipeline parallelism, in which each rank has some of the layers only; "
+        "make the model a plain torch.nn.Module: ZeRO-3 shares out its weights",
+    ),
+    "AutoTP": told(auto_tp, TENSOR),
+    "an mpu of Megatron's": told(tensor_parallel_by_mpu, TENSOR),
+    "sequences by a mesh": told(
+        sequences_by_a_mesh,
+        "ZeRO over 1 of 2 ranks, as sequence parallelism by a device mesh (mesh_param) has it: its "
+        "sequence ranks hold copies. Pass an mpu to deepspeed.initialize whose "
+        "get_sequence_data_parallel_group has all ranks "
+        "(deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO cuts over all of "
+        "them",
+    ),
+    "a group added later": told(
+        late_group,
+        "parameter group 1, which was added to the optimizer after DeepSpeed was initialized, so "
+        "that it is not partitioned: let all groups be there from the beginning, with lr=0 until "
+        "their turn comes",
+    ),
+    "layers of experts": told(expert_layers, BY_TRAINER["layers of experts"].sentence),
+    "ZenFlow": told(
+        zenflow,
+        f"the optimizer wrapper ZenFlowZeroOptimizerSequential; known are {KNOWN_WRAPPERS}. Leave "
+        "out the option that brings it, or install a release of DeepSpeed that this library was "
+        "tested with",
+        BY_TRAINER["ZenFlow"].sentence,
+    ),
+    "random-LTD": told(random_ltd, BY_TRAINER["random-LTD"].sentence),
+}
+"""What makes an engine, and the reasons for which it is refused."""
+
+
+def said_by_save(case: str, path: str) -> str:
+    """Save an engine, and return what was raised."""
+    warnings.simplefilter("ignore")
+    make, _ = BY_SAVE[case]
+    made = make()
+    return error_text(lambda: save_checkpoint(made, path))

@@ -1,0 +1,302 @@
+"""What this library refuses, each with the sentence that a user gets; and ranks that try it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.engine._optimizer_classes import class_of
+from tests.outcome import error_text
+from tests.trainer._quiet_trainer import SMALL_BUCKETS, elastic, quiet_trainer
+
+HEADING = "UnsupportedError: lightning_elastic_zero cannot save and resume this run:\n"
+UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+WIDTH, HIDDEN = 8, 600
+
+
+def ltd() -> dict[str, Any]:
+    """Return DeepSpeed's section for random-LTD."""
+    routing = {"enabled": True, "random_ltd": {"enabled": True}}
+    return {"data_efficiency": {"enabled": True, "data_routing": routing}}
+
+
+def curriculum() -> dict[str, Any]:
+    """Return DeepSpeed's section for a curriculum."""
+    sampling = {"enabled": True, "curriculum_learning": {"enabled": True}}
+    return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A run of a Trainer that is refused in ``setup``."""
+
+    sentence: str
+    stage: Any = 2
+    config: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "torch.optim.AdamW"
+    layers: str = "linear"
+    groups: int = 1
+    precision: Any = "32-true"
+
+
+def zero(**options: object) -> dict[str, Any]:
+    """Return a config with options of ZeRO."""
+    return {"zero_optimization": options}
+
+
+def made_by_deepspeed(name: str) -> dict[str, Any]:
+    """Return a config by which DeepSpeed makes the optimizer."""
+    return {"optimizer": {"type": name, "params": {"lr": 0.01}}}
+
+
+ON_CPU = {"device": "cpu"}
+
+BY_TRAINER = {
+    "a stage in quotes": Refused(
+        "zero_optimization.stage = '2': it must be 0, 1, 2 or 3, and no string: leave out the "
+        "quotes",
+        "2",
+    ),
+    "weights in files": Refused(
+        "zero_optimization.offload_param.device = nvme: weights in files are neither saved nor "
+        "restored; offload weights to cpu instead",
+        3,
+        zero(offload_param={"device": "nvme", "nvme_path": "/nowhere"}),
+    ),
+    "SuperOffload": Refused(
+        "zero_optimization.offload_optimizer.super_offload: another process has its optimizer, "
+        "whose state is out of reach; leave it out: offload_optimizer to cpu is supported without "
+        "it",
+        3,
+        zero(offload_optimizer={**ON_CPU, "super_offload": True}),
+    ),
+    "ZenFlow": Refused(
+        "zero_optimization.zenflow: a second optimizer, whose state is out of reach, steps the "
+        "largest gradients; leave it out: offload_optimizer to cpu is supported without it",
+        2,
+        zero(offload_optimizer=ON_CPU, zenflow={"topk_ratio": 0.1}),
+    ),
+    "quantized frozen weights": Refused(
+        "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers "
+        "with scales beside them; leave it out",
+        3,
+        zero(zero_quantized_nontrainable_weights=True),
+    ),
+    "AutoTP": Refused(
+        "tensor_parallel.autotp_size = 2: tensor or model parallelism over 2 ranks, in which each "
+        "has a slice of a weight; leave it out: ZeRO-3 shares out the weights too",
+        1,
+        {"tensor_parallel": {"autotp_size": 2}},
+    ),
+    "AutoEP": Refused(
+        "expert_parallel.enabled: expert parallelism, in which each rank has some of the experts "
+        "only; leave it out: all ranks have all experts then, and ZeRO-3 shares out their weights",
+        2,
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ),
+    "layers of experts": Refused(
+        "mixture-of-experts layers of DeepSpeed: expert parallelism, in which each rank has some "
+        "of the experts only; use layers that have all experts on all ranks, as those of "
+        "transformers: ZeRO-3 shares out their weights",
+        layers="experts",
+    ),
+    "sequences by a mesh": Refused(
+        "sequence_parallel_size and data_parallel_size: ZeRO would cut over the data ranks alone, "
+        "and sequence ranks hold copies; leave them out. With a plain engine, sequence "
+        "parallelism goes by an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        2,
+        {"sequence_parallel_size": 2, "data_parallel_size": 1},
+    ),
+    "random-LTD": Refused(
+        "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave "
+        "it out",
+        2,
+        ltd(),
+    ),
+    "a curriculum": Refused(
+        "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would "
+        "be lost; leave it out, and order the data in a sampler of your own",
+        2,
+        curriculum(),
+    ),
+    "1-bit Adam": Refused(
+        "the optimizer OnebitAdam: its state is each rank's own; use Adam or AdamW",
+        0,
+        made_by_deepspeed("OneBitAdam"),
+    ),
+    "1-bit LAMB": Refused(
+        "the optimizer OnebitLamb: its state is each rank's own; use Adam or AdamW",
+        0,
+        made_by_deepspeed("OneBitLamb"),
+    ),
+    "0/1 Adam": Refused(
+        "the optimizer ZeroOneAdam: its state is each rank's own; use Adam or AdamW",
+        2,
+        made_by_deepspeed("ZeroOneAdam"),
+    ),
+    "LAMB": Refused(
+        "the optimizer FusedLamb: its update depends on how the parameters are cut; use stage 0, "
+        "or Adam or AdamW",
+        2,
+        made_by_deepspeed("Lamb"),
+    ),
+    "LBFGS": Refused(
+        "the optimizer LBFGS: its step calls a closure, which ZeRO does not pass; use Adam or "
+        "AdamW",
+        optimizer="torch.optim.LBFGS",
+    ),
+    "SparseAdam": Refused(
+        "the optimizer SparseAdam: it takes sparse gradients only, and ZeRO's are dense; use Adam "
+        "or AdamW",
+        3,
+        optimizer="torch.optim.SparseAdam",
+    ),
+    "Adafactor in stage 0": Refused(
+        "the optimizer Adafactor in stage 0: it keeps factors of each matrix there, which cannot "
+        "be cut for another number of devices; use stage 1, 2 or 3",
+        0,
+        optimizer="torch.optim.Adafactor",
+    ),
+    "Adafactor in stage 0 and bf16": Refused(
+        "the optimizer Adafactor in stage 0: it keeps factors of each matrix there, which cannot "
+        "be cut for another number of devices; use stage 1, 2 or 3",
+        0,
+        optimizer="torch.optim.Adafactor",
+        precision="bf16-mixed",
+    ),
+    "Adagrad of two groups": Refused(
+        "Adagrad with 2 parameter groups: DeepSpeed itself collapses them into 1 when it starts; "
+        "put all parameters into one group",
+        optimizer="torch.optim.Adagrad",
+        groups=2,
+    ),
+}
+"""On releases of DeepSpeed that have all of it or not: what is refused by its name is in all."""
+
+NEWER = {
+    "torch.optim.Muon": Refused(
+        "the optimizer torch.optim.Muon in ZeRO: it steps whole matrices, which are cut; use stage "
+        '0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)',
+        2,
+        optimizer="torch.optim.Muon",
+        layers="matrices",
+    ),
+}
+"""What older releases do not have: torch's Muon came with 2.9."""
+
+
+def quantized(optimizer: str, stage: int = 2) -> Refused:
+    """Return what is said of an optimizer with few bits."""
+    package, _, name = optimizer.partition(".optim.")
+    return Refused(
+        f"the optimizer {package}.{name}: its state is quantized in blocks of the flat buffer, "
+        "which cannot be cut elsewhere bit for bit; use one with 16 or 32 bits",
+        stage,
+        optimizer=optimizer,
+    )
+
+
+OF_OTHER_PACKAGES = {
+    "torchao": {
+        case.optimizer: case
+        for case in (
+            quantized("torchao.optim.AdamW8bit"),
+            quantized("torchao.optim.Adam8bit", 0),
+            quantized("torchao.optim.AdamW4bit", 3),
+            quantized("torchao.optim.AdamWFp8", 1),
+        )
+    },
+    "bitsandbytes": {
+        case.optimizer: case
+        for case in (
+            quantized("bitsandbytes.optim.AdamW8bit"),
+            quantized("bitsandbytes.optim.PagedAdamW8bit", 3),
+            quantized("bitsandbytes.optim.Lion8bit", 0),
+            Refused(
+                "the optimizer bitsandbytes.LAMB: its update depends on the norm of a whole "
+                "parameter, which is cut; use Adam or AdamW",
+                optimizer="bitsandbytes.optim.LAMB",
+            ),
+            Refused(
+                "the optimizer bitsandbytes.AdEMAMix: two moments of a parameter are one tensor, "
+                "which has no rule by which it could be cut; use Adam or AdamW",
+                optimizer="bitsandbytes.optim.AdEMAMix",
+            ),
+        )
+    },
+}
+"""By package, which has to be installed."""
+
+
+class Net(pl.LightningModule):
+    """Two layers, or DeepSpeed's experts, and an optimizer of any class."""
+
+    def __init__(self, case: Refused) -> None:
+        super().__init__()
+        self.case = case
+
+    def configure_model(self) -> None:
+        """Make the layers."""
+        if hasattr(self, "net"):
+            return
+        bias = self.case.layers != "matrices"
+        into, out = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.net = nn.Sequential(into, out)
+        if self.case.layers == "experts":
+            from deepspeed.moe.layer import MoE
+
+            self.experts = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Return a loss."""
+        x = batch[0].to(next(self.net.parameters()).dtype)
+        return torch.as_tensor(self.net(x).float().pow(2).mean())
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - None, too
+        """Return the optimizer, unless DeepSpeed makes it."""
+        if "optimizer" in self.case.config:
+            return None
+        groups: list[dict[str, Any]] = [{"params": [*self.parameters()]}]
+        if self.case.layers == "experts":
+            from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+            groups = split_params_into_different_moe_groups_for_optimizer(
+                {"params": groups[0]["params"], "name": "all"}
+            )
+        if self.case.groups == 2:
+            all_of_them = groups[0]["params"]
+            groups = [{"params": all_of_them[:2]}, {"params": all_of_them[2:]}]
+        return class_of(self.case.optimizer)(groups, lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return two batches per rank."""
+        return DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=2)
+
+
+def said_by_trainer(root: str, case: Refused) -> str:
+    """Fit, and return what was raised, and after how many steps."""
+    warnings.simplefilter("ignore")
+    options = dict(case.config)
+    options["zero_optimization"] = {
+        "stage": case.stage,
+        **SMALL_BUCKETS,
+        **options.get("zero_optimization", {}),
+    }
+    strategy = elastic(config=UNTESTED | options)
+    saves = ModelCheckpoint(f"{root}/saves")
+    trainer = quiet_trainer(strategy, saves, max_epochs=1, precision=case.precision)
+    said = error_text(lambda: trainer.fit(Net(case)))
+    return f"{said} (after {trainer.global_step} steps)"
+
+
+def said_of_all(root: str, cases: Mapping[str, Refused]) -> dict[str, str]:
+    """Try all, one after another, in one process."""
+    return {name: said_by_trainer(root, case) for name, case in cases.items()}

@@ -1,0 +1,91 @@
+"""What cannot be saved and resumed is refused at setup, by the sentence that the docs have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine._worker_pool import ForkServer, Pools
+from tests.timeouts import HANG_TIMEOUT_S
+from tests.trainer._refused_engines import BY_SAVE, said_by_save
+from tests.trainer._refused_setups import (
+    BY_TRAINER,
+    HEADING,
+    NEWER,
+    OF_OTHER_PACKAGES,
+    Refused,
+    said_of_all,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "configurations.md"
+
+
+def refuse_all(worlds: Pools, folder: Path, cases: Mapping[str, Refused]) -> None:
+    """Fail unless each rank is told the sentence alone, before a step, and nothing is written."""
+    for said in worlds.run(2, partial(said_of_all, str(folder), cases), HANG_TIMEOUT_S):
+        wanted = {
+            name: f"{HEADING}  - {case.sentence} (after 0 steps)" for name, case in cases.items()
+        }
+        assert said == wanted
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.engine
+def test_a_trainer_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """In setup, whatever the installed release of DeepSpeed has of it, by one sentence."""
+    refuse_all(worlds, tmp_path, BY_TRAINER)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9")
+def test_newer_optimizers_are_refused(worlds: Pools, tmp_path: Path) -> None:
+    """As above, where torch has them."""
+    refuse_all(worlds, tmp_path, NEWER)
+
+
+@pytest.mark.engine
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("package", OF_OTHER_PACKAGES)
+def test_optimizers_with_few_bits_are_refused(package: str, worlds: Pools, tmp_path: Path) -> None:
+    """By name, with the package that they are of, where it is installed."""
+    pytest.importorskip(package)
+    refuse_all(worlds, tmp_path, OF_OTHER_PACKAGES[package])
+
+
+@pytest.mark.engine
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("case", BY_SAVE)
+def test_an_engine_is_refused(case: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    """At its first save, on each rank, and nothing is written: no Trainer comes that far."""
+    own = Pools(fork_server)  # DeepSpeed keeps its groups for the process.
+    try:
+        messages = own.run(2, partial(said_by_save, case, str(tmp_path / "never.ckpt")))
+    finally:
+        own.close()
+    reasons = "".join(f"\n  - {reason}" for reason in BY_SAVE[case][1])
+    for message in messages:
+        heading, _, found = message.partition(":\n")
+        assert heading.startswith("UnsupportedError: step 'save: look at the engine at step 0'")
+        assert heading.endswith("lightning_elastic_zero cannot save and resume this run")
+        assert f"\n{found}" == reasons
+    assert not list(tmp_path.iterdir())
+
+
+def sentences() -> set[str]:
+    """Return all sentences of the tables; one for all names of optimizers with few bits."""
+    of_trainers = [BY_TRAINER, NEWER, *OF_OTHER_PACKAGES.values()]
+    found = {case.sentence for cases in of_trainers for case in cases.values()}
+    found = found.union(*(reasons for _, reasons in BY_SAVE.values()))
+    return {re.sub(r"\w+\.\w+(?=: its state is quantized)", "PACKAGE.NAME", s) for s in found}
+
+
+def test_the_docs_have_each_sentence() -> None:
+    """Word for word, and no other: what a user gets is what the page says."""
+    section = PAGE.read_text().partition("## What is refused")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert {row[-1].removesuffix(" |") for row in rows} == sentences()
