@@ -23,8 +23,8 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_elastic_zero.coordination.any_rank import any_rank
 from lightning_elastic_zero.coordination.client import StoreRanks
-from lightning_elastic_zero.coordination.flag_broadcast import broadcast_flag
 from lightning_elastic_zero.coordination.gloo_shutdown import wait_for_gloo_at_exit
 from lightning_elastic_zero.coordination.rendezvous import leave_shared_store, size_of_process_group
 from lightning_elastic_zero.coordination.store_connection import check_open_file_limit
@@ -41,7 +41,7 @@ __all__ = [
     "Ranks",
     "StoreRanks",
     "Timeouts",
-    "broadcast_flag",
+    "any_rank",
     "connect_ranks",
     "leave_shared_store",
     "size_of_process_group",

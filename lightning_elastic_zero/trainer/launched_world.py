@@ -42,6 +42,9 @@ agent waits for anything: 10 minutes for others to join, 5 for them to end.
 
 _TOLD = "nodes_told"
 
+_CONFIGURED = "_parallel_devices"
+"""Lightning's own name."""
+
 
 class NodesOfJob:
     """The number of nodes: those that torchrun has started, or what the Trainer was told."""
@@ -70,25 +73,29 @@ class NodesOfJob:
         vars(strategy)[_TOLD] = told
 
 
-def devices_of_node(
-    strategy: DeepSpeedStrategy, told: list[torch.device] | None
-) -> list[torch.device] | None:
-    """Return this node's devices: as many as it has ranks, where torchrun or Ray has started them.
+class DevicesOfNode:
+    """This node's devices: as many as torchrun or Ray has started ranks on it, or as configured.
 
     CPUs are numbered too: DeepSpeed wants each device's index.
-
-    Args:
-        strategy: one that has its accelerator and cluster environment, once there are devices.
-        told: the devices of the Trainer's ``devices``.
     """
-    accelerator = strategy.accelerator
-    if told and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
-        here = int(os.environ[RANKS_OF_NODE])
-        if here != len(told):
-            told = accelerator.get_parallel_devices(accelerator.parse_devices(here))
-    if told and told[0].type == "cpu":
-        return [torch.device("cpu", index) for index in range(len(told))]
-    return told
+
+    def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
+        """Return them, None before there are any; of the class, this descriptor."""
+        if strategy is None:
+            return self
+        told: list[torch.device] | None = vars(strategy)[_CONFIGURED]
+        accelerator = strategy.accelerator
+        if told and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
+            here = int(os.environ[RANKS_OF_NODE])
+            if here != len(told):
+                told = accelerator.get_parallel_devices(accelerator.parse_devices(here))
+        if told and told[0].type == "cpu":
+            return [torch.device("cpu", index) for index in range(len(told))]
+        return told
+
+    def __set__(self, strategy: DeepSpeedStrategy, told: list[torch.device] | None) -> None:
+        """Take the Trainer's, for when nobody has started ranks."""
+        vars(strategy)[_CONFIGURED] = told
 
 
 def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:

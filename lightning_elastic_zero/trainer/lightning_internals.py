@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
@@ -106,6 +107,8 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
 
 NOT_CHECKED = {
     "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
+    "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
+    "_signal_connector": "a trainer's",
     "_iterator": "torch's DataLoader: a copy is to have none; there it is written only",
 }
 """Private names of others that nothing depends on."""
@@ -265,11 +268,42 @@ def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
-def replace_sigterm_broadcast(trainer: pl.Trainer, function: Callable[[], None]) -> None:
-    """Replace what the loop does before each batch to hear of a SIGTERM; before 2.5.2: nothing."""
-    loop = trainer.fit_loop.epoch_loop
-    if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = function  # type: ignore[method-assign]
+@dataclass(frozen=True)
+class SigtermSteps:
+    """What a trainer does at a SIGTERM, and to hear of another rank's."""
+
+    handler: Callable[[int, object], None]
+    before_batch: Callable[[], None]
+    after_batch: Callable[[object], None]
+    after_epoch: Callable[[], None]
+
+
+def replace_sigterm_steps(trainer: pl.Trainer, steps: SigtermSteps) -> None:
+    """Replace them; before 2.5.2 nothing: there each rank ends by itself, without collectives."""
+    fit: Any = trainer.fit_loop
+    connector = getattr(trainer, "_signal_connector", None)
+    if hasattr(fit.epoch_loop, "_broadcast_sigterm_tensor") and connector is not None:
+        fit.epoch_loop._broadcast_sigterm_tensor = steps.before_batch
+        fit.epoch_loop.on_advance_end = steps.after_batch
+        fit.on_advance_end = steps.after_epoch
+        connector._sigterm_notifier_fn = steps.handler
+
+
+def end_batch(trainer: pl.Trainer, fetcher: object) -> None:
+    """Do what Lightning does after a batch: validate, update schedulers, hear of a SIGTERM."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    type(loop).on_advance_end(loop, fetcher)
+
+
+def end_epoch(trainer: pl.Trainer) -> None:
+    """Do what Lightning does after an epoch: callbacks, metrics, hear of a SIGTERM."""
+    loop: Any = trainer.fit_loop
+    type(loop).on_advance_end(loop)
+
+
+def note_sigterm(trainer: pl.Trainer) -> None:
+    """Set what ``trainer.received_sigterm`` says."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:

@@ -17,7 +17,7 @@ from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
 from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
 from lightning_elastic_zero.strategy_registry import register_names
-from lightning_elastic_zero.trainer import launched_world, sigterm_broadcast
+from lightning_elastic_zero.trainer import launched_world, sigterm
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
@@ -85,6 +85,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     _accumulation: GradientAccumulation  # of one fit, as the next ones
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
     num_nodes = launched_world.NodesOfJob()  # as torchrun has started them
+    parallel_devices: Any = launched_world.DevicesOfNode()  # likewise
 
     def __init__(
         self,
@@ -154,16 +155,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             self._ranks = self._manager.training_ranks()
         return self._ranks
 
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this node: as many as torchrun has started ranks, or as configured."""
-        return launched_world.devices_of_node(self, self._parallel_devices)
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
-
     @override
     def setup_environment(self) -> None:
         self._warning_filters.begin()
@@ -192,7 +183,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
         check_supported(engine := self.deepspeed_engine)
         if fitting:
-            sigterm_broadcast.raise_failures(trainer)
+            sigterm.stop_together(trainer)
             self._last_fit.begin(engine)
             self._accumulation = GradientAccumulation(engine)
             self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))
@@ -384,6 +375,12 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Wait for the save in flight; raise on all ranks what it failed by."""
         self.wait_for_save()
         super().on_train_end()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Set the exit code of a process that SIGTERM ends, for torchrun's agent."""
+        sigterm.set_exit_code(exception)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -226,6 +226,10 @@ class Job:
         """Return what a node has printed so far."""
         return (self.folder / f"node-{node}.log").read_text(errors="replace")
 
+    def forced(self) -> list[int]:
+        """Return the nodes whose agents killed workers that did not end by SIGTERM within 30 s."""
+        return [node for node in self.agents if "forcefully exiting" in self.log_of(node)]
+
     def output_tail(self) -> str:
         """Return the end of what each node has printed."""
         return "\n".join(f"-- node {node}\n{self.log_of(node)[-6000:]}" for node in self.agents)

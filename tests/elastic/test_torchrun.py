@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.elastic._job import SAVE_EVERY, STEPS, Job, job
+from tests.elastic._job import EPOCHS, SAVE_EVERY, STEPS, Job, job
 from tests.elastic._namespaces import can_make_namespaces, job_in_namespaces
 from tests.elastic._steps import (
     Undisturbed,
@@ -19,7 +22,11 @@ from tests.elastic._steps import (
     seconds_to_next_step,
     steps_taken_again,
 )
+from tests.engine._worker_pool import ForkServer
+from tests.examples._cli_programs import run_cli
+from tests.ports import free_port
 from tests.tables import ELASTIC
+from tests.timeouts import HANG_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
@@ -45,9 +52,7 @@ def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) ->
     check_steps(lines, undisturbed)
     again = steps_taken_again(lines)
     assert max(again.values()) <= SAVE_EVERY
-    events = EventAccumulator(str(nodes.folder))
-    events.Reload()
-    assert {event.step for event in events.Scalars("train_loss")} == set(range(STEPS))
+    check_curve(nodes, undisturbed)
     assert nodes.last_step() == STEPS
     assert [path.name for path in nodes.checkpoints.glob("last*")] == ["last.ckpt"]
     assert not nodes.unpublished()
@@ -56,6 +61,25 @@ def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) ->
     lost = next(steps for start, steps in again.items() if start > since)
     ELASTIC.count(event, "steps taken again", lost)
     ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
+
+
+def check_curve(nodes: Job, undisturbed: Undisturbed) -> None:
+    """Check TensorBoard's files: one for each start of a rank 0, all in the one folder.
+
+    A step that was taken twice stands in two of them, likewise; each has the undisturbed loss.
+    """
+    lines = nodes.lines()
+    starts = [line for line in lines if not line.is_step and line.rank == 0]
+    assert len(list(nodes.folder.rglob("events.out.tfevents.*"))) == len(starts)
+    events = EventAccumulator(str(nodes.folder), size_guidance={"scalars": 0})
+    events.Reload()
+    logged: dict[int, list[float]] = defaultdict(list)
+    for event in sorted(events.Scalars("train_loss"), key=lambda event: event.wall_time):
+        logged[event.step + 1].append(event.value)
+    assert set(logged) == set(undisturbed)
+    for step, values in logged.items():
+        assert len(values) <= len({line.met_at for line in lines if line.step == step})
+        assert values == pytest.approx([undisturbed[step].loss] * len(values), rel=1e-5)
 
 
 @pytest.mark.rotating_tests(1, group="in fresh processes")
@@ -93,8 +117,16 @@ def lose_two_nodes(nodes: Job) -> float:
     return nodes.kill(SECOND, THIRD)
 
 
+def end_the_first_node(nodes: Job) -> float:
+    """End the agent of rank 0's node by SIGTERM, which it passes on to its worker, and no other."""
+    nodes.killed.add(FIRST)  # an agent that is told to stop does not end by 0
+    now = time.time()
+    os.kill(nodes.agents[FIRST].pid, signal.SIGTERM)
+    return now
+
+
 EVENTS = [
-    (lose_a_worker, (FIRST, SECOND)),
+    (end_the_first_node, (FIRST, SECOND)),
     (lose_a_node, (FIRST, SECOND)),
     (lose_two_nodes, (FIRST, SECOND, THIRD)),
     # Of three, so that the rest has to learn of another meeting place.
@@ -119,25 +151,62 @@ def test_what_is_lost(
         nodes.go_on(AT)
         nodes.finish()
         check_job(nodes, undisturbed, event.__name__.replace("_", " "), since)
+        assert not nodes.forced()
 
 
 @pytest.mark.long
-def test_a_node_that_comes_back(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """All ranks are stopped, and a larger world goes on, twice: after a loss and a gain."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_node_that_comes_back(workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """All ranks are stopped, and a larger world goes on, twice: after a loss and a gain.
+
+    Nodes and devices are those of torchrun, whatever the configuration says of them.
+    """
     with job(tmp_path / "run") as nodes:
+        nodes.own_settings["WORKERS"] = str(workers)
         nodes.hold(AT)
         nodes.hold(LATER)
         nodes.start(FIRST, SECOND)
-        nodes.wait_for_step(AT, world=2)
+        nodes.wait_for_step(AT, world=2 * workers)
         nodes.kill(SECOND)
         nodes.go_on(AT)
-        nodes.wait_for_step(LATER, world=1)
+        nodes.wait_for_step(LATER, world=workers)
         since = time.time()
         nodes.start(SECOND)
-        nodes.wait_for_start(world=2, since=since)
+        nodes.wait_for_start(world=2 * workers, since=since)
         nodes.go_on(LATER)
         nodes.finish()
-        check_job(nodes, undisturbed, "a node comes back", since)
+        name = "a node comes back" + (", each with 2 workers" if workers > 1 else "")
+        check_job(nodes, undisturbed, name, since)
+        assert not nodes.forced()
+
+
+@pytest.mark.long
+def test_the_saved_configuration_is_of_use(
+    undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """It is written again by each start; alone, it goes on with the run, without torchrun."""
+    with job(tmp_path / "run") as nodes:
+        nodes.hold(AT)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        since = lose_a_worker(nodes)
+        nodes.go_on(AT)
+        nodes.finish()
+        check_job(nodes, undisturbed, "lose a worker", since)
+    (saved,) = nodes.folder.rglob("fit.yaml")
+    assert saved.stat().st_mtime > since
+    command = ["fit", f"--config={saved}", f"--trainer.max_epochs={EPOCHS + 1}"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone = fork_server.start_program(partial(run_cli, command, tmp_path, meeting), tmp_path, "on")
+    try:
+        status = alone.wait(time.monotonic() + HANG_TIMEOUT_S)
+        assert status == 0, alone.stderr.read_text()[-4000:]
+    finally:
+        alone.kill()
+    went_on = [line for line in nodes.lines() if line.step > STEPS and line.is_step]
+    assert {(line.step, line.world) for line in went_on} == {
+        (step, 1) for step in range(STEPS + 1, STEPS + STEPS // EPOCHS + 1)
+    }
 
 
 @pytest.mark.long
@@ -179,7 +248,7 @@ def test_a_node_that_stops_for_a_minute(undisturbed: Undisturbed, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.skipif(not can_make_namespaces(), reason="no rights to make network namespaces")
 def test_a_node_that_is_cut_off(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """The rest goes on without it, and it can neither train nor save on its own."""
+    """The rest goes on without it; its worker neither trains nor saves, and has ended by then."""
     with job_in_namespaces(tmp_path / "run", (FIRST, SECOND), TIMEOUT) as nodes:
         nodes.hold(AT)
         nodes.start(FIRST, SECOND)
@@ -187,7 +256,13 @@ def test_a_node_that_is_cut_off(undisturbed: Undisturbed, tmp_path: Path) -> Non
         since = nodes.cut_off(SECOND)
         nodes.go_on(AT)
         nodes.finish()
+        # Its agent reads from its lost connection to the store for as long as the system lets it.
+        assert not nodes.processes(SECOND, agent=False)
         check_job(nodes, undisturbed, "a node's network is cut", since)
+        # Whatever has begun or taken a step since has met at the first node's address.
+        later = [line for line in nodes.lines() if line.time > since]
+        here = nodes.settings(FIRST)["ADDRESS"]
+        assert {(line.world, line.met_at.partition(":")[0]) for line in later} == {(1, here)}
 
 
 @pytest.mark.long

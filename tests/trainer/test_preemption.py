@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
-from lightning_elastic_zero import PreemptionCheckpoint
+from lightning_elastic_zero import PreemptionCheckpoint, verify_checkpoint
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_data import IndexedSamples
@@ -209,9 +212,9 @@ def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Pr
 
 
 def fit_until_preempted(
-    run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False
+    run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False, notice: str = ""
 ) -> Preempted:
-    """Fit; the last rank is told after step 3, by a file or by signals."""
+    """Fit; the last rank is told after step 3, by a file, by who looks for it, or by signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     before = {name: signal.getsignal(signal.Signals[name]) for name in ("SIGTERM", "SIGUSR1")}
     is_told = comm.get_rank() == comm.get_world_size() - 1
@@ -219,7 +222,7 @@ def fit_until_preempted(
     file = Path(run.root) / "notice"
     tells = [Appears(file, 3)] if is_told and not names else []
     sends = [SendsSignals(names, 3, in_save)] if is_told and names else []
-    preemption = PreemptionCheckpoint(str(file) if is_told else None)
+    preemption = PreemptionCheckpoint((notice or str(file)) if is_told else None)
     trainer = trainer_of(run, [*tells, *sends, SlowsDown(), preemption, saves_of(run)])
     code = -1
     try:
@@ -289,6 +292,47 @@ def test_it_goes_on_where_it_was_preempted(
         assert resumed.global_step == STEPS
         for at, loss in resumed.losses.items():
             assert loss == pytest.approx(whole.losses[at], rel=1e-4), at
+
+
+@contextmanager
+def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
+    """Yield the URL of a server that says whether a file is there, as Google Cloud's does."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answers.append("TRUE" if file.exists() else "FALSE")
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answers[-1].encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/computeMetadata/v1/instance/preempted"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_notice_by_a_url(background: bool, worlds: Pools, tmp_path: Path) -> None:
+    """A server is asked while the run trains, and believed: all is saved within the grace."""
+    root = tmp_path / "run"
+    run = RunSpec(stage=2, root=str(root), strategy={"async_save": background})
+    answers: list[str] = []
+    with metadata_server(root / "notice", answers) as url:
+        ended = worlds.run(2, partial(fit_until_preempted, run, notice=url))
+    assert answers.count("TRUE") == 1  # then nobody asks again
+    assert answers[-1] == "TRUE"
+    assert [e.code for e in ended] == [EXIT_CODE, 0]
+    assert 0.0 < max(e.seconds for e in ended) < GRACE_S
+    (step,) = {e.step for e in ended}
+    saved = verify_checkpoint(root / NAME)
+    assert (saved.is_sound, saved.steps) == (True, step)
 
 
 @pytest.mark.parametrize(

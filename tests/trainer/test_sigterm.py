@@ -6,22 +6,52 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.engine._worker_pool import Pools
+from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer._quiet_trainer import elastic
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
 from tests.trainer._trainer_reuse import LENGTH, make_trainer
 
 pytestmark = pytest.mark.engine
+
+
+HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+"""Before the collectives of a step, amid them, and after them."""
+
+
+class TerminatesAt(Callback):
+    """Gets SIGTERMs on this rank, each in a hook of the batch after so many steps."""
+
+    def __init__(self, places: tuple[tuple[str, int], ...]) -> None:
+        self.places = places
+
+    def _pass(self, hook: str, trainer: pl.Trainer) -> None:
+        for place in self.places:
+            if place == (hook, trainer.fit_loop.epoch_loop.total_batch_idx):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._pass("on_train_batch_start", trainer)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._pass("on_before_optimizer_step", trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._pass("on_train_batch_end", trainer)
 
 
 class Terminates(Callback):
@@ -85,3 +115,43 @@ def test_a_second_fit_can_be_terminated(
         assert ends[1] in {"SIGTERM at 2", "SIGTERM at 3"}
         assert ends[2] == "went on to the end"
         assert step == 4
+
+
+Places: TypeAlias = tuple[tuple[tuple[str, int], ...], ...]
+"""Of each rank: hooks, and the batch."""
+
+
+def terminated_at(places: Places, stage: int) -> str:
+    """Fit two epochs of four batches on ranks that get SIGTERM; return how that has ended."""
+    terminates = TerminatesAt(places[dist.get_rank()])
+    strategy = elastic(stage=stage, global_batch_size=12)
+    trainer = make_trainer(strategy, terminates, max_epochs=2, limit_train_batches=4)
+    train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6, shuffle=True)
+    try:
+        trainer.fit(RecordingNet(RunSpec(length=LENGTH)), train)
+    except SIGTERMException:
+        return f"SIGTERM at {trainer.global_step}"
+    return f"went on to {trainer.global_step}"
+
+
+TOGETHER = [
+    *(((((HOOKS[a], 2),), ((HOOKS[b], 2),)), "SIGTERM at 3") for a in range(3) for b in range(3)),
+    (((), ((HOOKS[1], 2),)), "SIGTERM at 3"),
+    ((((HOOKS[1], 2),), ()), "SIGTERM at 3"),
+    ((((HOOKS[0], 2), (HOOKS[2], 2)), ((HOOKS[1], 2),)), "SIGTERM at 3"),
+    # After the last batch of an epoch the ranks go on to the next one, where there is one.
+    ((((HOOKS[1], 3),), ()), "SIGTERM at 4"),
+    (((), ((HOOKS[2], 3),)), "SIGTERM at 4"),
+    ((((HOOKS[1], 7),), ()), "went on to 8"),
+]
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize(("places", "end"), TOGETHER)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_end_after_the_same_batch(
+    stage: int, places: Places, end: str, worlds: Pools
+) -> None:
+    """Whichever of them get the signal, wherever in a step: none waits for what never comes."""
+    ends = worlds.run(2, partial(terminated_at, places, stage), timeout_s=PROMPT_TIMEOUT_S)
+    assert ends == [end, end]
