@@ -12,6 +12,9 @@ import torch
 _LARGE_BYTES = 4 << 20
 """From this size on memory is mapped by itself: less holds no large page, whose size is 2 MB."""
 
+_CHUNK_BYTES = 256 << 10
+"""From this size on a chunk is mapped by itself, which costs less than filling it."""
+
 LARGE_PAGES = "MADV_HUGEPAGE"
 """Pages of 2 MB where the system has such: one page fault in the place of 512."""
 
@@ -36,6 +39,25 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if size_bytes < _LARGE_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     return map_pages(size_bytes, (LARGE_PAGES,)).view(dtype).view(tuple(shape))
+
+
+def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory on the host for a part of a tensor, to be filled; nobody keeps it when it ends.
+
+    Not ``torch.empty``: of many chunks one after the other, malloc may reuse none, where something
+    small was allocated behind each. A process then grows as if it held the whole tensor.
+
+    Args:
+        numel: elements of the 1-D tensor that is returned.
+        dtype: of each.
+
+    Raises:
+        OSError: the system has no memory.
+    """
+    size_bytes = numel * dtype.itemsize
+    if size_bytes < _CHUNK_BYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return map_pages(size_bytes, (LARGE_PAGES,)).view(dtype)
 
 
 def map_pages(size_bytes: int, advice: Sequence[str]) -> torch.Tensor:

@@ -17,6 +17,7 @@ import xxhash
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.manifest import Manifest, Plain
 from lightning_elastic_zero.storage import ignore_progress
@@ -256,7 +257,7 @@ class CheckpointReader(ABC):
         if not _comparable(masters.dtype, dtype):
             return 0
         for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
-            low = torch.empty(stop - start, dtype=dtype)
+            low = host_chunk(stop - start, dtype)
             bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], on_bytes)
             master = masters[start - run.start : stop - run.start].cpu()
             if not same_rounded(master, low):

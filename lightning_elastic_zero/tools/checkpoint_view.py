@@ -22,6 +22,7 @@ from lightning_elastic_zero.formats import (
     open_checkpoint,
 )
 from lightning_elastic_zero.key_mapping import KeyMapping
+from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.manifest import Manifest, Parameter
 from lightning_elastic_zero.storage import check_local_path, existing_path, ignore_bytes
@@ -190,7 +191,7 @@ class OpenCheckpoint:
     def elements(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         """Return a run of a parameter's elements, in the type in which they are stored."""
         transfers = self._transfers(entry, start, stop)
-        target = torch.empty(stop - start, dtype=self._stored_dtype(entry.key, transfers[0]))
+        target = host_chunk(stop - start, self._stored_dtype(entry.key, transfers[0]))
         self.reader.read(transfers, [{entry.key: target}], self._on_bytes)
         return target
 
@@ -219,7 +220,7 @@ class OpenCheckpoint:
             if held + numel > CHUNK_ELEMENTS:
                 yield from self._read(batch, transfers)
                 batch, transfers, held = [], [], 0
-            target = torch.empty(numel, dtype=self._stored_dtype(entry.key, transfer))
+            target = host_chunk(numel, self._stored_dtype(entry.key, transfer))
             transfers.append(replace(transfer, target_buffer=len(batch)))
             batch.append(StateRun(entry, transfer.start, target))
             held += numel

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "formats": {
         "text",
         "key_mapping",
+        "large_pages",
         "tensor_state",
         "manifest",
         "json_records",
@@ -85,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "formats",
         "display_timer",
         "key_mapping",
+        "large_pages",
         "requirements",
         "storage",
         "state_fingerprint",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,7 +31,6 @@ from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.core._checkpoints import names_in
 from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
-from tests.timeouts import HANG_TIMEOUT_S
 from tests.tools import _other_software
 from tests.tools._checkpoints import WholeState, make_state, write_elastic
 
@@ -382,57 +379,6 @@ def test_an_optimizer_is_written_whole(to: str, patterns: ConvertOptions, tmp_pa
         convert_checkpoint(source, tmp_path / "out", to, chosen)
     assert not (tmp_path / "out").exists()
     convert_checkpoint(source, tmp_path / "out", to, replace(chosen, optimizer=False))
-
-
-STREAM = """
-import resource, sys
-from pathlib import Path
-from lightning_elastic_zero.tools.conversion import convert_checkpoint
-import lightning_elastic_zero.formats.dcp.writer
-source, target, to, limit = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-
-def memory(what):  # ru_maxrss would be that of the process that has started this one
-    status = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (int(line.split()[1]) << 10 for line in status if line.startswith(what + ":"))
-    return found
-
-if limit:
-    limit += memory("VmSize")
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-before = memory("VmRSS")
-convert_checkpoint(source, target, to)
-print(memory("VmHWM") - before)
-"""
-
-
-@pytest.mark.parametrize(
-    ("to", "limit_mb"),
-    [
-        # It takes 64 to 128 MB, as its two threads fall together.
-        ("safetensors", 160),
-        pytest.param("dcp", 160, marks=pytest.mark.long),
-        # torch.save is handed addresses for all tensors, though no memory: no limit on those.
-        pytest.param("fp32", 0, marks=pytest.mark.long),
-        pytest.param("elastic", 0, marks=pytest.mark.long),
-    ],
-)
-def test_memory_is_bounded(to: str, limit_mb: int, tmp_path: Path) -> None:
-    """A state is converted by a process that may not have as much memory as it takes."""
-    state = make_state({"w": (48, 1_000_000)})
-    state.groups, state.rates = (("w",),), (1e-3,)
-    source = write_elastic(tmp_path / "a.ckpt", state, 3, 2, weights_only=True)
-    assert sum(f.stat().st_size for f in source.rglob("*.pt")) > 190_000_000
-    del state
-    command = [sys.executable, "-c", STREAM, str(source), str(tmp_path / "out"), to]
-    done = subprocess.run(
-        [*command, str(limit_mb << 20)],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 128 << 20
 
 
 PROGRAMS = [

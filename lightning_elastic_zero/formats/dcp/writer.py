@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
+from lightning_elastic_zero.large_pages import map_pages
 from lightning_elastic_zero.layout import spans
 from lightning_elastic_zero.storage import ignore_bytes
 
@@ -69,7 +70,10 @@ def write_directory(
         OSError: the system did not take the bytes.
     """
     planner = _ChunkPlanner(tensors, objects, on_bytes)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    # Without a copy ahead it asks for a chunk when the one before is written, on GPU machines too.
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
     writer.set_up_storage_writer(is_coordinator=True)
     plan = writer.prepare_local_plan(SavePlan(planner.items))
     (plan,) = writer.prepare_global_plan([plan])
@@ -89,6 +93,8 @@ class _ChunkPlanner(SavePlanner):
         self._tensors = {format_tree_path(t.path): t for t in tensors}
         self._objects = {format_tree_path(path): value for path, value in objects.items()}
         self._on_bytes = on_bytes
+        # torch's writer keeps the last chunk of each tensor until it ends: so all have one memory.
+        self._memory = map_pages(max((_largest_chunk_bytes(t) for t in tensors), default=1), ())
         entries: dict[str, Any] = {
             key: TensorStorageMetadata(
                 TensorProperties(dtype=t.dtype), torch.Size(t.shape), list(_chunks(t.shape))
@@ -125,9 +131,14 @@ class _ChunkPlanner(SavePlanner):
         row = math.prod(tensor.shape[1:])
         start = chunk.offsets[0] * row if tensor.shape else 0
         numel = math.prod(chunk.sizes)
-        found = tensor.read(start, start + numel) if numel else torch.empty(0, dtype=tensor.dtype)
+        found = self._placed(tensor.read(start, start + numel)) if numel else _nothing(tensor)
         self._on_bytes(found.nbytes)
         return found.reshape(chunk.sizes)
+
+    def _placed(self, found: torch.Tensor) -> torch.Tensor:
+        """Return a chunk in the one memory, in a storage of its own size: torch saves those."""
+        memory = self._memory.numpy()
+        return torch.frombuffer(memory, dtype=found.dtype, count=found.numel()).copy_(found)
 
     # One process plans for itself: there is nothing to agree upon.
 
@@ -145,6 +156,15 @@ class _ChunkPlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
         return new_plan
+
+
+def _nothing(tensor: RowsSource) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype)
+
+
+def _largest_chunk_bytes(tensor: RowsSource) -> int:
+    numels = (math.prod(chunk.sizes) for chunk in _chunks(tensor.shape))
+    return max(max(numels) * tensor.dtype.itemsize, 1)
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[ChunkStorageMetadata]:

@@ -18,6 +18,7 @@ from typing import IO, Protocol, cast
 import numpy as np
 import torch
 
+from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage import ChecksummedWriter, ignore_bytes
 
@@ -25,7 +26,7 @@ COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
 
 # A mapping that is never touched takes no memory; with this flag it is not counted as promised
-# memory either. Older Pythons do not know it by name.
+# memory either, nor, where it is shared, as data (ulimit -d). Older Pythons do not know it by name.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 # torch's own checksum of each record halves the speed of writing, and nothing reads it. It can
@@ -63,7 +64,10 @@ class ChunkedSource:
     def chunks(self) -> Iterator[torch.Tensor]:
         """Yield them as 1-D tensors of the type that is written."""
         for chunk in self.fetch():
-            yield chunk.to(dtype=self.dtype)
+            if chunk.dtype == self.dtype:
+                yield chunk
+            else:
+                yield host_chunk(chunk.numel(), self.dtype).copy_(chunk)
 
 
 class PiecewiseSource:
@@ -137,7 +141,7 @@ class TorchFileWriter:
         size_bytes = source.numel * source.dtype.itemsize
         if not size_bytes:
             return torch.empty(0, dtype=source.dtype)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
         # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
         placeholder = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
         self._feeds.append(_SourceBytes(source, placeholder))
@@ -265,7 +269,9 @@ class _SourceBytes:
                 self._rest = next(self._parts, self._rest)
                 if not self._rest.nbytes:
                     self._fail(f"{size_bytes} bytes too few")
-            part, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
+            part, rest = self._rest[:size_bytes], self._rest[size_bytes:]
+            # An empty view too would keep the whole chunk alive, one of each tensor of the file.
+            self._rest = rest if rest.nbytes else memoryview(b"")
             size_bytes -= part.nbytes
             yield part
         if self._next == self.stop:

@@ -1,0 +1,93 @@
+"""What a conversion holds in memory: some chunks, whatever the size of the state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from tests.timeouts import HANG_TIMEOUT_S
+from tests.tools._checkpoints import make_state, write_elastic
+
+LARGE = "base_model.model.large.lora_A.default.weight"
+SHAPES = {
+    # In several chunks; and so many in one chunk each that to keep the last of each would show.
+    LARGE: (12, 1_000_000),
+    **{f"base_model.model.small.{i}.lora_A.default.weight": (600_000,) for i in range(10)},
+}
+LIMIT_BYTES = 128 << 20
+"""Of data that a conversion may have beside what its process had before."""
+
+MOST_BYTES = 96 << 20
+"""That it has at a time, as it is: 45 MB, and 100 from torch's directories, whose chunks torch
+reads whole."""
+
+CONVERT = """
+import resource, sys
+from pathlib import Path
+from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+import lightning_elastic_zero.formats.dcp.writer
+source, target, to, config, limit = sys.argv[1:]
+
+def memory(what):  # ru_maxrss would be that of the process that has started this one
+    status = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (int(line.split()[1]) << 10 for line in status if line.startswith(what + ":"))
+    return found
+
+most = memory("VmData") + int(limit)
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+before = memory("VmRSS")
+with_optimizer = to not in ("fp32", "bf16", "adapter")
+options = ConvertOptions(optimizer=with_optimizer or None, adapter_config=config)
+convert_checkpoint(source, target, to, options)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of 216 MB, with optimizer state; a configuration of PEFT's beside it."""
+    state = make_state(dict(SHAPES))
+    state.groups, state.rates = (tuple(SHAPES),), (1e-3,)
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    source = write_elastic(folder / "a.ckpt", state, 3, 2)
+    assert sum(f.stat().st_size for f in source.rglob("*.pt")) > LIMIT_BYTES * 1.5
+    return source
+
+
+def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
+    """Convert in a process that may not have as much memory as the state takes; return the peak."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, source, target, to, config, str(LIMIT_BYTES)],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("to", TARGETS)
+def test_memory_is_bounded(to: str, large: Path, tmp_path: Path) -> None:
+    """A state, with the optimizer's, is converted under a limit (``ulimit -d``) that is smaller."""
+    config = large.parent / "adapter_config.json"
+    assert convert_bounded(large, tmp_path / "out", to, config) < MOST_BYTES
+    # The adapter's weights are a third of it, and all that is there of it.
+    written = sum(p.stat().st_size for p in [tmp_path / "out", *tmp_path.rglob("*")] if p.is_file())
+    assert written >= 18_000_000 * 2
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize("kind", ["universal", "lightning"])
+def test_memory_is_bounded_whatever_is_read(kind: str, large: Path, tmp_path: Path) -> None:
+    """It is, of a source of another kind too."""
+    source = tmp_path / "source"
+    convert_checkpoint(large, source, kind, ConvertOptions(optimizer=True))
+    config = large.parent / "adapter_config.json"
+    assert convert_bounded(source, tmp_path / "out", "safetensors", config) < MOST_BYTES
