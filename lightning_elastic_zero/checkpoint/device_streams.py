@@ -1,16 +1,23 @@
 """Threads, streams and events on the accelerator that torch has; nothing, where there is none.
 
-CUDA is named where torch's common interface does not do: its events ignore ``blocking`` (read in
-torch 2.6 to 2.13), and pinning memory that torch did not allocate is CUDA's own (``host_buffer``).
+CUDA is named here and in no other module, where torch's common interface does not do: its events
+ignore ``blocking`` (read in torch 2.6 to 2.13), and pinning memory that torch did not allocate is
+CUDA's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+_CUDA = "cuda"
+"""CUDA, and ROCm, which torch calls so too."""
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for all devices."""
 
 
 class Event(Protocol):
@@ -74,8 +81,31 @@ def record_event(device: torch.device) -> Event:
     """Record an event on the current stream, by which a thread waits without using a processor."""
     event: Event = (
         torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        if device.type == "cuda"
+        if device.type == _CUDA
         else torch.Event(device, blocking=True)
     )
     event.record()
     return event
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether memory that torch did not allocate can be pinned for copies from a device."""
+    return device.type == _CUDA
+
+
+def pin(address: int, size_bytes: int) -> int:
+    """Lock host memory in its place, so that devices copy into it by themselves.
+
+    Returns:
+        CUDA's error; 0 where it is done.
+    """
+    return int(_cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+
+
+def unpin(address: int) -> None:
+    """Release what ``pin`` has locked."""
+    _cudart().cudaHostUnregister(address)
+
+
+def _cudart() -> Any:  # noqa: ANN401 (torch has no types for it)
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -7,19 +7,16 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
+from lightning_elastic_zero.checkpoint.device_streams import can_pin, pin, unpin
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.large_pages import LARGE_PAGES, NOT_FOR_CHILDREN, map_pages
 from lightning_elastic_zero.storage import PeriodicThread, ignore_progress
 
 _ALIGNED_BYTES = 64
 """Where tensors begin, so that copies are not slowed down."""
-
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for all devices."""
 
 _TOUCHED_BYTES = 256 << 20
 """How much is touched at a time."""
@@ -67,7 +64,7 @@ class HostBuffer:
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(aligned_bytes, tensors))]
         # Other devices copy from and to pages as they are, if not behind.
-        pinned = any(tensor.is_cuda for tensor in tensors)
+        pinned = any(can_pin(tensor.device) for tensor in tensors)
         block = self._of(starts[-1], on_progress, pinned=pinned)
         return [
             block[start : start + size].view(tensor.dtype).view(tensor.shape)
@@ -91,7 +88,7 @@ class HostBuffer:
     def release(self) -> None:
         """Release the memory, once nothing reads or fills it any more."""
         if self._block is not None and self._pinned and self.size_bytes:
-            _cudart().cudaHostUnregister(self._block.data_ptr())
+            unpin(self._block.data_ptr())
         self._block, self._pinned = None, False
 
 
@@ -139,15 +136,11 @@ def _pin(block: torch.Tensor) -> None:
     Raises:
         SaveError: the system does not allow it.
     """
-    failed = _cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE)
-    if int(failed):
+    failed = pin(block.data_ptr(), block.numel())
+    if failed:
         msg = (
             f"{block.numel() / 1e9:.1f} GB of host memory could not be pinned for a snapshot of "
-            f"the state (CUDA's error {int(failed)}): limit it by max_snapshot_bytes, save without "
+            f"the state (CUDA's error {failed}): limit it by max_snapshot_bytes, save without "
             "async_save, or allow more locked memory (ulimit -l)"
         )
         raise SaveError(msg)
-
-
-def _cudart() -> Any:  # noqa: ANN401 (torch has no types for it)
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

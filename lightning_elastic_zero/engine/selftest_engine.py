@@ -114,11 +114,14 @@ def join_ranks(device: str, timeout_s: float) -> None:
     """
     use_accelerator(device, compiles=False)
     import deepspeed  # noqa: PLC0415 (after the accelerator is chosen)
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (likewise)
 
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    on_processors = device == "cpu"
+    if not on_processors:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(
-        "nccl" if device == "cuda" else "gloo",
+        # DeepSpeed's own choice for processors may be a library that is not there.
+        "gloo" if on_processors else get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,
         timeout=timedelta(seconds=timeout_s),
     )

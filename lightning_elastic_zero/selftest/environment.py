@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,9 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems that no machine's end outlives."""
+
+_CUDA = "cuda"
+"""The kind of device on which Lightning's strategy runs, and a selftest; ROCm is called so."""
 
 _MOST_NAMES = 4
 
@@ -75,13 +79,13 @@ def device_kind() -> str:
         UnsupportedError: ``DS_ACCELERATOR`` asks for another one.
     """
     told = os.environ.get("DS_ACCELERATOR", "")
-    found = told or ("cuda" if torch.cuda.is_available() else "cpu")
-    if found not in {"cpu", "cuda"}:
+    found = told or (_CUDA if _cards().is_available() else "cpu")
+    if found not in {"cpu", _CUDA}:
         msg = (
             f"DS_ACCELERATOR={found} is set: selftest knows cuda and cpu; set one of them, or none"
         )
         raise UnsupportedError(msg)
-    if found == "cuda" and not torch.cuda.device_count():
+    if found == _CUDA and not _cards().device_count():
         msg = "DS_ACCELERATOR=cuda is set, but torch sees no GPU here: unset it to test on CPU"
         raise UnsupportedError(msg)
     return found
@@ -89,7 +93,11 @@ def device_kind() -> str:
 
 def gpu_count(kind: str) -> int:
     """Return how many GPUs this machine has for DeepSpeed: none where it uses processors."""
-    return torch.cuda.device_count() if kind == "cuda" else 0
+    return int(_cards().device_count()) if kind == _CUDA else 0
+
+
+def _cards() -> Any:  # noqa: ANN401 (torch's module of a kind of device)
+    return torch.get_device_module(_CUDA)
 
 
 def releases() -> dict[str, str]:
@@ -114,7 +122,7 @@ def device_name(kind: str, index: int) -> str:
     """
     if kind == "cpu":
         return f"CPU, {os.cpu_count()} processors"
-    seen = torch.cuda.device_count()
+    seen = _cards().device_count()
     if index >= seen:
         msg = (
             f"LOCAL_RANK={index}, but torch sees {seen} GPUs on {platform.node()}: start as many "
@@ -122,7 +130,7 @@ def device_name(kind: str, index: int) -> str:
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')} may hide some"
         )
         raise UnsupportedError(msg)
-    properties = torch.cuda.get_device_properties(index)
+    properties = _cards().get_device_properties(index)
     return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
 
 

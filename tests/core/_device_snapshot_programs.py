@@ -6,6 +6,7 @@ by itself.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 from tests.core import _late_device
+from tests.core._device_restore import restore
 
 NUMEL = 1000
 
@@ -207,12 +209,23 @@ def randomness(device: torch.device, _: Path) -> None:
         assert module.get_rng_state(other).tolist() == [1, 2, 3, 4]
 
 
+def unreadable(device: torch.device, folder: Path) -> None:
+    """Say where the memory of a tensor lies, and read there: the process ends by it."""
+    tensor = torch.ones(4).to(device)
+    assert tensor.cpu().tolist() == [1.0] * 4
+    print("reads", flush=True)
+    ctypes.string_at(tensor.data_ptr(), 4)
+    (folder / "was read").touch()
+
+
 CASES: dict[str, Callable[[torch.device, Path], Any]] = {
     "copies": copies,
     "offload": offload,
     "write": write,
     "scalars": scalars,
     "randomness": randomness,
+    "restore": restore,
+    "unreadable": unreadable,
 }
 
 

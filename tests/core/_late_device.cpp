@@ -3,7 +3,8 @@
 // It is as unforgiving as CUDA may be. What is copied on a stream of its own is read late (DELAY)
 // and holds no memory alive; memory that is given back is overwritten at once, unless a stream was
 // recorded on it. A device gets a context as soon as a thread that has it as current device asks
-// it for anything, as CUDA's runtime does.
+// it for anything, as CUDA's runtime does. Where its tensors say that they lie, no host may read or
+// write (SIGSEGV): the device itself has the same memory mapped a second time.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -14,6 +15,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -101,6 +105,35 @@ struct Block {
 };
 std::map<void*, Block> blocks;
 
+// Where the device has what a host must not touch: by its address, its size and the other one.
+std::map<char*, std::pair<size_t, char*>> mapped;
+
+// The device's own address of what a tensor's address names; any other address as it is.
+char* own_address(const void* address) {
+  auto* at = static_cast<char*>(const_cast<void*>(address));
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = mapped.upper_bound(at);
+  if (found == mapped.begin()) return at;
+  --found;
+  auto& [start, block] = *found;
+  return at < start + block.first ? block.second + (at - start) : at;
+}
+
+// Map fresh memory twice; return the address that no host may touch.
+void* map_twice(size_t size) {
+  int file = memfd_create("late device", 0);
+  TORCH_CHECK(file >= 0 && ftruncate(file, size) == 0, "no memory on the late device");
+  void* theirs = mmap(nullptr, size, PROT_NONE, MAP_SHARED, file, 0);
+  void* own = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  TORCH_CHECK(theirs != MAP_FAILED && own != MAP_FAILED, "no memory on the late device");
+  std::memset(own, 0xFF, size);
+  std::lock_guard<std::mutex> lock(mutex);
+  mapped[static_cast<char*>(theirs)] = {size, static_cast<char*>(own)};
+  blocks[theirs] = {size, {}};
+  return theirs;
+}
+
 void give_back(void* data) {
   Block block;
   {
@@ -110,7 +143,7 @@ void give_back(void* data) {
     block = at->second;
     blocks.erase(at);
   }
-  auto overwrite = [data, size = block.size] { std::memset(data, 0xFF, size); };
+  auto overwrite = [own = own_address(data), size = block.size] { std::memset(own, 0xFF, size); };
   for (auto& [queue, ticket] : block.readers)
     if (!queue->is_over(ticket)) {
       queue->give(overwrite);
@@ -122,17 +155,12 @@ void give_back(void* data) {
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     touch();
-    void* data = size ? std::malloc(size) : nullptr;
-    if (data) {
-      std::memset(data, 0xFF, size);
-      std::lock_guard<std::mutex> lock(mutex);
-      blocks[data] = {size, {}};
-    }
+    void* data = size ? map_twice(size) : nullptr;
     return {data, data, give_back, c10::Device(KIND, current_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return give_back; }
   void copy_data(void* to, const void* from, size_t size) const override {
-    std::memcpy(to, from, size);
+    std::memcpy(own_address(to), own_address(from), size);
   }
 };
 Memory memory;
@@ -278,12 +306,12 @@ at::Tensor empty_strided(
       dtype.value_or(c10::kFloat));
 }
 
-// The same memory, as the CPU sees it.
+// The same memory, as the device computes with it.
 at::Tensor as_cpu(const at::Tensor& t) {
   if (t.device().is_cpu()) return t;
   auto storage = c10::Storage(
       c10::Storage::use_byte_size_t(), t.storage().nbytes(),
-      c10::DataPtr(const_cast<void*>(t.storage().data()), c10::Device(c10::kCPU)));
+      c10::DataPtr(own_address(t.storage().data()), c10::Device(c10::kCPU)));
   auto seen = at::empty({0}, t.options().device(c10::kCPU));
   return at::cpu::set_(seen, storage, t.storage_offset(), t.sizes(), t.strides());
 }
@@ -296,7 +324,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   bool plain = from.dtype() == to.dtype() && from.is_contiguous() && to.is_contiguous() &&
       from.sizes() == to.sizes();
   if (queue && non_blocking && plain) {
-    queue->give([a = to.data_ptr(), b = from.data_ptr(), size = from.nbytes()] {
+    queue->give([a = own_address(to.data_ptr()), b = own_address(from.data_ptr()),
+                 size = from.nbytes()] {
       std::this_thread::sleep_for(DELAY);
       std::memcpy(a, b, size);
     });

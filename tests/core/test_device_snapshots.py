@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.tools._checkpoints import make_state, manifest_of, rank_state
 TIMEOUT_S = 250
 
 
-def run_case(case: str, where: str, folder: Path) -> None:
+def run_case(case: str, where: str, folder: Path, status: int = 0) -> None:
     """Run a case of ``_on_device`` in a process of its own."""
     command = [
         sys.executable,
@@ -38,7 +39,7 @@ def run_case(case: str, where: str, folder: Path) -> None:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == status, done.stderr.decode()
 
 
 @pytest.fixture(scope="session")
@@ -79,13 +80,22 @@ def test_the_writer_waits_for_small_copies_too(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["copies", "offload", "scalars", "randomness"])
+@pytest.mark.parametrize("case", ["copies", "offload", "scalars", "randomness", "restore"])
 def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
     """Copies that are made late, memory given back meanwhile, scalars and generators of a device.
+
+    What was saved there is restored on another one.
 
     In a process of its own each, since a process has one accelerator for good.
     """
     run_case(case, late_device, tmp_path)
+
+
+@pytest.mark.long
+def test_no_host_reads_the_devices_memory(late_device: str, tmp_path: Path) -> None:
+    """A read of it ends the process, so that what the cases above do, they do by copies."""
+    run_case("unreadable", late_device, tmp_path, status=-signal.SIGSEGV)
+    assert not (tmp_path / "was read").exists()
 
 
 @pytest.mark.long

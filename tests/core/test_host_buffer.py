@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import host_buffer
+from lightning_elastic_zero.checkpoint import device_streams, host_buffer
 from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer
 from lightning_elastic_zero.checkpoint.snapshot import copy_plain_data
 from lightning_elastic_zero.errors import SaveError
@@ -134,7 +134,7 @@ def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(seen) == 8:
             pins.set()
 
-    monkeypatch.setattr(host_buffer, "_cudart", lambda: Driver(pins))
+    monkeypatch.setattr(device_streams, "_cudart", lambda: Driver(pins))
     monkeypatch.setattr(host_buffer, "_TOUCHED_BYTES", MB)
     monkeypatch.setattr(host_buffer, "_SHOWN_EVERY_S", 0.01)
     memory = HostBuffer()
