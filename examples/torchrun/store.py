@@ -3,7 +3,7 @@
     python examples/torchrun/store.py --port 29400
 
 By default a node hosts it, and all agents end when that node is lost. Nothing is computed here:
-the job's scheduler, a login node or a small virtual machine will do. It ends with Ctrl-C.
+the job's scheduler, a login node or a small virtual machine will do. Ctrl-C or SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ def main() -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")  # noqa: S104
     parser.add_argument("--port", type=int, default=29400)
     arguments = parser.parse_args()
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # waited for: it ends with 0 by either
     store = TCPStore(arguments.host, arguments.port, is_master=True, wait_for_workers=False)
     print(f"agents may come to port {store.port}", flush=True)
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    signal.sigwait(ends)
 
 
 if __name__ == "__main__":

@@ -211,9 +211,7 @@ def _saved_behind(
     client = {"rng": collect_rng_states(run.device)}
     handle = run.handle()
     save_engine(handle, path.with_suffix(".blocking"), ranks, client, SaveOptions())
-    writer = AsyncCheckpointer(
-        OneRank(), lambda _: None, lambda _: None, lambda *_: None, memory_bytes
-    )
+    writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, _nothing, memory_bytes)
     writer.save(handle, path, ranks, client, SaveOptions())
     writer.wait_for_copies()
     run.train(3, 6)

@@ -256,5 +256,5 @@ class _Ended:
         self.stats.append(stats)
 
 
-def _nothing(_: Path) -> None:
+def _nothing(*_: object) -> None:
     """Do nothing."""
