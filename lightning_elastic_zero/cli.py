@@ -257,6 +257,7 @@ def _diff(args: Namespace) -> int:
 
 # Named here too: what writes them imports torch.
 _TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "elastic", "adapter")
+_RENAMED = "names: beginnings (model.= old.=new.) or patterns ('*.gamma=*.weight')"
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -267,7 +268,7 @@ def _add_convert(parser: ArgumentParser) -> None:
     add("--to", choices=_TARGETS, required=True, help="what is written")
     add("--include", type=str, nargs="+", default=[], help="patterns of weights that are taken")
     add("--exclude", type=str, nargs="+", default=[], help="patterns of those that are not")
-    add("--rename", type=str, nargs="+", default=[], help="beginnings of names: model.= old.=new.")
+    add("--rename", type=str, nargs="+", default=[], help=_RENAMED)
     untold = "patterns of buffers, of a source of whole tensors: others are cast like weights"
     add("--buffers", type=str, nargs="+", default=[], help=untold)
     add("--dtype", choices=_DTYPES, help="of the weights; else as they are stored")
@@ -284,6 +285,13 @@ def _convert(args: Namespace) -> int:
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
         _show_error("convert:", f"--rename takes OLD=NEW, not {wrong[0]}")
+        return FAILED
+    olds = [pair.partition("=")[0] for pair in args.rename]
+    if len(set(olds)) < len(olds):
+        twice = next(old for old in olds if olds.count(old) > 1)
+        _show_error(
+            "convert:", f"--rename names {twice!r} more than once: each can become one name"
+        )
         return FAILED
     options = ConvertOptions(
         include=args.include,

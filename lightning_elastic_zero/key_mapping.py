@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
@@ -26,8 +28,10 @@ _MOST_TRIED = 16
 class KeyMapping:
     """What users call ``rename``: beginnings of a checkpoint's names, and what they are here.
 
-    A beginning is whole names between dots, or a whole name; the longest one that fits counts.
-    ``""`` stands before every name.
+    A beginning is whole names between dots, or a whole name. ``""`` stands before every name. With
+    a ``*`` in it, it is a pattern of the whole name: each ``*`` stands for any characters, as few
+    as can be, which follow in the place of the ``*`` on the other side, one after the other. Of
+    what fits, the one with the most characters beside ``*`` counts.
     """
 
     of: Mapping[str, str] = field(default_factory=dict)
@@ -43,37 +47,52 @@ class KeyMapping:
         if beginning is None and self._beginning(unwrapped(saved)) is not None:
             return self.here(unwrapped(saved))
         if beginning is not None:
-            saved = _joined(self.of[beginning].rstrip("."), _rest(saved, beginning))
+            saved = _renamed(saved, beginning, self.of[beginning])
         return saved if saved in self.live else self.wrapped.get(unwrapped(saved), saved)
 
     def table(self, saved: Iterable[str], where: str) -> dict[str, str]:
         """Return the model's name for each of a checkpoint's.
 
         Raises:
-            CheckpointMismatchError: two would have one name, or a beginning fits none.
+            CheckpointMismatchError: two would have one name, or one none; a beginning or pattern
+                fits none, or has other numbers of ``*`` on its two sides.
         """
+        self._check_stars(where)
         names = list(saved)
         found = {name: self.here(name) for name in names}
         used = {self._beginning(name) for name in names}
         used |= {self._beginning(unwrapped(name)) for name in names}
         if strange := [beginning for beginning in self.of if beginning not in used]:
             msg = (
-                f"{where}: rename names {strange[0]!r}, and no name in the checkpoint begins with "
-                f"that; its names are {', '.join(names[:4])}, ..."
+                f"{where}: rename names {strange[0]!r}, and no name in the checkpoint "
+                f"{'is like' if '*' in strange[0] else 'begins with'} that; its names are "
+                f"{', '.join(names[:4])}, ..."
             )
             raise CheckpointMismatchError(msg)
         first: dict[str, str] = {}
         for name, here in found.items():
+            if not here:
+                msg = f"{where}: rename leaves nothing of {name!r}, which is a whole name"
+                raise CheckpointMismatchError(msg)
             if here in first:
                 msg = f"{where}: rename makes {here!r} of both {first[here]!r} and {name!r}"
                 raise CheckpointMismatchError(msg)
             first[here] = name
         return found
 
+    def _check_stars(self, where: str) -> None:
+        for old, new in self.of.items():
+            if old.count("*") != new.count("*"):
+                msg = (
+                    f"{where}: rename of {old!r} to {new!r}: each * stands for a part of the name, "
+                    "and both sides need as many"
+                )
+                raise CheckpointMismatchError(msg)
+
     def _beginning(self, name: str) -> str | None:
-        """Return the longest beginning that a name has, of those that are renamed."""
-        fitting = [b for b in self.of if _rest(name, b) is not None]
-        return max(fitting, key=len, default=None)
+        """Return the longest beginning or pattern that a name has, of those that are renamed."""
+        fitting = [b for b in self.of if _fits(name, b)]
+        return max(fitting, key=lambda b: len(b) - b.count("*"), default=None)
 
 
 def unwrapped(name: str) -> str:
@@ -92,6 +111,26 @@ def mapping_to(live: Iterable[str], of: Mapping[str, str]) -> KeyMapping:
     for name in names:
         wrapped.setdefault(unwrapped(name), name)
     return KeyMapping(of, wrapped, frozenset(names))
+
+
+def _fits(name: str, beginning: str) -> bool:
+    if "*" in beginning:
+        return _pattern(beginning).fullmatch(name) is not None
+    return _rest(name, beginning) is not None
+
+
+def _renamed(name: str, beginning: str, new: str) -> str:
+    """Return a name with another beginning, or by a pattern that it fits."""
+    if "*" not in beginning:
+        return _joined(new.rstrip("."), _rest(name, beginning))
+    found = _pattern(beginning).fullmatch(name)
+    parts = iter(found.groups() if found else ())
+    return "".join(next(parts, "") if char == "*" else char for char in new)
+
+
+@lru_cache(maxsize=256)
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile("(.*?)".join(map(re.escape, text.split("*"))), re.DOTALL)
 
 
 def _rest(name: str, beginning: str) -> str | None:

@@ -1,25 +1,40 @@
 """Files for other software that appear whole, in one step, where nothing was.
 
 An export is no checkpoint of this library's: it is never replaced, and nothing is. While it is
-written it lies in a hidden directory beside its target, which only this process knows.
+written it lies in a hidden directory beside its target, and beside that a note says which process
+writes it: what a killed one left is removed by the next one, or by a save in that folder.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, as_save_error
+from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, as_save_error, write_durably
 from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.process_identity import (
+    ProcessIdentity,
+    filesystem_time_s,
+    touch_regularly,
+)
 from lightning_elastic_zero.storage.staging import make_parents
 
 EXPORT_PREFIX = ".zero-export-"
 """Prefix of the hidden directory in which an export is written."""
+
+_NOTE_SUFFIX = ".json"
+_NOTE_NAME = re.compile(f"{re.escape(EXPORT_PREFIX)}[0-9a-f]{{32}}{re.escape(_NOTE_SUFFIX)}")
+
+_FILES = re.compile(
+    r"weights|latest_universal|\.metadata(\.tmp)?|.+\.(pt|safetensors|json|sums|distcp)"
+)
+"""The names of files that conversions write."""
 
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -43,6 +58,7 @@ class StagedExport:
 
     Attributes:
         path: the hidden directory.
+        note: the file that says which process writes it.
         target: where it, or its one file, is to be found.
     """
 
@@ -55,8 +71,11 @@ class StagedExport:
         check_free(target)
         self.target = target
         self.path = target.parent / f"{EXPORT_PREFIX}{uuid.uuid4().hex}"
+        self.note = _note_of(self.path)
         with as_save_error(target):
             make_parents(target)
+            # The note comes first: no directory of an export is ever without one.
+            write_durably(self.note, ProcessIdentity.of_this_process(target.name).to_json())
             self.path.mkdir()
 
     def drop_sums(self) -> None:
@@ -82,13 +101,51 @@ class StagedExport:
             sync_directory(self.target.parent)
 
     def remove(self) -> None:
-        """Remove what is left under the hidden name; all in it was written by this process."""
-        for folder, _, names in os.walk(self.path, topdown=False):
-            for name in names:
-                with suppress(OSError):
-                    Path(folder, name).unlink()
+        """Remove what is left under the hidden names; this process has written all of it."""
+        _remove(self.path)
+
+
+def _note_of(path: Path) -> Path:
+    return path.with_name(path.name + _NOTE_SUFFIX)
+
+
+def _remove(path: Path) -> None:
+    """Remove the directory of an export, and then its note; what cannot be removed stays."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
             with suppress(OSError):
-                Path(folder).rmdir()
+                Path(folder, name).unlink()
+        with suppress(OSError):
+            Path(folder).rmdir()
+    if not os.path.lexists(path):
+        with suppress(OSError):
+            _note_of(path).unlink()
+
+
+def remove_dead_exports(parent: Path) -> list[Path]:
+    """Remove what processes that have ended left of exports into a folder; return their paths.
+
+    One stays that holds a file of a name that no export has: somebody else has put it there.
+    """
+    removed = []
+    for note in sorted(parent.glob(f"{EXPORT_PREFIX}*{_NOTE_SUFFIX}")):
+        owner = ProcessIdentity.read(note) if _NOTE_NAME.fullmatch(note.name) else None
+        if owner is None:
+            continue
+        with suppress(OSError):
+            now_s = filesystem_time_s(parent / f"{EXPORT_PREFIX}{uuid.uuid4().hex}")
+            if owner.is_dead(now_s - note.lstat().st_mtime):
+                path = note.with_name(note.name.removesuffix(_NOTE_SUFFIX))
+                if _is_own(path):
+                    _remove(path)
+                    removed.append(path)
+    return removed
+
+
+def _is_own(path: Path) -> bool:
+    """Whether all files in a directory have names of an export's; none is a link."""
+    files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    return all(_FILES.fullmatch(file.name) and not file.is_symlink() for file in files)
 
 
 def _name_file(file: Path, target: Path) -> None:
@@ -110,6 +167,7 @@ def staged_export(target: Path) -> Iterator[StagedExport]:
     """
     export = StagedExport(target)
     try:
-        yield export
+        with touch_regularly(export.note):
+            yield export
     finally:
         export.remove()

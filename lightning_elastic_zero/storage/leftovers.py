@@ -14,6 +14,7 @@ from lightning_elastic_zero.storage.deleting import (
     remove_hidden,
     remove_interrupted_deletions,
 )
+from lightning_elastic_zero.storage.exports import remove_dead_exports
 from lightning_elastic_zero.storage.file_ownership import is_checkpoint
 from lightning_elastic_zero.storage.paths import NO_ENTRY, sync_directory
 from lightning_elastic_zero.storage.process_identity import (
@@ -40,7 +41,7 @@ SETTLE_S = 2.0
 
 
 def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_progress) -> list[Path]:
-    """Remove what killed saves left in a directory, and return the paths that were removed.
+    """Remove what killed saves and conversions left in a directory; return the paths that are gone.
 
     That is what belongs to a process that has ended (``ProcessIdentity.is_dead``), or is older than
     ``LEFTOVER_AGE_S``, and what was being deleted, by whomever: it is no checkpoint any more.
@@ -49,7 +50,7 @@ def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_prog
     makes that link again removes it before.
     """
     repair(parent)
-    removed = remove_interrupted_deletions(parent, on_progress)
+    removed = [*remove_interrupted_deletions(parent, on_progress), *remove_dead_exports(parent)]
     now_s = cache(lambda: filesystem_time_s(owner_path(parent, new_id())))
     for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
         if _untouched_s(path, now_s) > LEFTOVER_AGE_S:

@@ -315,7 +315,7 @@ def open_view(
     Args:
         path: its directory, or file.
         allow_pickle: read objects of any class from it; that can run code.
-        renamed: beginnings of its names, and what they are to be.
+        renamed: beginnings or patterns of its names, and what they are to be.
         on_bytes: told of what is read.
 
     Raises:

@@ -26,11 +26,24 @@ from lightning_elastic_zero.option_checks import check_rename
         ({"a": "b", "a.q": "c"}, "a.q.weight", "c.weight"),
         ({"a": "b", "b": "a"}, "b.weight", "a.weight"),
         ({"one": "two"}, "one", "two"),
+        ({"model.*": "*"}, "model.a.weight", "a.weight"),
+        ({"*.gamma": "*.weight"}, "a.norm.gamma", "a.norm.weight"),
+        (
+            {"layers.*.attn.*": "blocks.*.attention.*"},
+            "layers.3.attn.q.w",
+            "blocks.3.attention.q.w",
+        ),
+        ({"layers.*": "blocks.*"}, "my.layers.3", "my.layers.3"),
+        ({"*.0.*": "*-*"}, "a.0.b.0.c", "a-b.0.c"),
+        ({"a*": "b*", "a": "c"}, "ab.w", "bb.w"),
+        ({"a.*": "c.*", "a.q": "d"}, "a.q.w", "d.w"),
+        ({"a.q": "d", "a.*.w": "c.*.w"}, "a.q.w", "c.q.w"),
+        ({"a[0].*": "a.*"}, "a[0].w", "a.w"),
         ({}, "one", "one"),
     ],
 )
 def test_beginnings(of: dict[str, str], saved: str, here: str) -> None:
-    """Whole names between dots; the longest beginning that fits counts."""
+    """Whole names between dots, or patterns; the longest one that fits counts."""
     assert KeyMapping(of).here(saved) == here
 
 
@@ -59,10 +72,23 @@ def test_a_layer_beside_its_compiled_self() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "says"), [({"c": "d"}, "rename names 'c'"), ({"a": "b"}, "makes 'b.x' of both 'a.x'")]
+    ("of", "says"),
+    [
+        ({"c": "d"}, r"rename names 'c', and no name in the checkpoint begins with that"),
+        ({"a": "b"}, "makes 'b.x' of both 'a.x'"),
+        ({"*.y": "*.z"}, r"rename names '\*\.y', and no name in the checkpoint is like that"),
+        ({"*.x": "y*"}, None),
+        ({"*.*": "*"}, "both sides need as many"),
+        ({"a.x": ""}, "leaves nothing of 'a.x'"),
+        ({"?*": "*"}, "is like that"),
+        ({"b*": "a*"}, "makes 'a.x' of both 'a.x' and 'b.x'"),
+    ],
 )
-def test_what_cannot_be(of: dict[str, str], says: str) -> None:
-    """A beginning that no name has, and two names that would be one, are refused."""
+def test_what_cannot_be(of: dict[str, str], says: str | None) -> None:
+    """What fits no name, two names that would be one, and a name of nothing, are refused."""
+    if says is None:
+        assert KeyMapping(of).table(["a.x", "b.x"], "") == {"a.x": "ya", "b.x": "yb"}
+        return
     with pytest.raises(CheckpointMismatchError, match=says):
         KeyMapping(of).table(["a.x", "b.x"], "last.ckpt")
 

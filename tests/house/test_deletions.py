@@ -32,6 +32,7 @@ DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
 EXPORTS = "tests/tools/test_convert.py::test_nothing_is_overwritten_and_"
+KILLED_EXPORT = "tests/tools/test_convert_killed.py::test_somebody_elses_file_stays"
 CAME_TO_EXPORT = "tests/tools/test_convert.py::test_a_file_that_came_meanwhile"
 SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_stay"
 SELFTEST_WORLDS = "tests/tools/test_selftest_worlds.py::test_it_holds_alone"
@@ -67,8 +68,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     # -- exports: under a hidden name that only the process knows which made it
     ("storage/exports.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
     ("storage/exports.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
-    ("storage/exports.py", "remove", "Path(folder, name).unlink"): EXPORTS + "nothing_left",
-    ("storage/exports.py", "remove", "Path(folder).rmdir"): EXPORTS + "nothing_left",
+    ("storage/exports.py", "_remove", "Path(folder, name).unlink"): KILLED_EXPORT,
+    ("storage/exports.py", "_remove", "Path(folder).rmdir"): KILLED_EXPORT,
+    ("storage/exports.py", "_remove", "_note_of(path).unlink"): KILLED_EXPORT,
     ("storage/exports.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
     ("storage/exports.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
     ("storage/exports.py", "_name_file", "file.rename"): CAME_TO_EXPORT,

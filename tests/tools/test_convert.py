@@ -211,6 +211,37 @@ def test_what_is_chosen(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "t").exists()
 
 
+def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
+    """Each ``*`` is what stood there; tied to no place in the name; what cannot be is said."""
+    state = make_state()
+    source = write_elastic(tmp_path / "a.ckpt", state, 3, 2)
+    patterns = ("layers.*.weight=h.*.kernel", "*.bias=*.offset", "head.=", "mean=running.mean")
+    options = ("--to", "elastic", "--rename", *patterns)
+    assert run("convert", source, tmp_path / "b.ckpt", *options)[0] == 0
+    with open_view(source) as old, open_view(tmp_path / "b.ckpt") as new:
+        held = {e.name: torch.cat(list(new.chunks(e))) for e in new.weights()}
+        moments = {e.name for e in new.states()}
+        was = {e.name: torch.cat(list(old.chunks(e))) for e in old.weights()}
+    names = {
+        **{f"layers.{i}.weight": f"h.{i}.kernel" for i in range(2)},
+        **{f"layers.{i}.bias": f"layers.{i}.offset" for i in range(2)},
+        "head.weight": "weight",
+        "mean": "running.mean",
+    }
+    assert_same(held, {names.get(name, name): tensor for name, tensor in was.items()})
+    assert moments == {names.get(name, name) for name in state.masters}
+    for wrong, says in (
+        (("layers.*.*=x.*",), "both sides need as many"),
+        (("layers.*.weight=same*", "layers.*.bias=same*"), "makes 'same0' of both"),
+        (("*.gamma=*.weight",), "no name in the checkpoint is like that"),
+        (("scale=",), "leaves nothing of 'scale'"),
+        (("scale=a", "scale=b"), "'scale' more than once"),
+    ):
+        code, _, error = run("convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong)
+        assert (code, says in error) == (2, True), error
+    assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
 def test_the_command_knows_the_targets() -> None:
     """It names them without importing what writes them."""
     assert tuple(TARGETS) == CLI_TARGETS

@@ -18,7 +18,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed.constants import OPTIMIZER
+from lightning_elastic_zero.formats.deepspeed.constants import FP32_STAGE_3, OPTIMIZER, OURS
 from lightning_elastic_zero.formats.full_state.binding import AVERAGING, CURRENT, FullState
 from lightning_elastic_zero.formats.full_state.reader import FullStateReader
 from lightning_elastic_zero.formats.full_state.self_description import Members, members_of
@@ -30,6 +30,9 @@ from lightning_elastic_zero.manifest import Manifest
 KIND = "single file of torch.save"
 
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
+
+# An optimizer's state under this name is in many a file that DeepSpeed has not written.
+_OF_A_SHARD = {"ds_version", "ds_config", FP32_STAGE_3, OURS}
 
 
 class SingleFileReader(FullStateReader):
@@ -127,12 +130,24 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
             rest = {k: v for k, v in tree.items() if k not in (CURRENT, OPTIMIZERS)}
             return current, {**rest, CURRENT: {}}
         return weights, {k: v for k, v in tree.items() if k not in (WEIGHTS, OPTIMIZERS)}
-    if OPTIMIZER in tree or "param_shapes" in tree:
+    if "param_shapes" in tree or (OPTIMIZER in tree and _OF_A_SHARD & tree.keys()):
         _refuse(path, "is one file of DeepSpeed's: pass the checkpoint's directory")
     if tree and all(isinstance(tensor, torch.Tensor) for tensor in tree.values()):
         return tree, {}
-    entries = ", ".join(sorted(map(repr, tree))[:10])
-    return _refuse(path, f"has no `{WEIGHTS}` with the model's weights; its entries are {entries}")
+    entries = ", ".join(sorted(map(repr, tree))[:10]) or "none"
+    what = f"has no `{WEIGHTS}` with the model's weights; its entries are {entries}"
+    if names := [name for name, value in tree.items() if _is_weights(value)]:
+        what += (
+            f", of which {names[0]!r} holds names and tensors: torch.save(torch.load({path.name!r})"
+            f"[{names[0]!r}], 'weights.pt') writes them as a file that is read"
+        )
+    return _refuse(path, what)
+
+
+def _is_weights(value: object) -> bool:
+    if not (isinstance(value, Mapping) and value):
+        return False
+    return all(isinstance(tensor, torch.Tensor) for tensor in value.values())
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes, real_path
+from lightning_elastic_zero.storage import (
+    check_local_path,
+    ignore_bytes,
+    real_path,
+    remove_leftovers,
+)
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
 from lightning_elastic_zero.tools.conversion import (
     adapter_folder,
@@ -104,6 +110,8 @@ def convert_checkpoint(
         if checkpoint.path in real_path(path).parents:
             msg = f"{target} lies in the checkpoint {source}, which is only read: give another path"
             raise SaveError(msg)
+        with suppress(OSError):  # What cannot be listed, or removed, is left.
+            remove_leftovers(path.parent)
         TARGETS[to](checkpoint, path, options, count)
         info = checkpoint.reader.info
         return Conversion(str(target), info.kind, written, info.lacks)

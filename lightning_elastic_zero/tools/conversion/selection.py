@@ -30,7 +30,8 @@ class ConvertOptions:
     exclude: Sequence[str] = ()
     """Patterns of those that are not."""
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of names, and what they are to be: ``{"model.": ""}``. Patterns see new names."""
+    """Beginnings of names, and what they are to be, ``{"model.": ""}``; or patterns, whose ``*``
+    are those of the new name in turn, ``{"*.gamma": "*.weight"}``. Other patterns see new names."""
     dtype: str | None = None
     """One of ``DTYPES``, for weights; None: as they are stored, which for what was trained is fp32.
     Buffers keep their type; where the source does not tell them, those that ``buffers`` names."""
@@ -134,5 +135,9 @@ def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None
     if not why and (manifest.weights_only or not manifest.groups):
         why = "it holds none"
     if why:
-        msg = f"{checkpoint.path}: its optimizer's state cannot be converted: {why}"
+        msg = (
+            f"{checkpoint.path}: its optimizer's state cannot be converted: {why}. Its weights "
+            "can: write them alone, as safetensors, fp32, lightning or dcp (optimizer=False, "
+            "--optimizer no)"
+        )
         raise CheckpointMismatchError(msg)

@@ -1,0 +1,176 @@
+"""Every verb takes every kind of checkpoint: a right answer, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_elastic_zero.formats import WEIGHT
+from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
+from lightning_elastic_zero.tools.conversion import TARGETS
+from tests.tools._kinds import FOREIGN, KINDS, STRANGERS, Kind, Stranger
+
+Run = Callable[..., tuple[int, str, str]]
+
+WITH_STATE = {"universal", "elastic", "dcp"}
+"""Targets that hold the optimizer's state unless told otherwise."""
+
+
+def names_of(kind: Kind | Stranger) -> str:
+    """Return how a case is called."""
+    return kind.name
+
+
+def weights_in(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+    """Return weights and buffers by all of their names."""
+    return {
+        name: torch.cat([torch.empty(0, dtype=checkpoint.dtype(e)), *checkpoint.chunks(e)])
+        for e in checkpoint.weights()
+        for name in (e.name, *checkpoint.aliases(e))
+    }
+
+
+def numbers(out: str) -> tuple[str, str]:
+    """Return the two numbers that ``fingerprint`` has printed."""
+    weights, _, optimizer = out.split(maxsplit=1)[0].partition("-")
+    return weights, optimizer
+
+
+def refused(kind: Kind, to: str) -> str:
+    """Return what a conversion says that cannot be; empty where it can."""
+    if to == "adapter":
+        return "lora_alpha"
+    if (to == "universal" and not kind.optimizer) or (to == "dcp" and kind.ambiguous):
+        return "its optimizer's state cannot be converted"
+    if to == "elastic" and not kind.trained:
+        return "does not say which of its weights are trained"
+    if to == "elastic" and not kind.hyperparameters:
+        return "lacks the hyperparameters"
+    return ""
+
+
+def check_looks(kind: Kind, path: Path, run: Run) -> None:
+    """Ask the verbs that write nothing."""
+    code, out, err = run("inspect", path)
+    assert (code, err) == (0, "")
+    code, out, err = run("inspect", path, "--json", "--parameters", "--files")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert kind.reported in said["kind"]
+    assert bool(said["groups"]) == kind.trained
+    with open_view(path) as checkpoint:
+        assert [p["name"] for p in said["parameters"]] == [
+            entry.name for entry in checkpoint.weights() if entry.role != "buffer"
+        ]
+    code, out, _ = run("verify", path)
+    assert code == 0
+    assert ": sound: " in out or "NOT verified" in out
+    assert run("diff", path, path)[::2] == (0, "")
+    code, out, err = run("plan", path, "--devices", "2", "--stage", "2", "--json")
+    plan = json.loads(out)
+    assert (code, err) == ((0 if kind.optimizer else 1), "")
+    assert bool(plan["obstacles"]) != kind.optimizer
+
+
+def check_written(to: str, path: Path, target: Path, run: Run) -> None:
+    """Compare what was written with its source: what is read again, by this library; else all."""
+    if to in WITH_STATE or to == "lightning":
+        source, found = (numbers(run("fingerprint", p)[1]) for p in (path, target))
+        with open_view(path) as checkpoint:
+            tied = any(p.aliases for p in checkpoint.manifest.parameters)
+        assert found[0] == source[0] or (tied and to == "dcp")  # It has each name's own tensor.
+        assert found[1] == (source[1] if to in WITH_STATE else "none")
+        assert run("verify", target)[0] == 0
+        options = () if to in WITH_STATE else ("--weights-only",)
+        code, out, _ = run("diff", path, target, *options)
+        differing = [line for line in out.splitlines() if "elements differ" in line]
+        assert not differing, (code, out)
+        return
+    if to == "safetensors":
+        found_tensors = load_file(target / "model.safetensors")
+    else:
+        found_tensors = torch.load(target, weights_only=True)
+    with open_view(path) as checkpoint:
+        wanted = weights_in(checkpoint)
+        roles = {entry.name: entry.role for entry in checkpoint.weights()}
+    once = {n for n in wanted if n in roles}
+    assert set(found_tensors) == (once if to == "safetensors" else set(wanted))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(to)
+    for name, tensor in found_tensors.items():
+        values = wanted[name]
+        if dtype and values.is_floating_point() and roles.get(name) != "buffer":
+            values = values.to(dtype)
+        assert tensor.dtype == values.dtype, name
+        assert torch.equal(tensor.flatten(), values), name
+
+
+def check_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
+    """Ask every verb, and convert to everything."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    path = kind.make(source)
+    check_looks(kind, path, run)
+    code, said, err = run("fingerprint", path, "--tensors")
+    assert (code, err) == (0, "")
+    assert (numbers(said)[1] != "none") == kind.states
+    with open_view(path) as checkpoint:
+        tensors = sum(1 for e in checkpoint.weights() if e.numel and e.key == WEIGHT)
+        tensors += sum(1 for e in checkpoint.states() if e.numel) if kind.states else 0
+    lines = [line for line in said.splitlines() if line.startswith("  ") and "save" not in line]
+    assert len(lines) == tensors
+    for to in TARGETS:
+        code, said, err = run("convert", path, out / to, "--to", to)
+        if why := refused(kind, to):
+            assert (code, said) == (2, ""), to
+            assert why in err
+            assert str(path) in err
+        else:
+            assert code == 0, (to, err)
+            assert said.startswith(str(out / to))
+            check_written(to, path, out / to, run)
+    wanted = sorted(to for to in TARGETS if not refused(kind, to))
+    assert sorted(p.name for p in out.iterdir()) == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=names_of)
+def test_every_verb_takes_it(kind: Kind, tmp_path: Path, run: Run) -> None:
+    """It is inspected, verified, compared, planned and converted; what cannot be is said."""
+    check_kind(kind, tmp_path, run)
+
+
+@pytest.mark.rotating(6)
+@pytest.mark.parametrize("kind", FOREIGN, ids=names_of)
+def test_every_verb_takes_what_others_wrote(kind: Kind, tmp_path: Path, run: Run) -> None:
+    """Checkpoints of other software, of four releases of DeepSpeed, too."""
+    check_kind(kind, tmp_path, run)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=names_of)
+def test_what_cannot_be_read_is_refused(stranger: Stranger, tmp_path: Path, run: Run) -> None:
+    """By a sentence on stderr, each time the same, with exit code 2; ``verify`` tells damage: 1."""
+    source = tmp_path / "source"
+    source.mkdir()
+    path = stranger.make(source)
+    told_by_metadata = stranger.name == "corrupt universal"  # It is found where masters are read.
+    calls = [
+        *((to, ("convert", path, tmp_path / to, "--to", to)) for to in TARGETS if to != "adapter"),
+        ("fingerprint", ("fingerprint", path)),
+        ("diff", ("diff", path, path)),
+        *([] if told_by_metadata else [("inspect", ("inspect", path))]),
+        *([] if told_by_metadata else [("plan", ("plan", path, "--devices", 2, "--stage", 2))]),
+    ]
+    for name, words in calls:
+        code, out, err = run(*map(str, words))
+        assert (code, out) == (2, ""), name
+        assert stranger.said in err, name
+        assert err.count("\n") == 1, name
+    code, out, err = run("verify", path)
+    assert (code, out) == (stranger.code, "")
+    assert stranger.said in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
