@@ -52,6 +52,13 @@ class Requirement:
         because = f" ({reason})" if reason else ""
         return f"{self.title} {found} is installed{because}: install {self}"
 
+    def is_as_new_as_tested(self, found: str) -> bool:
+        """Whether a release is the newest that was tested, or newer; False if it is not known."""
+        try:
+            return Version(found) >= Version(self.newest_tested)
+        except InvalidVersion:
+            return False
+
     def missing_names_message(self, found: str, owner: str, missing: Iterable[str]) -> str | None:
         """Return which names the installed release has no more; None where none is missing.
 

@@ -15,6 +15,12 @@ OFFLOADED_COPY_SUFFIX = "_offload_buffer"
 """How the key of the host's copy of an optimizer state ends, in ZeRO-3's optimizer states."""
 
 
+def compatible_operators(ops: Any) -> dict[str, bool]:  # noqa: ANN401 (untyped library)
+    """Return the table that says which operators DeepSpeed may build, of ``deepspeed.ops``."""
+    table: dict[str, bool] = ops.__compatible_ops__
+    return table
+
+
 def links_states(optimizer: Any) -> bool:  # noqa: ANN401 (untyped library)
     """Whether a wrapper links parameters to their optimizer states: ZeRO-1/2, BF16_Optimizer."""
     return hasattr(optimizer, "_hp_optimizer_states_linked")

@@ -9,7 +9,10 @@ from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any
 
+from lightning_elastic_zero.engine.deepspeed_internals import compatible_operators
+from lightning_elastic_zero.engine.releases import check_ops
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +59,9 @@ def _do_without_shared_memory_op(
     """
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
+    check_ops(ops, version_of(DEEPSPEED.package))
     builder = accelerator.create_op_builder("ShareMemCommBuilder")
-    table = ops.__compatible_ops__
+    table = compatible_operators(ops)
     if builder is None or not table.get(builder.NAME, False):
         return
     if not tries:

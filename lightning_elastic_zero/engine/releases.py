@@ -1,8 +1,8 @@
 """Each name of DeepSpeed's that is relied upon: what for; and the releases that have it.
 
 Found in the sources of 0.16.0, 0.16.9, 0.17.0, 0.17.5, 0.18.4, 0.18.9, 0.19.0 and 0.19.8, but for
-``SOMETIMES`` and for ``purge_state``, which 0.16.4 brought. A name that only some of them have is
-asked for here, so that the rest of the engine need not know of releases.
+``NEWEST_NAMES``, ``SOMETIMES`` and for ``purge_state``, which 0.16.4 brought. A name that only some
+of them have is asked for here, so that the rest of the engine need not know of releases.
 ``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere and does not stand here.
 Those that are private are used in ``deepspeed_internals`` only.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
 
 Purposes = Mapping[str, str]
@@ -51,6 +52,7 @@ ENGINE_NAMES: dict[str, str] = {
     "train_batch_size": "record the global batch that the run was trained with",
     "zero_load_from_fp32_weights": "know whether masters are restored, or rounded to the weights",
     "zero_optimization_stage": "know how the state is cut",
+    "zero_partial_offload": "know whether a second optimizer steps a part of the weights",
     "zero_quantized_nontrainable_weights": "refuse frozen weights that are integers",
 }
 """Of ``DeepSpeedEngine``, since 0.16 or before."""
@@ -152,40 +154,84 @@ OPTION_NAMES: dict[str, dict[str, str]] = {
 }
 """Of an optimizer wrapper that has, and does not leave empty, the name on the left."""
 
-SOMETIMES: dict[str, str] = {
-    "_apply_muon_updates_cpu_offload": "refuse a release that keeps offloaded momentum elsewhere",
-    "_hp_mapping": "let go of links to states that are replaced",
-    "_muon_pending_momentum": "drop momentum that was staged for a step",
-    "_offload_accumulated_param_ids": OFFLOADED_GRADIENTS,
-    "_offload_boundary_param_ids": OFFLOADED_GRADIENTS,
-    "_unmanaged_backward_count": GRADIENTS,
-    "all_grad_tensors": GRADIENTS,
-    "backup_optimizer": "save what the second optimizer of partial offload holds",
-    "clear_hp_grads": GRADIENTS,
-    "compute_tensor": "know which state a file holds",
-    "ds_secondary_tensor": "drop hpZ's copies of weights that are replaced",
-    "loss_scale": "know by what the loss is scaled",
-    "loss_scale_config": "go on with the loss scale",
-    "loss_scaler": "go on with the loss scale",
-    "losses": GRADIENTS,
-    "lp_param_buffer": OFFLOADED_WEIGHTS,
-    "muon_momentum_buffer_partitioned_groups_flat": "restore momentum that is kept in memory",
-    "offloaded_states": "know what offload_states() has put on the host",
-    "optim_fragment": "let go of links to states that are replaced",
-    "params_in_nvme_and_cpu": "refuse weights in files",
-    "round_robin_bit16_padding": "know the padding that parameter_alignment puts in",
-    "swap_path": "find the files of a sub-group",
-    "swapped_gradients": "forget gradients on their way to files",
-    "tensors": "find the files of a sub-group",
-    "torch_autocast_gradscaler": "go on with the scale of torch's GradScaler",
-    "torch_autocast_z0_gradscaler": "go on with the scale of torch's GradScaler",
-    "use_grad_accum_attribute": MUON_TYPE,
-    "using_real_optimizer": "know an engine that evaluates",
-    "zenflow": "refuse ZenFlow",
+FILE_NAMES: dict[str, dict[str, str]] = {
+    "a sub-group in files": {
+        "swapped_gradients": "forget gradients on their way to files",
+        "tensors": "find the files of a sub-group",
+    },
+    "a file of a sub-group": {
+        "compute_tensor": "know which state a file holds",
+        "swap_path": "find the files of a sub-group",
+    },
+}
+"""Of what the swapper knows of the first sub-group that it has in files."""
+
+SCALER = "go on with the loss scale"
+GRAD_SCALER = "go on with the scale of torch's GradScaler"
+HOST_STATES = "know what offload_states() has put on the host"
+STAGED = {
+    "loss_scaler": SCALER,
+    "offloaded_states": HOST_STATES,
+    "torch_autocast_gradscaler": GRAD_SCALER,
     "zero_grad": GRADIENTS,
 }
-"""Not checked at setup: only some releases or configurations have them, and what reads them does
-without; or they are there only once something is in files, or on the host."""
+IN_STAGE_0 = {"loss_scale_config": SCALER, "zero_grad": GRADIENTS}
+
+NEWEST_NAMES: dict[str, dict[str, str]] = {
+    "DeepSpeedEngine": {
+        "_unmanaged_backward_count": GRADIENTS,
+        "losses": GRADIENTS,
+        "torch_autocast_z0_gradscaler": GRAD_SCALER,
+        "zenflow": "refuse ZenFlow",
+    },
+    "DeepSpeedZeroOptimizer": {
+        **STAGED,
+        "_apply_muon_updates_cpu_offload": "refuse what keeps offloaded momentum elsewhere",
+        "_muon_pending_momentum": "drop momentum that was staged for a step",
+        "all_grad_tensors": GRADIENTS,
+        "round_robin_bit16_padding": "know the padding that parameter_alignment puts in",
+        "use_grad_accum_attribute": MUON_TYPE,
+    },
+    "BF16_Optimizer": {
+        "torch_autocast_gradscaler": GRAD_SCALER,
+        "using_real_optimizer": "know an engine that evaluates",
+        "zero_grad": GRADIENTS,
+    },
+    "FP16_Optimizer": IN_STAGE_0,
+    "FP16_UnfusedOptimizer": dict(IN_STAGE_0),
+    "DeepSpeedZeroOptimizer_Stage3": {
+        **STAGED,
+        "_offload_boundary_param_ids": OFFLOADED_GRADIENTS,
+        "lp_param_buffer": OFFLOADED_WEIGHTS,
+        "params_in_nvme_and_cpu": "refuse weights in files",
+    },
+    "a partitioned parameter": {
+        "ds_secondary_tensor": "drop hpZ's copies of weights that are replaced",
+    },
+}
+"""What came between 0.16 and the newest release that was tested. Older ones do without what they
+lack, and were read and run; one as new as that, or newer, is refused where it lacks it."""
+
+SOMETIMES: dict[str, str] = {
+    "_hp_mapping": "let go of links to states that are replaced",
+    "_offload_accumulated_param_ids": OFFLOADED_GRADIENTS,
+    "clear_hp_grads": GRADIENTS,
+    "loss_scale": "know by what the loss is scaled",
+    "muon_momentum_buffer_partitioned_groups_flat": "restore momentum that is kept in memory",
+    "optim_fragment": "let go of links to states that are replaced",
+}
+"""Only some configurations have them, or ``clear_hp_grads`` only old releases: not asked for as the
+others are."""
+
+PARTIAL_OFFLOAD_NAMES: dict[str, str] = {
+    "backup_optimizer": "save what the second optimizer of partial offload holds",
+}
+"""Of ZeRO-3's wrapper, where ``offload_optimizer.ratio`` is below 1."""
+
+OPS_NAMES: dict[str, str] = {
+    "__compatible_ops__": "start where DeepSpeed's shared-memory collectives do not compile",
+}
+"""Of ``deepspeed.ops``, on CPU ranks."""
 
 
 def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa: ANN401
@@ -196,28 +242,74 @@ def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa
         wrapper: class name of its optimizer wrapper; empty without one.
         found: the installed release.
     """
-    for owner, live, names in _owners(engine, wrapper):
+    for owner, live, names in _owners(engine, wrapper, found):
         lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
         if sentence := DEEPSPEED.missing_names_message(found, owner, lost):
             yield sentence
 
 
-def _owners(engine: Any, wrapper: str) -> Iterator[tuple[str, Any, Purposes]]:  # noqa: ANN401
+def check_ops(ops: object, found: str) -> None:
+    """Refuse a release whose table of operators cannot be told what does not compile.
+
+    Args:
+        ops: ``deepspeed.ops``.
+        found: the installed release.
+
+    Raises:
+        UnsupportedError: it lacks a name of ``OPS_NAMES``.
+    """
+    lost = [f"{name} (to {OPS_NAMES[name]})" for name in missing_names(ops, OPS_NAMES)]
+    if sentence := DEEPSPEED.missing_names_message(found, "deepspeed.ops", lost):
+        raise UnsupportedError(sentence)
+
+
+def _owners(
+    engine: Any,  # noqa: ANN401 (untyped library)
+    wrapper: str,
+    found: str,
+) -> Iterator[tuple[str, Any, Purposes]]:
     """Yield what is looked at: how it is called, the live object, and the names it is to have."""
-    yield type(engine).__name__, engine, ENGINE_NAMES
     optimizer = getattr(engine, "optimizer", None)
-    kind = wrapper or type(optimizer).__name__
-    if kind in OPTIMIZER_NAMES and (wrapper or kind == "DeepSpeedZeRoOffload"):
-        yield kind, optimizer, OPTIMIZER_NAMES[kind]
-        for option, names in OPTION_NAMES.items():
-            if getattr(optimizer, option, None):
-                yield kind, optimizer, names
-    if swapper := getattr(optimizer, "optimizer_swapper", None):
-        yield type(swapper).__name__, swapper, SWAPPER_NAMES
+    yield type(engine).__name__, engine, ENGINE_NAMES
+    yield from _of_optimizer(engine, wrapper)
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        yield from _of_swapper(swapper)
     module = getattr(engine, "module", None)
     parameters = module.parameters() if module is not None else ()
-    if cut := [p for p in parameters if hasattr(p, "ds_id")]:
-        yield "a partitioned parameter", cut[0], PARAMETER_NAMES
+    cut = next((p for p in parameters if hasattr(p, "ds_id")), None)
+    if cut is not None:
+        yield "a partitioned parameter", cut, PARAMETER_NAMES
+    if DEEPSPEED.is_as_new_as_tested(found):
+        live = {"DeepSpeedEngine": engine, wrapper: optimizer, "a partitioned parameter": cut}
+        for owner, held in live.items():
+            if held is not None and owner in NEWEST_NAMES:
+                yield owner, held, NEWEST_NAMES[owner]
+
+
+def _of_optimizer(engine: Any, wrapper: str) -> Iterator[tuple[str, Any, Purposes]]:  # noqa: ANN401
+    """Yield the optimizer wrapper, or what stands in its place, with the names it is to have."""
+    optimizer = getattr(engine, "optimizer", None)
+    kind = wrapper or type(optimizer).__name__
+    if kind not in OPTIMIZER_NAMES or not (wrapper or kind == "DeepSpeedZeRoOffload"):
+        return
+    yield kind, optimizer, OPTIMIZER_NAMES[kind]
+    for option, names in OPTION_NAMES.items():
+        if getattr(optimizer, option, None):
+            yield kind, optimizer, names
+    partial_offload = getattr(engine, "zero_partial_offload", lambda: 1.0)()
+    if kind == "DeepSpeedZeroOptimizer_Stage3" and (partial_offload or 1.0) < 1.0:
+        yield kind, optimizer, PARTIAL_OFFLOAD_NAMES
+
+
+def _of_swapper(swapper: Any) -> Iterator[tuple[str, Any, Purposes]]:  # noqa: ANN401
+    """Yield the swapper of an optimizer in files, and what it knows of the first ones."""
+    yield type(swapper).__name__, swapper, SWAPPER_NAMES
+    in_files, of_file = FILE_NAMES.items()
+    for swapped in [*getattr(swapper, "swap_params_info", {}).values()][:1]:
+        yield in_files[0], swapped, in_files[1]
+        for file in getattr(swapped, "tensors", [])[:1]:
+            yield of_file[0], file, of_file[1]
 
 
 def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: ANN401 (untyped)

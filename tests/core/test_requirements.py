@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_elastic_zero.engine.releases import check_ops
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import (
     DEEPSPEED,
@@ -117,3 +119,21 @@ def test_releases_are_read_once() -> None:
     before = version_of.cache_info().hits
     assert version_of("torch") == torch.__version__
     assert version_of.cache_info().hits == before + 1
+
+
+@pytest.mark.parametrize(
+    ("found", "is_new"),
+    [("0.19.8", True), ("0.19.8+cu128", True), ("0.20.0", True), ("0.19.7", False), ("", False)],
+)
+def test_what_the_newest_has_is_asked_of_newer_ones(found: str, is_new: bool) -> None:
+    """Older releases do without some names, and were tested so; who knows of others?"""
+    assert DEEPSPEED.is_as_new_as_tested(found) is is_new
+
+
+def test_a_lost_table_of_operators_is_refused() -> None:
+    """Not by an AttributeError in the midst of setup."""
+    with pytest.raises(
+        UnsupportedError, match=r"__compatible_ops__ \(to start where .*0\.19\.8 is"
+    ):
+        check_ops(SimpleNamespace(), "0.20.0")
+    check_ops(SimpleNamespace(__compatible_ops__={}), "0.20.0")

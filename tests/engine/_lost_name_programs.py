@@ -11,13 +11,14 @@ def refusals(setup: Setup) -> tuple[list[str], dict[str, str]]:
     """Ask an engine for its names, then for each under a name that no release has.
 
     Returns:
-        What is missed as it is, and, by name, what is missed where that one alone is gone.
+        What is missed as it is, and, by owner and name, what is missed where that one alone is
+        gone.
     """
     found: dict[str, str] = {}
     with engine_of(setup, 0) as engine:
         wrapper = optimizer_wrapper(engine)
         missed = [*releases.check_names(engine, wrapper, "9.9")]
-        for _, _, names in [*releases._owners(engine, wrapper)]:
+        for owner, _, names in [*releases._owners(engine, wrapper, "9.9")]:
             assert isinstance(names, dict)
             for name, purpose in [*names.items()]:
                 gone = f"{name}_gone"
@@ -28,5 +29,6 @@ def refusals(setup: Setup) -> tuple[list[str], dict[str, str]]:
                 finally:
                     del names[gone]
                     names[name] = purpose
-                found[name] = "" if f"{gone} (to {purpose})" in said else said or "not missed"
+                told = f"{gone} (to {purpose})" in said and f" in {owner}, which" in said
+                found[f"{owner}: {name}"] = "" if told else said or "not missed"
     return missed, found

@@ -14,9 +14,13 @@ import pytest
 
 from lightning_elastic_zero.engine.releases import (
     ENGINE_NAMES,
+    FILE_NAMES,
+    NEWEST_NAMES,
+    OPS_NAMES,
     OPTIMIZER_NAMES,
     OPTION_NAMES,
     PARAMETER_NAMES,
+    PARTIAL_OFFLOAD_NAMES,
     SCALE_FIELDS,
     SOMETIMES,
     SWAPPER_NAMES,
@@ -38,6 +42,10 @@ TABLES = {
     "a parameter": PARAMETER_NAMES,
     "the swapper": SWAPPER_NAMES,
     "some": SOMETIMES,
+    "deepspeed.ops": OPS_NAMES,
+    "partial offload": PARTIAL_OFFLOAD_NAMES,
+    **FILE_NAMES,
+    **{f"newest {owner}": names for owner, names in NEWEST_NAMES.items()},
     **OPTIMIZER_NAMES,
     **{f"option {option}": names for option, names in OPTION_NAMES.items()},
 }
