@@ -99,7 +99,7 @@ def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
 
 
 def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
-    """A run in bf16 goes on in fp32 and the other way round; fp16 is refused by name on CPU."""
+    """A run in bf16 goes on in fp32 on fewer ranks, and from there in mixed bf16 on more."""
     root = str(tmp_path)
     all_of(worlds, 2, FitSpec(root, 3, trainer={"precision": "bf16-true"}))
     again = FitSpec(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
