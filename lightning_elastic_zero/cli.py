@@ -311,6 +311,8 @@ def _convert(args: Namespace) -> int:
     print(f"{done.target}: {format_bytes(done.bytes)} of a {done.kind}, at {rate}")
     if done.lacks:
         print(f"the source did not hold {', '.join(done.lacks)}", file=sys.stderr)
+    if done.lost:
+        print(f"{args.to} has no room for, and lacks: {', '.join(done.lost)}", file=sys.stderr)
     return YES
 
 

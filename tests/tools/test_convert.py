@@ -242,6 +242,38 @@ def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
     assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
+def test_states_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
+    """A Universal Checkpoint has a parameter's step, and no other value of one number."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.NAdam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tree = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save(tree, tmp_path / "a.ckpt")
+    code, _, error = run("convert", tmp_path / "a.ckpt", tmp_path / "u", "--to", "universal")
+    assert code == 0
+    assert "universal has no room for, and lacks: mu_product\n" in error
+    assert not list((tmp_path / "u").rglob("mu_product*"))
+    code, _, error = run("convert", tmp_path / "a.ckpt", tmp_path / "d", "--to", "dcp")
+    assert (code, "mu_product" in error) == (0, False)
+    assert fingerprint_checkpoint(tmp_path / "d") == fingerprint_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_targets_that_cannot_be(size: str, tmp_path: Path, run: Run) -> None:
+    """Each is told in a sentence; nothing is written."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    (tmp_path / "file").write_text("mine")
+    for to in ("fp32", "safetensors", "universal", "dcp", "elastic"):
+        for target in ("", tmp_path / "file" / "below"):
+            code, out, error = run("convert", source, target, "--to", to)
+            assert (code, out) == (2, ""), (to, target)
+            assert error.count("\n") == 1, error
+    options = ("--to", "safetensors", "--max-shard-gb", size)
+    assert run("convert", source, tmp_path / "out", *options)[:2] == (2, "")
+    assert names_in(tmp_path) == ["a.ckpt", "file"]
+
+
 def test_the_command_knows_the_targets() -> None:
     """It names them without importing what writes them."""
     assert tuple(TARGETS) == CLI_TARGETS

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_elastic_zero import CheckpointNotFoundError
 from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
+from lightning_elastic_zero.manifest import manifest_from_json
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import (
@@ -173,6 +178,63 @@ def test_the_one_model_file_is_missing(tmp_path: Path) -> None:
     model.unlink()
     problem = verify_checkpoint(path).problem
     assert f"{model.name} (of ZeRO-1/2) or zero_pp_rank_0_mp_rank_00_model_states.pt" in problem
+
+
+def _recut(path: Path, change: int) -> None:
+    """Move the borders between ranks in the manifest, whose own digest is right."""
+    manifest = manifest_from_json((path / "manifest.json").read_text(), "here")
+    first, *others = manifest.buffers
+    moved = replace(first, partition_numel=first.partition_numel + change)
+    text = replace(manifest, buffers=(moved, *others)).to_json()
+    (path / "manifest.json").write_text(text)
+
+
+@pytest.mark.parametrize("change", [-3, 5])
+def test_pieces_that_do_not_tile(change: int, tmp_path: Path) -> None:
+    """A gap, or elements that two ranks hold, show though every checksum is right."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
+    assert verify_checkpoint(path).is_sound
+    _recut(path, change)
+    assert verify_checkpoint(path).problem
+
+
+def _move_chunk(rows: int, path: Path) -> None:
+    """Change where the second chunk of a tensor begins, in torch's own metadata."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    entry = metadata.state_dict_metadata["model.w"]
+    assert isinstance(entry, TensorStorageMetadata)
+    was = entry.chunks[1]
+    now = replace(was, offsets=torch.Size([was.offsets[0] + rows, 0]))
+    entry.chunks[1] = now
+    data = {
+        (replace(i, offset=now.offsets) if i.offset == was.offsets and i.fqn == "model.w" else i): v
+        for i, v in metadata.storage_data.items()
+    }
+    (path / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data=data)))
+
+
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_chunks_that_do_not_tile(rows: int, tmp_path: Path) -> None:
+    """In a directory of torch.distributed.checkpoint a gap, and an overlap, are found."""
+    torch.save({"w": torch.randn(5, 1 << 21)}, tmp_path / "w.pt")
+    convert_checkpoint(tmp_path / "w.pt", tmp_path / "dcp", "dcp")
+    assert verify_checkpoint(tmp_path / "dcp").is_sound
+    _move_chunk(rows, tmp_path / "dcp")
+    assert "do not hold each of its elements once" in verify_checkpoint(tmp_path / "dcp").problem
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "bf16-ds0.18"])
+def test_one_master_that_does_not_round(name: str, tmp_path: Path) -> None:
+    """A file that was written anew, with one other master, has right checksums: weights tell."""
+    path = unpack(name, tmp_path).checkpoint
+    assert verify_checkpoint(path).compared_masters
+    shard = min(path.rglob("*_optim_states.pt"))
+    tree = torch.load(shard, weights_only=False)
+    masters = tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    masters.data.view(-1)[0] += 1
+    torch.save(tree, shard)
+    assert "do not round to" in verify_checkpoint(path).problem
 
 
 def test_masters_that_are_not_the_weights(tmp_path: Path) -> None:

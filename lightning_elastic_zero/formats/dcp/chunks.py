@@ -153,10 +153,11 @@ class Chunks:
         return sorted(self._ends)
 
     def check_files(self) -> None:
-        """Check that every file is there, and as long as what is said to be in it.
+        """Check that every file is there, as long as what is said to be in it, and tensors tiled.
 
         Raises:
-            CheckpointCorruptedError: some are not; all of them are named.
+            CheckpointCorruptedError: some files are not, and all of them are named; or elements of
+                a tensor are in two chunks, or in none.
         """
         wrong = []
         for name, end in sorted(self._ends.items()):
@@ -171,6 +172,13 @@ class Chunks:
                 "checkpoint again, or resume from another one"
             )
             raise CheckpointCorruptedError(msg)
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and not _is_tiled(entry):
+                msg = (
+                    f"{self.path}: the chunks of {key} do not hold each of its elements once: the "
+                    "checkpoint is damaged, or of ranks that overlap. Resume from another one"
+                )
+                raise CheckpointCorruptedError(msg)
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -291,6 +299,32 @@ class Chunks:
         )
         for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
             verify_entries(self.path / name, [place[1:] for place in of_file], on_bytes)
+
+
+def _is_tiled(entry: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor hold each element once: none overlap, and they are as many."""
+    shape = tuple(entry.size)
+    boxes = [
+        tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in entry.chunks
+        if math.prod(chunk.sizes)
+    ]
+    if any(stop > size for box in boxes for (_, stop), size in zip(box, shape, strict=True)):
+        return False
+    if sum(math.prod(stop - start for start, stop in box) for box in boxes) != math.prod(shape):
+        return False
+    reached: list[tuple[tuple[int, int], ...]] = []
+    for box in sorted(boxes):
+        # Only those that reach into its rows can overlap it: of chunks of rows, none.
+        reached = [other for other in reached if not box or other[0][1] > box[0][0]]
+        if any(_overlap(box, other) for other in reached):
+            return False
+        reached.append(box)
+    return True
+
+
+def _overlap(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 class _BoundedReadFileSystem(FileSystem):

@@ -61,6 +61,8 @@ class Conversion:
     """That were written."""
     lacks: tuple[str, ...]
     """What a run has and the source did not hold."""
+    lost: tuple[str, ...] = ()
+    """States of the optimizer that the source held and the target has no room for."""
 
 
 def convert_checkpoint(
@@ -114,7 +116,8 @@ def convert_checkpoint(
             remove_leftovers(path.parent)
         TARGETS[to](checkpoint, path, options, count)
         info = checkpoint.reader.info
-        return Conversion(str(target), info.kind, written, info.lacks)
+        lost = universal_directory.lost_scalars(checkpoint) if to == "universal" else ()
+        return Conversion(str(target), info.kind, written, info.lacks, lost)
 
 
 def _check_dtype_option(to: str, options: ConvertOptions) -> None:

@@ -70,6 +70,16 @@ def write_universal_directory(
         _publish(export)
 
 
+def lost_scalars(checkpoint: OpenCheckpoint) -> tuple[str, ...]:
+    """Return the states of one value that a Universal Checkpoint cannot hold: all but ``step``.
+
+    DeepSpeed takes each other file beside ``fp32.pt`` for a tensor of the parameter's shape.
+    """
+    groups = checkpoint.manifest.groups
+    found = {key.name for group in groups for key in group.state if key.kind == "scalar"}
+    return tuple(sorted(found - {_STEP}))
+
+
 def _check_names(checkpoint: OpenCheckpoint) -> None:
     for parameter in checkpoint.manifest.optimized:
         name = parameter.name
