@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.elastic._steps import StepRecord, read_lines
 from tests.engine._worker_pool import ROOT, environment
@@ -251,12 +249,29 @@ def job(folder: Path, *more: str, kind: type[Job] = Job) -> Iterator[Job]:
     """Yield a job that has no nodes yet; its store is on none of them, and outlives all."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=15)
-    )
-    nodes = kind(folder, port, more)
+    with store_of_example(port, folder / "store.log"):
+        nodes = kind(folder, port, more)
+        try:
+            yield nodes
+        finally:
+            nodes.end()
+
+
+@contextmanager
+def store_of_example(port: int, log: Path) -> Iterator[None]:
+    """Run the example's store; it listens by then."""
+    command = [sys.executable, str(EXAMPLE / "store.py"), "--host=127.0.0.1", f"--port={port}"]
+    with log.open("wb") as output:
+        store = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
     try:
-        yield nodes
+        until = time.monotonic() + HANG_TIMEOUT_S
+        while f"agents may come to port {port}" not in log.read_text():
+            assert store.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
+        yield
+        store.terminate()
+        assert store.wait(HANG_TIMEOUT_S) == 0, log.read_text()
     finally:
-        nodes.end()
-        del store
+        store.kill()
+        store.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -158,3 +159,7 @@ def test_a_worker_killed_where_names_are_cached(undisturbed: Undisturbed, tmp_pa
         nodes.finish()
         assert nodes.last_step() % SAVE_EVERY == 0
         check_job(nodes, undisturbed, "lose a worker where names are cached", since)
+        told = f"{nodes.checkpoints} is one directory on all 2 hosts; the slowest wrote and synced"
+        said = re.findall(re.escape(told) + r" 4 MiB there in ([0-9.e-]+) s\.", nodes.log_of(FIRST))
+        assert said
+        assert all(float(seconds) > 0 for seconds in said)
