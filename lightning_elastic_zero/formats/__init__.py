@@ -20,7 +20,7 @@ from lightning_elastic_zero.formats.dumps.reader import DumpsReader
 from lightning_elastic_zero.formats.dumps.table import TABLE_NAME
 from lightning_elastic_zero.formats.elastic.reader import ElasticReader
 from lightning_elastic_zero.formats.full_state.single_file import SingleFileReader
-from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.formats.open_files import closed_on_error, foreign_files
 from lightning_elastic_zero.formats.path_suggestions import (
     describe_checkpoints_in,
     describe_content,
@@ -143,22 +143,23 @@ def _foreign(path: Path, policy: PicklePolicy, on_progress: Callable[[], None]) 
             msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
-            with as_format_error(path):
-                return DumpsReader(files(path))
+            with as_format_error(path), closed_on_error(files(path)) as opened:
+                return DumpsReader(opened)
         if folder := find_tag_folder(path):
             kind = UniversalReader if is_universal(folder) else ZeroReader
             with as_format_error(folder):
                 tag = read_tag_folder(folder)
-                return kind(tag, files(folder, check_saved_name=check_saved_name))
+                with closed_on_error(files(folder, check_saved_name=check_saved_name)) as opened:
+                    return kind(tag, opened)
         if is_dcp(path):
             # Imported here, as that takes a second.
             from lightning_elastic_zero.formats.dcp.reader import DcpReader  # noqa: PLC0415
 
-            with as_format_error(path):
-                return DcpReader(files(path), policy)
+            with as_format_error(path), closed_on_error(files(path)) as opened:
+                return DcpReader(opened, policy)
     else:
-        with as_format_error(path):
-            return SingleFileReader(path, files(path.parent))
+        with as_format_error(path), closed_on_error(files(path.parent)) as opened:
+            return SingleFileReader(path, opened)
     why = (
         f"{describe_content(path)}. It is no checkpoint, or one that was never finished. A folder "
         "with dumps of optimizer.state_dict() becomes one by describe_dumps"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -128,3 +129,13 @@ def foreign_files(
         return file
 
     return OpenFiles(folder, open_file, limit=limit, on_progress=on_progress)
+
+
+@contextmanager
+def closed_on_error(files: ForeignFiles) -> Iterator[ForeignFiles]:
+    """Close files where a reader that is made of them fails: nobody else has them then."""
+    try:
+        yield files
+    except BaseException:
+        files.close()
+        raise

@@ -142,34 +142,71 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
     """
     if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
         return 0, 0.0, 0.0
-    a, b = _comparable(one, other)
-    differ = (a != b) & ~(a.isnan() & b.isnan())
-    count = int(differ.sum())
-    if not count:
+    if any(t.is_complex() or t.is_floating_point() for t in (one, other)):
+        return _compare_floats(one, other)
+    return _compare_integers(one, other)
+
+
+def _compare_floats(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
+    """Compare in float64, complex numbers part by part: NaN in one hides nothing of the other."""
+    parts = _complex_parts if one.is_complex() or other.is_complex() else _only_part
+    a, b = parts(one), parts(other)
+    unlike = (a != b) & ~(a.isnan() & b.isnan())
+    differ = unlike.any(-1)
+    a, b, unlike = a[differ], b[differ], unlike[differ]
+    distance = _magnitude(torch.where(unlike, a - b, 0.0))
+    return _largest(distance, _magnitude(a), _magnitude(b))
+
+
+def _only_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double().unsqueeze(-1)
+
+
+def _complex_parts(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128))
+
+
+def _magnitude(parts: torch.Tensor) -> torch.Tensor:
+    return parts[:, 0].abs() if parts.shape[1] == 1 else torch.hypot(parts[:, 0], parts[:, 1])
+
+
+def _compare_integers(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
+    """Compare 64 bits each, of which float64 does not hold all: distances are those of integers."""
+    bits, other_bits = _bits(one), _bits(other)
+    unsigned, other_unsigned = one.dtype == torch.uint64, other.dtype == torch.uint64
+    differ = bits != other_bits
+    if unsigned != other_unsigned:
+        differ |= bits < 0  # The same bits: negative in the one, 2^63 or more in the other.
+    bits, other_bits = bits[differ], other_bits[differ]
+    a, b = _value(bits, unsigned=unsigned), _value(other_bits, unsigned=other_unsigned)
+    far = (a - b).abs()
+    # Exact wherever the difference fits into 64 bits, whichever types the two are of.
+    near = (bits - other_bits).double().abs()
+    return _largest(torch.where(far < _FAR, near, far), a.abs(), b.abs())
+
+
+_FAR = 2.0**62
+"""Integers that are so far apart have their distance from float64: well below an overflow."""
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
+
+
+def _value(bits: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
+    """Return the numbers that bits stand for, as float64 has them."""
+    value = bits.double()
+    return torch.where(bits < 0, value + 2.0**64, value) if unsigned else value
+
+
+def _largest(
+    distance: torch.Tensor, one: torch.Tensor, other: torch.Tensor
+) -> tuple[int, float, float]:
+    """Sum up what differs: how much, and by how much at most, by the magnitudes of both sides."""
+    if not distance.numel():
         return 0, 0.0, 0.0
-    a, b = a[differ], b[differ]
-    distance = _distance(a, b)
-    relative = distance / torch.maximum(a.abs().double(), b.abs().double())
-    return count, float(distance.max()), float(relative.max())
-
-
-def _comparable(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in a type that holds the values of either: integers are no float64."""
-    if one.is_complex() or other.is_complex():
-        return one.to(torch.complex128), other.to(torch.complex128)
-    if one.is_floating_point() or other.is_floating_point():
-        return one.double(), other.double()
-    if one.dtype == other.dtype == torch.uint64:
-        return one.view(torch.int64), other.view(torch.int64)
-    return one.to(torch.int64), other.to(torch.int64)
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return how far apart values are that differ, in float64; of integers, as far as it goes."""
-    if a.is_complex() or a.is_floating_point():
-        return (a - b).abs().double()
-    # Large ones lose their last bits in float64, and distant ones overflow in int64.
-    return torch.maximum((a.double() - b.double()).abs(), (a - b).abs().double())
+    relative = distance / torch.maximum(one, other)
+    return distance.numel(), float(distance.max()), float(relative.max())
 
 
 # -- values ----------------------------------------------------------------------------------------
