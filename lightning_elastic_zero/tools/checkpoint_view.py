@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointNotFoundError
+from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats import (
     WEIGHT,
     CheckpointReader,
@@ -25,6 +25,7 @@ from lightning_elastic_zero.key_mapping import KeyMapping
 from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.manifest import Manifest, Parameter
+from lightning_elastic_zero.state_fingerprint import STEP
 from lightning_elastic_zero.storage import check_local_path, existing_path, ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar
 from lightning_elastic_zero.tools.progress_line import OnBytes
@@ -129,15 +130,49 @@ class OpenCheckpoint:
         return [key.name for key in state if key.kind == kind]
 
     def scalars(self, name: str) -> Mapping[str, Scalar]:
-        """Return the states of a parameter that are one value."""
+        """Return the states of a parameter that are one value.
+
+        An empty one is nowhere, and has none of its own: what others of its flat buffer have, or
+        else of its group.
+        """
         if not self.state_keys(name, "scalar"):
             return {}
-        at = next(iter(self._layout.covering(name, 0, 1)), None)
+        holders = itertools.chain((name,), self._neighbours(name))
+        held = (at for holder in holders for at in self._layout.covering(holder, 0, 1))
+        at = next(held, None)
         if at is None:
             return {}
         if at.buffer not in self._scalars:
             self._scalars[at.buffer] = self.reader.scalars(at)
         return self._scalars[at.buffer]
+
+    def step(self, name: str) -> Scalar:
+        """Return the steps that a parameter's state counts; some optimizers count in the group.
+
+        Raises:
+            CheckpointFormatError: it is no number, but NaN or infinite.
+        """
+        group = self.manifest.groups[self.parameters[name].group or 0]
+        of_group = group.hyperparameters.get(STEP)
+        if isinstance(of_group, dict):
+            of_group = of_group.get("tensor")
+        counted = of_group if isinstance(of_group, (int, float)) else None
+        found = self.scalars(name).get(STEP, counted)
+        if found is not None and not math.isfinite(found):
+            msg = (
+                f"{self.path}: the optimizer's {STEP!r} of {name} is {float(found)}, which counts "
+                "no steps: the state is damaged. Take another checkpoint, or its weights alone "
+                "(safetensors, fp32)"
+            )
+            raise CheckpointFormatError(msg)
+        return found
+
+    def _neighbours(self, name: str) -> Iterator[str]:
+        """Yield the others of a parameter's flat buffer, and then those of its group."""
+        for buffer in self.manifest.buffers:
+            if name in buffer.names:
+                yield from buffer.names
+        yield from self.manifest.groups[self.parameters[name].group or 0].names
 
     @cached_property
     def _scalars(self) -> dict[int, Mapping[str, Scalar]]:
@@ -161,9 +196,20 @@ class OpenCheckpoint:
         if entry.role == "buffer":
             return self.buffers[entry.name].dtype
         if not entry.numel:
-            found: torch.dtype = getattr(torch, self.parameters[entry.name].dtype)
+            found: torch.dtype = getattr(torch, self._dtype_of_empty(entry))
             return found
         return self._stored_dtype(entry.key, self._transfers(entry, 0, 1)[0])
+
+    def _dtype_of_empty(self, entry: TensorEntry) -> str:
+        """Return the type of what has no elements, which is stored nowhere: that of the others."""
+        parameter = self.parameters[entry.name]
+        if entry.role != "trained":
+            return parameter.dtype
+        if entry.key != WEIGHT:
+            table = self.manifest.groups[parameter.group or 0].state
+            return next(key.dtype for key in table if key.name == entry.key)
+        whole = holds_whole_tensors(self.manifest)
+        return parameter.dtype if whole else self.manifest.master_dtype
 
     def _stored_dtype(self, key: str, transfer: Transfer) -> torch.dtype:
         return self.reader.locate(key, transfer)[1].tensor.dtype

@@ -15,7 +15,7 @@ places); ZeRO-1/2's model file gives that away, because masters no longer round 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class UniversalReader(TagReader):
             for i, shapes in enumerate(self._shapes)
         ]
         self._keys = self._find_keys()
-        master = self._tensor(next(iter(self._flat_of)), WEIGHT)
+        master = self._tensor(self._first_held(range(len(self._shapes))), WEIGHT)
         groups = self._groups(buffers)
         self.manifest = self._describe(self._stage, master.dtype, buffers, groups)
         lacks = (*self._lacks, "optimizer states that are not Adam's")
@@ -120,11 +120,12 @@ class UniversalReader(TagReader):
         )
 
     def _state_of(self, group: int) -> tuple[StateKey, ...]:
-        """Return the table of a group's states, from its first parameter."""
-        flat = next((i for i, g in enumerate(self._group_of) if g == group), None)
-        if flat is None or not self._shapes[flat]:
+        """Return the table of a group's states, from its first parameter that has elements."""
+        flats = [i for i, g in enumerate(self._group_of) if g == group and self._shapes[i]]
+        if not flats:
             return ()
-        name = next(iter(self._shapes[flat]))
+        name = self._first_held(flats)
+        flat = self._flat_of[name]
         table = [
             state_key(key, self._tensor(name, key), elementwise=True)
             for key in self._keys[name]
@@ -140,11 +141,20 @@ class UniversalReader(TagReader):
             state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
             scalars = {k: v for k, v in state.items() if not is_vector(v)}
             return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
-        name = next(iter(self._shapes[flat]))
-        if "step" not in self._keys[name]:
-            return {}
+        # What an empty parameter has says nothing, and many a conversion writes it no step.
+        held = self._first_held([flat]) if self._shapes[flat] else ""
+        name = next((n for n in (held, *self._shapes[flat]) if "step" in self._keys.get(n, ())), "")
+        return {"step": self._step(name)} if name else {}
+
+    def _step(self, name: str) -> Scalar:
+        """Return the step in a parameter's own file."""
         file = self._file(name, "step")
-        return {"step": self.files.load(file, self.files.tree(file))}
+        return self.files.load(file, self.files.tree(file))  # type: ignore[no-any-return]
+
+    def _first_held(self, flats: Iterable[int]) -> str:
+        """Return the first parameter with elements of flat buffers, or else the first one."""
+        shapes = [item for flat in flats for item in self._shapes[flat].items()]
+        return next((n for n, shape in shapes if numel_of(shape)), shapes[0][0])
 
     def _tensor(self, name: str, key: str) -> torch.Tensor:
         """Return a whole state or master of a parameter, on the meta device.
@@ -186,6 +196,28 @@ class UniversalReader(TagReader):
                 raise CheckpointCorruptedError(msg)
             for key in (WEIGHT, *sorted(wanted)):
                 self._tensor(name, key)
+        if self._stage != STAGE_WEIGHTS:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Refuse flat buffers whose parameters have counted several steps: it keeps one.
+
+        Raises:
+            CheckpointCorruptedError: one has.
+        """
+        for shapes in self._shapes:
+            counted: dict[str, str] = {}
+            for name, shape in shapes.items():
+                if numel_of(shape) and "step" in self._keys[name]:
+                    counted.setdefault(repr(float(self._step(name) or 0)), name)
+            if len(counted) > 1:
+                several = ", and ".join(f"{step} of {name}" for step, name in counted.items())
+                msg = (
+                    f"{self.files.folder}: the step files of one parameter group say {several}, "
+                    "which no flat buffer has: they are of several checkpoints. Convert again, or "
+                    "resume from another checkpoint"
+                )
+                raise CheckpointCorruptedError(msg)
 
     def layout_of(self, manifest: Manifest) -> Layout:
         """Return where parameters are: whole, in files of their own."""

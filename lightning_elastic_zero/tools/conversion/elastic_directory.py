@@ -134,7 +134,8 @@ def _manifest(
     """Describe the same state, on one rank of ZeRO-3: buffers as they were, cut by nobody."""
     source = checkpoint.manifest
     masters = [TensorEntry("trained", p.name, WEIGHT, p.shape) for p in source.optimized]
-    dtype = dtype_name(checkpoint.dtype(masters[0])) if masters else source.master_dtype
+    first = _first_held(masters)
+    dtype = dtype_name(checkpoint.dtype(first)) if first else source.master_dtype
     return replace(
         source,
         save_id=uuid.uuid4().hex,
@@ -157,12 +158,20 @@ def _progress(checkpoint: OpenCheckpoint) -> Progress:
     """Return how far the run had come; where nothing says, by the steps that its optimizer counts.
 
     A checkpoint of this library always says it.
+
+    Raises:
+        CheckpointFormatError: an optimizer counts steps that are no number.
     """
     found = checkpoint.manifest.progress
     if checkpoint.reader.info.has_counters:
         return found
-    counted = [checkpoint.scalars(p.name).get("step") or 0 for p in checkpoint.manifest.optimized]
+    counted = [checkpoint.step(p.name) or 0 for p in checkpoint.manifest.optimized]
     return replace(found, global_steps=max(map(int, counted), default=0))
+
+
+def _first_held(entries: Sequence[TensorEntry]) -> TensorEntry | None:
+    """Return the first one with elements, whose type is that of what is stored."""
+    return next((entry for entry in entries if entry.numel), next(iter(entries), None))
 
 
 def _frozen(checkpoint: OpenCheckpoint, name: str) -> TensorEntry:
@@ -191,10 +200,10 @@ class _StandIns:
             yield FlatState(mine, self._flat(mine, WEIGHT), states, self._scalars(manifest, buffer))
 
     def _scalars(self, manifest: Manifest, buffer: FlatBuffer) -> Mapping[str, Scalar]:
-        """Return the states of a buffer that are one value: an empty parameter has none."""
-        if manifest.weights_only:
+        """Return the states of a buffer that are one value."""
+        if manifest.weights_only or not buffer.names:
             return {}
-        return next(filter(None, map(self._checkpoint.scalars, buffer.names)), {})
+        return self._checkpoint.scalars(buffer.names[0])
 
     def _flat(self, fragments: Sequence[Fragment], key: str) -> torch.Tensor:
         parameters = self._checkpoint.parameters
@@ -204,7 +213,8 @@ class _StandIns:
     def _join(
         self, entries: Sequence[TensorEntry], offsets: Sequence[int], numel: int
     ) -> torch.Tensor:
-        dtype = self._checkpoint.dtype(entries[0]) if entries else torch.float32
+        first = _first_held(entries)
+        dtype = self._checkpoint.dtype(first) if first else torch.float32
         stand_in = torch.empty(numel, dtype=dtype, device="meta")
         self._held.append(stand_in)  # No other one gets its place.
         for entry, offset in zip(entries, offsets, strict=True):

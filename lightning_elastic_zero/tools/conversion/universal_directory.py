@@ -53,11 +53,13 @@ def write_universal_directory(
     """Write the folder that ``engine.load_checkpoint`` is given, with ``load_universal``.
 
     Raises:
-        UnsupportedError: a parameter's name can be no folder's.
+        CheckpointFormatError: the optimizer counts steps that are no number.
+        UnsupportedError: a parameter's name can be no folder's, or a group counts several steps.
     """
     options.check_whole("a Universal Checkpoint")
     check_optimizer(checkpoint, options)
     _check_names(checkpoint)
+    _check_steps(checkpoint)
     with staged_export(target) as export:
         folder = export.path / TAG
         (folder / "zero").mkdir(parents=True)
@@ -92,6 +94,22 @@ def _check_names(checkpoint: OpenCheckpoint) -> None:
             raise UnsupportedError(msg)
 
 
+def _check_steps(checkpoint: OpenCheckpoint) -> None:
+    """Refuse what DeepSpeed refuses: it has one flat buffer for a group, with one step."""
+    for group in checkpoint.manifest.groups:
+        counted: dict[object, str] = {}
+        for name in group.names:
+            step = checkpoint.step(name)
+            counted.setdefault(step if step is None else float(step), name)
+        if len(counted) > 1:
+            several = ", and ".join(f"{step} of {name}" for step, name in counted.items())
+            msg = (
+                f"{checkpoint.path}: the optimizer has counted {several}, and a Universal "
+                "Checkpoint has one step for a group: write dcp or elastic, which keep each"
+            )
+            raise UnsupportedError(msg)
+
+
 def _publish(export: StagedExport) -> None:
     export.drop_sums()
     export.publish()
@@ -119,14 +137,8 @@ def _write_parameter(
         tensor = builder.add(source_of(checkpoint, entry)).view(shape)
         file = f"{key or _MASTER}.pt"
         _save({"param": tensor}, folder / name, file, on_bytes, builder)
-    if (step := _step(checkpoint, name)) is not None:
+    if (step := checkpoint.step(name)) is not None:
         _save(step, folder / name, f"{_STEP}.pt", on_bytes)
-
-
-def _step(checkpoint: OpenCheckpoint, name: str) -> Any:  # noqa: ANN401 (a number or a tensor)
-    """Return a parameter's step; some optimizers keep it in the group."""
-    group = checkpoint.manifest.groups[checkpoint.parameters[name].group or 0]
-    return checkpoint.scalars(name).get(_STEP, group.hyperparameters.get(_STEP))
 
 
 def _version(manifest: Manifest) -> str:
@@ -139,8 +151,8 @@ def _optimizer_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     groups = [
         {**group.hyperparameters, "params": [index]} for index, group in enumerate(manifest.groups)
     ]
-    first = next((p.name for p in manifest.optimized), "")
-    step = _step(checkpoint, first) if first else None
+    steps = (checkpoint.step(p.name) for p in manifest.optimized)
+    step = next((step for step in steps if step is not None), None)
     return {
         # That of the model file that readers take first.
         "zero_stage": 1,
