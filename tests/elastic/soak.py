@@ -121,14 +121,19 @@ class Soak:
         """Start a job, and do one thing after another to it."""
         until = time.monotonic() + seconds
         self._start_all()
-        self._wait_for_step(since=0.0, world=len(self.nodes.alive))
+        began = self._wait_for_step(since=0.0, world=len(self.nodes.alive)).time
         while time.monotonic() < until:
             # In any step, and before or after any save.
             time.sleep(self.random.uniform(0.0, 3.0))
             event = self._do(self._choose())
             start = self._wait_for_step(event.at, event.world)
-            steps = self._steps()
-            first = min(line.time for line in steps if line.met_at == start.met_at)
+            # In an hour, the ports at which two worlds meet may be the same.
+            steps = [line for line in self._steps() if line.time >= began]
+            first = min(
+                line.time
+                for line in steps
+                if line.met_at == start.met_at and line.time >= start.time
+            )
             # A node that joins stops the others only some steps later. What the world before it had
             # taken: after an older checkpoint was taken, not the most that any world ever had.
             before = [line for line in steps if line.time < start.time]
@@ -136,6 +141,7 @@ class Soak:
             of_last = (line.step for line in before if last and line.met_at == last.met_at)
             step = max(of_last, default=0)
             event = replace(event, step=step, resumed=start.step, seconds=first - event.at)
+            began = start.time
             self.events.append(event)
             print(
                 f"{event.kind}: {event.world} nodes, ZeRO-{self.nodes.run.stage}, went on from "
