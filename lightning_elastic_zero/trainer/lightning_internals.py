@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
@@ -268,41 +267,22 @@ def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
-@dataclass(frozen=True)
-class SigtermSteps:
-    """What a trainer does at a SIGTERM, and to hear of another rank's."""
+def replace_sigterm_steps(
+    trainer: pl.Trainer, handler: Callable[[int, object], None], before_batch: Callable[[], None]
+) -> None:
+    """Replace what a trainer does at a SIGTERM, and to hear of another rank's before each batch.
 
-    handler: Callable[[int, object], None]
-    before_batch: Callable[[], None]
-    after_batch: Callable[[object], None]
-    after_epoch: Callable[[], None]
-
-
-def replace_sigterm_steps(trainer: pl.Trainer, steps: SigtermSteps) -> None:
-    """Replace them; before 2.5.2 nothing: there each rank ends by itself, without collectives."""
-    fit: Any = trainer.fit_loop
-    connector = getattr(trainer, "_signal_connector", None)
-    if hasattr(fit.epoch_loop, "_broadcast_sigterm_tensor") and connector is not None:
-        fit.epoch_loop._broadcast_sigterm_tensor = steps.before_batch
-        fit.epoch_loop.on_advance_end = steps.after_batch
-        fit.on_advance_end = steps.after_epoch
-        connector._sigterm_notifier_fn = steps.handler
-
-
-def end_batch(trainer: pl.Trainer, fetcher: object) -> None:
-    """Do what Lightning does after a batch: validate, update schedulers, hear of a SIGTERM."""
+    Before 2.5.2 nothing is replaced: there each rank ends by itself, without collectives.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
-    type(loop).on_advance_end(loop, fetcher)
-
-
-def end_epoch(trainer: pl.Trainer) -> None:
-    """Do what Lightning does after an epoch: callbacks, metrics, hear of a SIGTERM."""
-    loop: Any = trainer.fit_loop
-    type(loop).on_advance_end(loop)
+    connector = getattr(trainer, "_signal_connector", None)
+    if hasattr(loop, "_broadcast_sigterm_tensor") and connector is not None:
+        loop._broadcast_sigterm_tensor = before_batch
+        connector._sigterm_notifier_fn = handler
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:
-    """Set what ``trainer.received_sigterm`` says."""
+    """Set what ``trainer.received_sigterm`` says: Lightning's loops end by it."""
     trainer._signal_connector.received_sigterm = True
 
 

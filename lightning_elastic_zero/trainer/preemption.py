@@ -255,7 +255,7 @@ class PreemptionCheckpoint(Callback):
         if agreement is not None:
             agreement.close()
         if self._ending:
-            return  # Lightning's own would be a collective; its teardown restores the first ones
+            return  # Lightning's teardown restores the first ones
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
             if signal.getsignal(number) == self._on_signal:

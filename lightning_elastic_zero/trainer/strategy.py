@@ -127,6 +127,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         limits = (Timeouts.of(stall_timeout_s, absent_timeout_s), max_snapshot_bytes)
         self._manager = make_manager(self.checkpoint_events, *limits, async_save=async_save)
         self._last_fit = LastFit()
+        self._sigterm = sigterm.SigtermAgreement()
         of_both = (self._manager, self._get_ranks, self._resumer, self._last_fit)
         self._loader = CheckpointLoader(*of_both, self.checkpoint_events, options)
         self._saver = CheckpointSaver(*of_both, options, save_module_weights=save_module_weights)
@@ -182,8 +183,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         super().setup(trainer)
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
         check_supported(engine := self.deepspeed_engine)
+        self._sigterm.begin(trainer)
         if fitting:
-            sigterm.stop_together(trainer)
             self._last_fit.begin(engine)
             self._accumulation = GradientAccumulation(engine)
             self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))
@@ -372,9 +373,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Wait for the save in flight; raise on all ranks what it failed by."""
+        """Wait for the save in flight; raise on all ranks what it failed by, or a SIGTERM."""
         self.wait_for_save()
         super().on_train_end()
+        if (trainer := self._trainer) is not None:
+            self._sigterm.stop_together(trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -28,6 +28,9 @@ pytestmark = pytest.mark.engine
 
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 """Before the collectives of a step, amid them, and after them."""
+
+VALIDATED = "on_validation_batch_end"
+"""In the midst of a validation, or of the check before the first batch."""
 
 
 class TerminatesAt(Callback):
@@ -52,6 +55,13 @@ class TerminatesAt(Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._pass("on_train_batch_end", trainer)
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, _module: Any, _outputs: Any, _batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if batch_idx == 0:
+            self._pass("on_validation_batch_end", trainer)
 
 
 class Terminates(Callback):
@@ -121,17 +131,26 @@ Places: TypeAlias = tuple[tuple[tuple[str, int], ...], ...]
 """Of each rank: hooks, and the batch."""
 
 
-def terminated_at(places: Places, stage: int) -> str:
-    """Fit two epochs of four batches on ranks that get SIGTERM; return how that has ended."""
+def terminated_at(root: str, places: Places, stage: int, validates: bool) -> tuple[str, list[str]]:
+    """Fit two epochs of four batches on ranks that get SIGTERM.
+
+    Returns:
+        How that has ended, and what was saved as it raised.
+    """
     terminates = TerminatesAt(places[dist.get_rank()])
     strategy = elastic(stage=stage, global_batch_size=12)
-    trainer = make_trainer(strategy, terminates, max_epochs=2, limit_train_batches=4)
+    saves = OnExceptionCheckpoint(root, "last")
+    more: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2, "val_check_interval": 4}
+    more |= {"num_sanity_val_steps": 2, "limit_val_batches": 3} if validates else {}
+    trainer = make_trainer(strategy, terminates, saves, limit_train_batches=4, **more)
     train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6, shuffle=True)
+    val = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6) if validates else None
     try:
-        trainer.fit(RecordingNet(RunSpec(length=LENGTH)), train)
+        trainer.fit(RecordingNet(RunSpec(length=LENGTH)), train, val)
+        end = f"went on to {trainer.global_step}"
     except SIGTERMException:
-        return f"SIGTERM at {trainer.global_step}"
-    return f"went on to {trainer.global_step}"
+        end = f"SIGTERM at {trainer.global_step}"
+    return end, sorted(path.name for path in Path(root).glob("*.ckpt"))
 
 
 TOGETHER = [
@@ -142,16 +161,61 @@ TOGETHER = [
     # After the last batch of an epoch the ranks go on to the next one, where there is one.
     ((((HOOKS[1], 3),), ()), "SIGTERM at 4"),
     (((), ((HOOKS[2], 3),)), "SIGTERM at 4"),
-    ((((HOOKS[1], 7),), ()), "went on to 8"),
+    # After the last batch of all they ask once more.
+    ((((HOOKS[1], 7),), ()), "SIGTERM at 8"),
+    (((), ((HOOKS[2], 7),)), "SIGTERM at 8"),
+    (((), ()), "went on to 8"),
 ]
+
+VALIDATING = [
+    # In the batch before a validation, in the midst of one, and in the first check.
+    ((((HOOKS[1], 3),), ()), "SIGTERM at 4"),
+    (((), ((HOOKS[2], 3),)), "SIGTERM at 4"),
+    ((((VALIDATED, 3),), ()), "SIGTERM at 4"),
+    ((((VALIDATED, 3),), ((HOOKS[2], 3),)), "SIGTERM at 4"),
+    (((), ((VALIDATED, 7),)), "SIGTERM at 8"),
+    (((), ((VALIDATED, -1),)), "SIGTERM at 0"),
+    ((((VALIDATED, -1),), ((VALIDATED, -1),)), "SIGTERM at 0"),
+]
+"""``total_batch_idx`` before the first batch is -1."""
 
 
 @pytest.mark.rotating(2)
-@pytest.mark.parametrize(("places", "end"), TOGETHER)
+@pytest.mark.parametrize(
+    ("places", "end", "validates"),
+    [
+        *((places, end, False) for places, end in TOGETHER),
+        *((places, end, True) for places, end in VALIDATING),
+    ],
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_all_ranks_end_after_the_same_batch(
-    stage: int, places: Places, end: str, worlds: Pools
+    stage: int, places: Places, end: str, validates: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Whichever of them get the signal, wherever in a step: none waits for what never comes."""
-    ends = worlds.run(2, partial(terminated_at, places, stage), timeout_s=PROMPT_TIMEOUT_S)
-    assert ends == [end, end]
+    """Whichever of them get the signal, wherever: none waits for what never comes, and all save."""
+    call = partial(terminated_at, str(tmp_path), places, stage, validates)
+    ends = worlds.run(2, call, timeout_s=PROMPT_TIMEOUT_S)
+    saved = [] if end == "went on to 8" else ["last.ckpt"]
+    assert ends == [(end, saved)] * 2
+
+
+def evaluated(places: Places) -> str:
+    """Validate on ranks that get SIGTERM, without a fit before it; return how that has ended."""
+    terminates = TerminatesAt(places[dist.get_rank()])
+    trainer = make_trainer(elastic(stage=1, global_batch_size=12), terminates, max_epochs=1)
+    try:
+        trainer.validate(
+            RecordingNet(RunSpec(length=LENGTH)),
+            DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6),
+            verbose=False,
+        )
+    except SIGTERMException:
+        return "SIGTERM"
+    return "went on"
+
+
+def test_an_evaluation_ends_where_it_is(worlds: Pools) -> None:
+    """There is no batch before which ranks ask each other: each ends by itself, at once."""
+    places: Places = (((VALIDATED, -1),),) * 2
+    ends = worlds.run(2, partial(evaluated, places), timeout_s=PROMPT_TIMEOUT_S)
+    assert ends == ["SIGTERM"] * 2
