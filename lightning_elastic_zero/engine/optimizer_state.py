@@ -23,6 +23,8 @@ BITSANDBYTES = "bitsandbytes"
 """A package whose optimizers have the names of torch's, and other states: ``state1``, ``state2``
 and steps in a Python int."""
 
+_PACKAGES = {BITSANDBYTES, "torchao", "deepspeed", "torch"}
+
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: these stay as the live run has them."""
 
@@ -152,8 +154,14 @@ FRESH = (
 
 
 def package_of(optimizer: object) -> str:
-    """Return the package that an optimizer's class comes from: ``torch``, ``deepspeed``, ..."""
-    return type(optimizer).__module__.partition(".")[0]
+    """Return the package of an optimizer's class, or of the nearest known one that it derives from.
+
+    So a user's subclass of bitsandbytes' ``AdamW`` is bitsandbytes', and his own optimizer, which
+    derives from torch's base class alone, is his own.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    packages = [kind.__module__.partition(".")[0] for kind in kinds]
+    return next((name for name in packages if name in _PACKAGES), packages[0])
 
 
 def check_same_optimizer(

@@ -12,8 +12,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.compatibility import describe
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats import open_checkpoint
 from lightning_elastic_zero.formats.full_state.binding import FullState, bind
+from lightning_elastic_zero.formats.full_state.self_description import members_of
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
 
 DTYPES = [
@@ -141,3 +143,36 @@ def test_steps_that_one_parameter_counts_for_its_group(
         found = [source.scalars(next(iter(source.layout().covering(n, 0, 1)))) for n in names]
     assert [float(scalars["step"] or 0) for scalars in found] == read
     assert {type(scalars["step"]) for scalars in found} == {type(steps[0])}
+
+
+def adam_of(*shapes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
+    """Return Adam's states of parameters by position."""
+    return {
+        index: {
+            "step": torch.tensor(2.0),
+            "exp_avg": torch.zeros(shape),
+            "exp_avg_sq": torch.zeros(shape),
+        }
+        for index, shape in enumerate(shapes)
+    }
+
+
+def test_the_state_of_a_single_number_is_no_other_weights() -> None:
+    """A trained scale has moments without dimensions: they fit it, and nothing else."""
+    weights = {
+        "scale": torch.tensor(1.5),
+        "first": torch.zeros(2, 3),
+        "second": torch.zeros(1),
+        "third": torch.zeros(1),
+    }
+    groups = [{"params": [0]}, {"params": [1, 2]}]
+    in_another_order = {"state": adam_of((2, 3), (), (1,)), "param_groups": groups}
+    with pytest.raises(CheckpointMismatchError, match="could mean several of the 4 weights"):
+        members_of(in_another_order, weights)
+    in_order = {"state": adam_of((), (2, 3), (1,)), "param_groups": groups}
+    del weights["third"]
+    assert members_of(in_order, weights) == (("scale",), ("first", "second"))
+    # Where no state has dimensions, nothing tells its parameter's shape.
+    counted = {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(CheckpointMismatchError, match="several of the 3 weights"):
+        members_of(counted, weights)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.full_state.torch_optimizer import with_dimensions
 from lightning_elastic_zero.formats.shared_tensors import duplicate_names
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.tensor_state import dtype_name
@@ -71,7 +72,8 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
         for name, t in weights.items()
         if name not in again and (t.is_floating_point() or t.is_complex())
     ]
-    wanted = [_shape_of(saved["state"].get(key)) for group in ids for key in group]
+    elementwise = with_dimensions(saved["state"].values())
+    wanted = [_shape_of(saved["state"].get(key), elementwise) for group in ids for key in group]
     first = _in_order(wanted, candidates)
     last = _in_order(wanted[::-1], candidates[::-1])[::-1]
     if len(first) < len(wanted) or first != last:
@@ -103,11 +105,15 @@ def _known(members: Sequence[tuple[str, ...]], weights: Mapping[str, torch.Tenso
     return tuple(tuple(fitting[0] + name for name in group) for group in members)
 
 
-def _shape_of(state: object) -> tuple[int, ...] | None:
+def _shape_of(state: object, elementwise: frozenset[str]) -> tuple[int, ...] | None:
     """Return the shape of a parameter that has this state; None where nothing tells."""
-    values = state.values() if isinstance(state, Mapping) else ()
-    shapes = (tuple(v.shape) for v in values if isinstance(v, torch.Tensor))
-    return next((shape for shape in shapes if shape), None)
+    items = state.items() if isinstance(state, Mapping) else ()
+    shapes = [
+        tuple(value.shape)
+        for key, value in items
+        if key in elementwise and isinstance(value, torch.Tensor)
+    ]
+    return next((shape for shape in shapes if shape), shapes[0] if shapes else None)
 
 
 def _in_order(wanted: Sequence[tuple[int, ...] | None], candidates: _Shaped) -> list[str]:

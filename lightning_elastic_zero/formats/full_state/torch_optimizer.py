@@ -13,7 +13,7 @@ parameters' shapes. Exactly one has to fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -222,6 +222,7 @@ class _IdInterpretations:
     def _misfits(self, table: Table) -> Iterator[str]:
         """Yield each parameter whose state has another shape, or that cannot have one."""
         frozen = {p.name for p in self.live.parameters if p.group is None and p.numel}
+        elementwise = with_dimensions(self.states.values())
         for names, group in zip(table, self.groups, strict=True):
             for name, key in zip(names, group["params"], strict=True):
                 shape, state = self.shapes.get(name), self.states.get(key)
@@ -230,7 +231,8 @@ class _IdInterpretations:
                 if name in frozen and isinstance(key, int):
                     yield f"{name}, which is frozen"
                 for what, value in state.items():
-                    if isinstance(value, torch.Tensor) and tuple(value.shape) not in ((), shape):
+                    fitting = (shape,) if what in elementwise else ((), shape)
+                    if isinstance(value, torch.Tensor) and tuple(value.shape) not in fitting:
                         yield (
                             f"{name} has {what!r} of shape {tuple(value.shape)}, the parameter has "
                             f"{shape}: state that is not element-wise cannot be cut"
@@ -250,6 +252,20 @@ class _IdInterpretations:
         )
 
 
+def with_dimensions(states: Iterable[object]) -> frozenset[str]:
+    """Return the names of the states that are more than one number for some parameter.
+
+    Where such a state is one number, so is its parameter, and no other.
+    """
+    return frozenset(
+        key
+        for state in states
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )
+
+
 def _elementwise(
     states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
@@ -265,12 +281,7 @@ def _elementwise(
             f"{FRESH_OPTIMIZER_HINT}"
         )
         raise CheckpointMismatchError(msg)
-    return frozenset(
-        key
-        for state in told
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.ndim
-    )
+    return with_dimensions(told)
 
 
 def _table_of(
