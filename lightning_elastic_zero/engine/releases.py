@@ -202,7 +202,6 @@ NEWEST_NAMES: dict[str, dict[str, str]] = {
     "DeepSpeedZeroOptimizer_Stage3": {
         **STAGED,
         "_offload_boundary_param_ids": OFFLOADED_GRADIENTS,
-        "lp_param_buffer": OFFLOADED_WEIGHTS,
         "params_in_nvme_and_cpu": "refuse weights in files",
     },
     "a partitioned parameter": {
@@ -217,11 +216,13 @@ SOMETIMES: dict[str, str] = {
     "_offload_accumulated_param_ids": OFFLOADED_GRADIENTS,
     "clear_hp_grads": GRADIENTS,
     "loss_scale": "know by what the loss is scaled",
+    "lp_param_buffer": OFFLOADED_WEIGHTS,
     "muon_momentum_buffer_partitioned_groups_flat": "restore momentum that is kept in memory",
     "optim_fragment": "let go of links to states that are replaced",
 }
-"""Only some configurations have them, or ``clear_hp_grads`` only old releases: not asked for as the
-others are."""
+"""Only some configurations have them, or some moments (an engine whose weights
+``offload_states()`` has put on the host has no ``lp_param_buffer`` before they are back), or
+``clear_hp_grads`` only old releases: not asked for as the others are."""
 
 PARTIAL_OFFLOAD_NAMES: dict[str, str] = {
     "backup_optimizer": "save what the second optimizer of partial offload holds",
