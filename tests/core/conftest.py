@@ -1,11 +1,15 @@
-"""How Hypothesis runs here, and where the examples are found."""
+"""How Hypothesis runs here, where the examples are found, and a job on a clock turned by hand."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests.core._cluster import Cluster
+from tests.core._cluster_steps import WORLD
 
 # What the benchmark of the planner prints is what its test holds.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -13,3 +17,9 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 # No deadline: other work may hold the processor.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+@pytest.fixture
+def job() -> Cluster:
+    """Return a job of four ranks."""
+    return Cluster(WORLD)

@@ -1,7 +1,7 @@
 """Whoever is stopped and goes on: afterwards all ranks can do steps again.
 
-Which rank may be stopped at which instant is run through in ``tests/core/test_coordination``; here
-are real processes, whose calls do not return while the store's host is stopped.
+Which rank may be stopped at which instant is run through in ``tests/core/test_ranks_coming_back``;
+here are real processes, whose calls do not return while the store's host is stopped.
 """
 
 from __future__ import annotations
