@@ -135,8 +135,10 @@ def table(result: Mapping[str, Any]) -> str:
 def write_plot(result: Mapping[str, Any], path: Path) -> None:
     """Draw the seconds of all saves and loads, each way beside the others."""
     sections = list(_sections(result))
-    figure = Figure(figsize=(9, 0.9 + 1.2 * len(sections)), layout="constrained")
-    all_axes = figure.subplots(len(sections), 1, squeeze=False)[:, 0]
+    # So that each bar is as thick, whichever ways are in its section.
+    bars = [len(costs) + 2 for _, _, costs in sections]
+    figure = Figure(figsize=(9, 0.5 + 0.16 * sum(bars)), layout="constrained")
+    all_axes = figure.subplots(len(sections), 1, squeeze=False, height_ratios=bars)[:, 0]
     for axes, (verb, name, costs) in zip(all_axes, sections, strict=True):
         ways = list(costs)
         seconds = [[cost["seconds"] for cost in costs[way]] for way in ways]
