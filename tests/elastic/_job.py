@@ -122,7 +122,7 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the example saves."""
+        """Where checkpoints really are."""
         return self.folder / "checkpoints"
 
     def last_step(self) -> int:
@@ -223,6 +223,10 @@ class Job:
     def log_of(self, node: int) -> str:
         """Return what a node has printed so far."""
         return (self.folder / f"node-{node}.log").read_text(errors="replace")
+
+    def signals_sent(self, node: int) -> int:
+        """Return how often a node's agent has told a worker to end."""
+        return self.log_of(node).count("closing signal SIGTERM")
 
     def forced(self) -> list[int]:
         """Return the nodes whose agents killed workers that did not end by SIGTERM within 30 s."""

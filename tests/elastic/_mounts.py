@@ -65,7 +65,6 @@ class JobWithCaches(Job):
     @property
     @override
     def checkpoints(self) -> Path:
-        """Where they really are."""
         return self.folder / "server"
 
     @override

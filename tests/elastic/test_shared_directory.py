@@ -159,7 +159,8 @@ def test_a_worker_killed_where_names_are_cached(undisturbed: Undisturbed, tmp_pa
         nodes.finish()
         assert nodes.last_step() % SAVE_EVERY == 0
         check_job(nodes, undisturbed, "lose a worker where names are cached", since)
-        told = f"{nodes.checkpoints} is one directory on all 2 hosts; the slowest wrote and synced"
+        seen = nodes.folder / "checkpoints"
+        told = f"{seen} is one directory on all 2 hosts; the slowest wrote and synced"
         said = re.findall(re.escape(told) + r" 4 MiB there in ([0-9.e-]+) s\.", nodes.log_of(FIRST))
         assert said
         assert all(float(seconds) > 0 for seconds in said)
