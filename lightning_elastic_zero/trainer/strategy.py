@@ -223,7 +223,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """
         trainer = self._trainer
         if trainer is None or not trainer.lightning_module.automatic_optimization:
-            return super().backward(closure_loss, *args, **kwargs)
+            return super().backward(self._accumulation.ensure_scaled(closure_loss), *args, **kwargs)
         kwargs.setdefault("scale_wrt_gas", False)
         weight = self._resumer.weight(trainer, self.global_rank)
         with self._accumulation.scaled(closure_loss, weight, trainer) as loss:
