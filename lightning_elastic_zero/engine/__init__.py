@@ -20,6 +20,7 @@ from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
+    check_optimizer,
     check_supported,
     optimizer_wrapper,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "LiveEngine",
     "add_step_pre_hook",
     "check_config",
+    "check_optimizer",
     "check_supported",
     "drop_accumulation_window",
     "ensure_scaled",
