@@ -16,10 +16,11 @@ from lightning_elastic_zero.engine.flat_buffers import PLAIN, group_parameters
 from lightning_elastic_zero.engine.gradients import drop_accumulation_window
 from lightning_elastic_zero.engine.installation import recovery_script, use_accelerator
 from lightning_elastic_zero.engine.live_state import LiveEngine
-from lightning_elastic_zero.engine.loss_scale import loss_scale
+from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
 from lightning_elastic_zero.engine.support import (
     check_config,
+    check_optimizer,
     check_supported,
     optimizer_wrapper,
 )
@@ -28,8 +29,10 @@ __all__ = [
     "LiveEngine",
     "add_step_pre_hook",
     "check_config",
+    "check_optimizer",
     "check_supported",
     "drop_accumulation_window",
+    "ensure_scaled",
     "follows_requires_grad",
     "live_engine",
     "loss_scale",

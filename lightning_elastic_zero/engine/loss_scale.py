@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from lightning_elastic_zero.engine.flat_buffers import REPLICATED
 from lightning_elastic_zero.engine.releases import LossScalerAccess, loss_scaler
 from lightning_elastic_zero.manifest import Plain
 from lightning_elastic_zero.tensor_state import numpy_to_python
@@ -23,6 +26,24 @@ def loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
         return float(grad_scaler.get_scale())
     # None in stage 0 with bf16.
     return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
+
+
+def ensure_scaled(engine: Any, loss: torch.Tensor) -> None:  # noqa: ANN401 (untyped library)
+    """Make the gradients of a loss those of the scaled one, by which stage 0 divides them in fp16.
+
+    DeepSpeed 0.19.8 scales a loss for ZeRO only, and divides all the same: each gradient would be
+    as many times too small. Releases that do scale it are left alone: what comes back to the loss
+    is then the scale, and else one.
+
+    Args:
+        engine: DeepSpeed's.
+        loss: that is handed to its ``backward``; a scalar.
+    """
+    if type(engine.optimizer).__name__ not in REPLICATED or not loss.requires_grad:
+        return
+    if (scale := loss_scale(engine)) != 1.0:
+        hook: Any = loss.register_hook  # torch has no types for it
+        hook(lambda grad: torch.where(grad == 1.0, grad * scale, grad))
 
 
 def loss_scaler_fields(engine: Any) -> dict[str, Plain]:  # noqa: ANN401 (untyped library)

@@ -102,15 +102,18 @@ def check_supported(engine: Any) -> None:  # noqa: ANN401 (untyped library)
         _refuse([f"{found} is no DeepSpeed engine: pass what deepspeed.initialize returned first"])
     _refuse([*_release(engine)])  # What is looked at below may not be there else.
     reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
-    _refuse(reasons)
+    _refuse(reasons, trains=bool(optimizer_wrapper(engine)))
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     """Refuse a DeepSpeed config that the library cannot serve, before an engine is built on it.
 
     Args:
         config: the DeepSpeed config dict. What only a live engine shows is left to
             ``check_supported``.
+        trains: whether an optimizer will be made. An evaluation has none, and Lightning makes its
+            engine of the precision and of ZeRO-3's section alone: each rank has the whole model,
+            whatever else the config says, and reads weights only.
 
     Raises:
         UnsupportedError: with every reason that was found.
@@ -119,14 +122,28 @@ def check_config(config: Mapping[str, Any]) -> None:
         _refuse([reason])
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
-    parts = (
-        _stage(stage),
-        _zero_options(zero),
-        _other_ranks(config),
-        unfit_name(config.get("optimizer") or {}, stage),
-        _data_efficiency(config.get("data_efficiency") or {}),
-    )
-    _refuse([reason for part in parts for reason in part])
+    reasons = [*_stage(stage), *_zero_options(zero)]
+    if trains:
+        reasons += _other_ranks(config)
+        reasons += unfit_name(config.get("optimizer") or {}, stage)
+        reasons += _data_efficiency(config.get("data_efficiency") or {})
+    _refuse(reasons, trains=trains)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
+    """Refuse an optimizer for ZeRO before DeepSpeed, which asks for an option to take it first.
+
+    What stage 0 makes of it depends on DeepSpeed's release, and is left to ``check_supported``.
+
+    Args:
+        optimizer: the user's.
+        config: the DeepSpeed config dict.
+
+    Raises:
+        UnsupportedError: with every reason that was found.
+    """
+    if (config.get("zero_optimization") or {}).get("stage", 0):
+        _refuse([*unfit_class(optimizer, in_zero=True)])
 
 
 def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
@@ -178,11 +195,16 @@ def _stage(stage: object) -> Iterator[str]:
         yield f"zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3{hint}"
 
 
-def _refuse(reasons: list[str]) -> None:
+def _refuse(reasons: list[str], *, trains: bool = True) -> None:
     """Raise for all reasons at once, so that nobody mends a config one error at a time."""
     if reasons:
+        what = (
+            "save and resume this run"
+            if trains
+            else "evaluate this model: its weights can be neither loaded nor saved"
+        )
         listed = "\n".join(f"  - {reason}" for reason in reasons)
-        msg = f"lightning_elastic_zero cannot save and resume this run:\n{listed}"
+        msg = f"lightning_elastic_zero cannot {what}:\n{listed}"
         raise UnsupportedError(msg)
 
 

@@ -42,6 +42,9 @@ def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
     for name in RANK_LOCAL_OPTIMIZERS:
         if found == name.lower():
             yield _rank_local(name)
+    for name in UNUSABLE_OPTIMIZERS:
+        if found == name.lower():
+            yield _unusable(name)
     if found == "lamb" and stage != 0:
         yield _cut("FusedLamb")
 
@@ -49,6 +52,11 @@ def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
 def _rank_local(name: str) -> str:
     """Return why an optimizer is refused whose ranks have errors of their own."""
     return f"the optimizer {name}: its state is each rank's own; use Adam or AdamW"
+
+
+def _unusable(name: str) -> str:
+    """Return why one of torch's optimizers is refused that cannot step."""
+    return f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
 
 
 def _cut(name: str) -> str:
@@ -72,7 +80,7 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
     if in_zero:
         yield from _on_flat_buffers(inner)
     if package_of(inner) == BITSANDBYTES:
-        yield from _bitsandbytes(inner, name)
+        yield from _bitsandbytes(inner, name, in_zero=in_zero)
     if not in_zero and name in MATRIX_OPTIMIZERS and _has_matrices(inner):
         yield (
             f"the optimizer {name} in stage 0: it keeps factors of each matrix there, which cannot "
@@ -84,7 +92,7 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
             "flat buffer, which cannot be cut elsewhere bit for bit; use one with 16 or 32 bits"
         )
     if name in UNUSABLE_OPTIMIZERS:
-        yield f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
+        yield _unusable(name)
 
 
 def _on_flat_buffers(inner: Any) -> Iterator[str]:  # noqa: ANN401 (any optimizer)
@@ -99,13 +107,19 @@ def _on_flat_buffers(inner: Any) -> Iterator[str]:  # noqa: ANN401 (any optimize
         )
 
 
-def _bitsandbytes(inner: Any, name: str) -> Iterator[str]:  # noqa: ANN401 (any optimizer)
+def _bitsandbytes(inner: Any, name: str, *, in_zero: bool) -> Iterator[str]:  # noqa: ANN401 (any optimizer)
     """Yield what is unfit about one of bitsandbytes' optimizers, but for the bits of its state."""
-    norm = getattr(getattr(inner, "args", None), "max_unorm", 0.0) > 0.0
-    if norm or name == "PytorchLARS":
+    keeps_norm = getattr(getattr(inner, "args", None), "max_unorm", 0.0) > 0.0
+    if in_zero and (keeps_norm or name == "PytorchLARS"):
         yield (
             f"the optimizer {BITSANDBYTES}.{name}: its update depends on the norm of a whole "
             "parameter, which is cut; use Adam or AdamW"
+        )
+    elif keeps_norm:
+        yield (
+            f"the optimizer {BITSANDBYTES}.{name} in stage 0: it keeps the norm of a parameter's "
+            "update as a vector of one element (unorm_vec), which is neither one value per element "
+            "nor one for all; use Adam or AdamW"
         )
     if name in TWO_MOMENTS:
         yield (

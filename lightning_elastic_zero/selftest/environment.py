@@ -79,13 +79,14 @@ def device_kind() -> str:
         UnsupportedError: ``DS_ACCELERATOR`` asks for another one.
     """
     told = os.environ.get("DS_ACCELERATOR", "")
-    found = told or (_CUDA if _cards().is_available() else "cpu")
+    cards = _cards()
+    found = told or (_CUDA if cards is not None and cards.is_available() else "cpu")
     if found not in {"cpu", _CUDA}:
         msg = (
             f"DS_ACCELERATOR={found} is set: selftest knows cuda and cpu; set one of them, or none"
         )
         raise UnsupportedError(msg)
-    if found == _CUDA and not _cards().device_count():
+    if found == _CUDA and not _card_count():
         msg = "DS_ACCELERATOR=cuda is set, but torch sees no GPU here: unset it to test on CPU"
         raise UnsupportedError(msg)
     return found
@@ -93,11 +94,24 @@ def device_kind() -> str:
 
 def gpu_count(kind: str) -> int:
     """Return how many GPUs this machine has for DeepSpeed: none where it uses processors."""
-    return int(_cards().device_count()) if kind == _CUDA else 0
+    return _card_count() if kind == _CUDA else 0
 
 
 def _cards() -> Any:  # noqa: ANN401 (torch's module of a kind of device)
-    return torch.get_device_module(_CUDA)
+    """Return torch's module of the GPUs; None where it was built for other devices, or for none."""
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None  # torch 2.6; later releases return None where they were built for none.
+    if accelerator is None or accelerator.type != _CUDA:
+        return None
+    return torch.get_device_module(accelerator)
+
+
+def _card_count() -> int:
+    """Return how many GPUs torch sees."""
+    cards = _cards()
+    return 0 if cards is None else int(cards.device_count())
 
 
 def releases() -> dict[str, str]:
@@ -122,7 +136,7 @@ def device_name(kind: str, index: int) -> str:
     """
     if kind == "cpu":
         return f"CPU, {os.cpu_count()} processors"
-    seen = _cards().device_count()
+    seen = _card_count()
     if index >= seen:
         msg = (
             f"LOCAL_RANK={index}, but torch sees {seen} GPUs on {platform.node()}: start as many "

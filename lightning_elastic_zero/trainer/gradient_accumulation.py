@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_elastic_zero.engine import drop_accumulation_window, loss_scale
+from lightning_elastic_zero.engine import drop_accumulation_window, ensure_scaled, loss_scale
 from lightning_elastic_zero.trainer.lightning_internals import should_accumulate
 from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
 
@@ -49,7 +49,12 @@ class GradientAccumulation:
         check = self._loss_scaling_check
         scale = 1.0 if check.is_done else loss_scale(self._engine)  # other than 1 in fp16
         with check.watch(loss, weight * scale, trainer.accumulate_grad_batches):
-            yield loss * weight if weight != 1.0 else loss
+            yield self.ensure_scaled(loss * weight if weight != 1.0 else loss)
+
+    def ensure_scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss that DeepSpeed's ``backward`` takes as it is, scaled in stage 0, too."""
+        ensure_scaled(self._engine, loss)
+        return loss
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:
         """Set and return whether the next micro-batch ends Lightning's window."""

@@ -95,6 +95,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_config_initialized": "tell the user's batch size from this library's",
         "_format_batch_size_and_grad_accum_config": "settle the batch before DeepSpeed does",
         "_init_config_if_needed": "check DeepSpeed's config at setup",
+        "_init_optimizers": "refuse an optimizer before DeepSpeed is given it",
         "_parallel_devices": "run on CPUs",
         "_timeout": "wait for ranks under torchrun as long as collectives do",
     },
@@ -354,6 +355,11 @@ def has_average(callback: Any) -> bool:
 def is_fitting(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
     """Whether a trainer runs ``fit``, and no evaluation."""
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+def is_evaluating(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer runs ``validate``, ``test`` or ``predict``."""
+    return trainer is not None and not is_fitting(trainer)
 
 
 def is_interrupted(trainer: pl.Trainer | None) -> bool:

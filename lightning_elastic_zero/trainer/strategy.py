@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_elastic_zero.api import load_options
 from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
-from lightning_elastic_zero.engine import check_config, check_supported, use_accelerator
+from lightning_elastic_zero.engine import use_accelerator
 from lightning_elastic_zero.strategy_registry import register_names
-from lightning_elastic_zero.trainer import launched_world, sigterm
+from lightning_elastic_zero.trainer import launched_world, refusals, sigterm
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
@@ -28,7 +28,6 @@ from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumul
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning_internals import (
     RESUME_END,
-    check_lightning_release,
     is_fitting,
     split_parent_options,
 )
@@ -36,7 +35,6 @@ from lightning_elastic_zero.trainer.requires_grad_check import RequiresGradCheck
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.sample_order_check import SampleOrderCheck
 from lightning_elastic_zero.trainer.warning_filters import WarningFilters
-from lightning_elastic_zero.trainer.weight_averaging import check_averaging
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
@@ -68,9 +66,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             go on from the newest sound one before it, with a warning; else the error names it.
         fingerprint (bool): saves record a number of their state, and loads compare it with theirs.
         rename (Mapping[str, str] | None): layers that had other names: see ``load_checkpoint``.
-        async_save (bool): training waits for a copy of the state in host memory only, which is
-            written and published in the background, some time after ``save_checkpoint`` has
-            returned (``wait_for_save``). Hosts need room for their ranks' state once more.
+        async_save (bool): training waits only for a copy of the state in host memory, which is
+            written and published in the background, after ``save_checkpoint`` has returned
+            (``wait_for_save``). Hosts need room for their ranks' state once more.
         max_snapshot_bytes (int | None): with ``async_save``, the most host memory of a rank's copy;
             None: no limit. What does not fit is written before the next step.
         stall_timeout_s (float): how long a rank may work on a save or load without progress before
@@ -159,7 +157,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         self._warning_filters.begin()
-        check_config(self.config or {})  # before a model is made by it
+        refusals.check_config(self._trainer, self.config)
         launched_world.prepare_to_meet(self, self._timeout)
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
@@ -175,22 +173,28 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         config: Any = self.config
         if fitting := is_fitting(trainer):
             self._last_fit.forget()
-        check_lightning_release(trainer)
+        refusals.check_release(trainer)
         # Lightning reads it of a ZeRO-3 evaluation, where a user's config need not have it.
         config.setdefault("zero_allow_untested_optimizer", False)
         if self._batches.reset(trainer, config):
             self._format_batch_size_and_grad_accum_config()
         super().setup(trainer)
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
-        check_supported(engine := self.deepspeed_engine)
+        refusals.check_engine(trainer, engine := self.deepspeed_engine, cut_up=self.zero_stage_3)
         self._sigterm.begin(trainer)
         if fitting:
             self._last_fit.begin(engine)
             self._accumulation = GradientAccumulation(engine)
             self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))
-        check_averaging(trainer, cut_up=self.zero_stage_3)
         self._loader.start()
         self._saver.start(trainer, engine, self.global_rank)
+
+    @override
+    def _init_optimizers(self) -> Any:
+        """Return the module's optimizer and schedule; refuse one before DeepSpeed does."""
+        optimizer, schedule = super()._init_optimizers()
+        refusals.check_optimizer(optimizer, self.config)
+        return optimizer, schedule
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -217,14 +221,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute gradients that are the mean over the global batch.
-
-        Lightning has divided the loss by the accumulation already; DeepSpeed would do it again.
-        """
+        """Compute gradients that are the mean over the global batch."""
         trainer = self._trainer
         if trainer is None or not trainer.lightning_module.automatic_optimization:
-            return super().backward(closure_loss, *args, **kwargs)
-        kwargs.setdefault("scale_wrt_gas", False)
+            return super().backward(self._accumulation.ensure_scaled(closure_loss), *args, **kwargs)
+        kwargs.setdefault("scale_wrt_gas", False)  # Lightning has divided by the accumulation.
         weight = self._resumer.weight(trainer, self.global_rank)
         with self._accumulation.scaled(closure_loss, weight, trainer) as loss:
             return super().backward(loss, *args, **kwargs)
@@ -232,8 +233,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step where Lightning's window of micro-batches ends, and only there."""
-        trainer = self._trainer
-        if trainer is None or trainer.accumulate_grad_batches == 1:
+        if (trainer := self._trainer) is None or trainer.accumulate_grad_batches == 1:
             return super().optimizer_step(optimizer, *args, **kwargs)
         steps = self._accumulation.set_boundary(trainer)
         result = super().optimizer_step(optimizer, *args, **kwargs)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-OTHERS = {"bitsandbytes.optim.SGD": {"lr": 0.01, "momentum": 0.9}}
+OTHERS = {
+    "bitsandbytes.optim.SGD": {"lr": 0.01, "momentum": 0.9},
+    "bitsandbytes.optim.PytorchLARS": {"lr": 0.01, "momentum": 0.9},
+}
 """What they have to be told beside the groups' own hyperparameters."""
 
 

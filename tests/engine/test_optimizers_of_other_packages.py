@@ -65,6 +65,24 @@ def test_it_goes_on_bit_for_bit(name: str, zero: str, pools: Pools, tmp_path: Pa
         assert not continued.differing
 
 
+def test_lars_goes_on_where_nothing_is_cut(
+    pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+) -> None:
+    """In stage 0 its norms are of whole parameters, on any number of ranks."""
+    name = "bitsandbytes.optim.PytorchLARS"
+    need(name)
+    source, target = (Setup(world, "0", optimizer=name) for world in (2, 3))
+    saved = saved_by(source)
+    assert state_kinds(saved) == {"momentum_buffer"}
+    verdict = pools.run(3, partial(load, target, saved, steps_before=1))[0]
+    assert verdict is not None
+    verdict.assert_same()
+    for continued in pools.run(2, partial(same_world, source, Saved(source, f"{tmp_path}/half"))):
+        uninterrupted, resumed = continued.losses
+        assert resumed == uninterrupted
+        assert not continued.differing
+
+
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize("saves_torchs", [True, False])
 def test_one_of_the_same_name_is_refused(

@@ -10,13 +10,21 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "lightning_elastic_zero"
 SEAM = PACKAGE / "checkpoint" / "device_streams.py"
 
+BY_NAME = {"get_device_module", "getattr", "import_module", "__import__"}
+"""Functions that hand a module out by its name."""
+
 
 def cuda_names(text: str) -> list[str]:
-    """Return where a program names ``torch.cuda``, or asks a tensor whether it is CUDA's."""
+    """Return where a program names ``torch.cuda``, or asks a tensor whether it is CUDA's.
+
+    A module may also be asked for by its name, or by a constant that holds the name.
+    """
+    tree = ast.parse(text)
+    constants = {name for node in ast.walk(tree) for name in _bound_to_cuda(node)}
     found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and (
-            node.attr == "is_cuda" or ast.unparse(node).startswith("torch.cuda")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.expr) and (
+            _is_attribute_of_cuda(node) or _asks_for_cuda(node, constants)
         ):
             found.append(f"{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.Import):
@@ -27,8 +35,39 @@ def cuda_names(text: str) -> list[str]:
     return found
 
 
+def _is_attribute_of_cuda(node: ast.AST) -> bool:
+    """Whether an expression names the module, or asks a tensor whether it is CUDA's."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    return node.attr == "is_cuda" or ast.unparse(node).startswith("torch.cuda")
+
+
 def _is_cudas(name: str) -> bool:
     return name == "torch.cuda" or name.startswith("torch.cuda.")
+
+
+def _says_cuda(node: ast.AST | None) -> bool:
+    """Whether an expression is the name of CUDA, of one of its devices, or of torch's module."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return False
+    return node.value.removeprefix("torch.").partition(":")[0].partition(".")[0] == "cuda"
+
+
+def _bound_to_cuda(node: ast.AST) -> list[str]:
+    """Return the names that a statement gives to it."""
+    if isinstance(node, ast.Assign | ast.AnnAssign) and _says_cuda(node.value):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [ast.unparse(target) for target in targets]
+    return []
+
+
+def _asks_for_cuda(node: ast.AST, constants: set[str]) -> bool:
+    """Whether an expression is a call that hands out torch's module of CUDA by its name."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in BY_NAME:
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    said = [part for value in given for part in ast.walk(value)]
+    return any(_says_cuda(part) or ast.unparse(part) in constants for part in said)
 
 
 def test_one_module_names_cuda() -> None:
@@ -48,8 +87,30 @@ def test_one_module_names_cuda() -> None:
         "from torch import cuda",
         "from torch.cuda import Event",
         "x = t.is_cuda",
+        'torch.get_device_module("cuda")',
+        'torch.get_device_module(torch.device("cuda:0"))',
+        'torch.get_device_module(device="cuda")',
+        'from torch import get_device_module\nget_device_module("cuda")',
+        '_CUDA = "cuda"\ndef cards(): return torch.get_device_module(_CUDA)',
+        '_CUDA: str = "cuda"\nx = torch.get_device_module(_CUDA).device_count()',
+        'getattr(torch, "cuda")',
+        'importlib.import_module("torch.cuda")',
     ],
 )
 def test_each_way_to_name_it_is_found(text: str) -> None:
-    """Imported or not."""
+    """Imported or not, or asked for by its name."""
     assert cuda_names(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.get_device_module(torch.accelerator.current_accelerator())",
+        "torch.get_device_module(accelerator)",
+        'device = "cuda" if given else "cpu"',
+        'getattr(torch, "accelerator")',
+    ],
+)
+def test_what_is_for_any_device_is_not_taken_for_it(text: str) -> None:
+    """Else nothing could say the name of the kind of device that it was told."""
+    assert not cuda_names(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,13 @@ from tests.outcome import error_text
 from tests.trainer._quiet_trainer import SMALL_BUCKETS, elastic, quiet_trainer
 
 HEADING = "UnsupportedError: lightning_elastic_zero cannot save and resume this run:\n"
+EVALUATION_HEADING = (
+    "UnsupportedError: lightning_elastic_zero cannot evaluate this model: its weights can be "
+    "neither loaded nor saved:\n"
+)
 UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+UNTOLD = {"zero_allow_untested_optimizer": False}
+"""As most users' configs are: DeepSpeed would ask for that option first, and we refuse then."""
 WIDTH, HIDDEN = 8, 600
 
 
@@ -45,6 +51,8 @@ class Refused:
     layers: str = "linear"
     groups: int = 1
     precision: Any = "32-true"
+    verb: str = "fit"
+    """What the Trainer is to do."""
 
 
 def zero(**options: object) -> dict[str, Any]:
@@ -57,6 +65,15 @@ def made_by_deepspeed(name: str) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": {"lr": 0.01}}}
 
 
+LBFGS = "the optimizer LBFGS: its step calls a closure, which ZeRO does not pass; use Adam or AdamW"
+SPARSE = (
+    "the optimizer SparseAdam: it takes sparse gradients only, and ZeRO's are dense; use Adam or "
+    "AdamW"
+)
+MUON = (
+    "the optimizer torch.optim.Muon in ZeRO: it steps whole matrices, which are cut; use stage 0, "
+    'or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)'
+)
 ON_CPU = {"device": "cpu"}
 
 BY_TRAINER = {
@@ -148,17 +165,14 @@ BY_TRAINER = {
         2,
         made_by_deepspeed("Lamb"),
     ),
-    "LBFGS": Refused(
-        "the optimizer LBFGS: its step calls a closure, which ZeRO does not pass; use Adam or "
-        "AdamW",
-        optimizer="torch.optim.LBFGS",
+    "LBFGS": Refused(LBFGS, optimizer="torch.optim.LBFGS"),
+    "LBFGS of a config without an option for it": Refused(LBFGS, 1, UNTOLD, "torch.optim.LBFGS"),
+    "LBFGS by its name": Refused(LBFGS, 2, made_by_deepspeed("LBFGS")),
+    "SparseAdam": Refused(SPARSE, 3, optimizer="torch.optim.SparseAdam"),
+    "SparseAdam of a config without an option for it": Refused(
+        SPARSE, 3, UNTOLD, "torch.optim.SparseAdam"
     ),
-    "SparseAdam": Refused(
-        "the optimizer SparseAdam: it takes sparse gradients only, and ZeRO's are dense; use Adam "
-        "or AdamW",
-        3,
-        optimizer="torch.optim.SparseAdam",
-    ),
+    "SparseAdam by its name": Refused(SPARSE, 0, made_by_deepspeed("SparseAdam")),
     "Adafactor in stage 0": Refused(
         "the optimizer Adafactor in stage 0: it keeps factors of each matrix there, which cannot "
         "be cut for another number of devices; use stage 1, 2 or 3",
@@ -182,12 +196,9 @@ BY_TRAINER = {
 """On releases of DeepSpeed that have all of it or not: what is refused by its name is in all."""
 
 NEWER = {
-    "torch.optim.Muon": Refused(
-        "the optimizer torch.optim.Muon in ZeRO: it steps whole matrices, which are cut; use stage "
-        '0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)',
-        2,
-        optimizer="torch.optim.Muon",
-        layers="matrices",
+    "torch.optim.Muon": Refused(MUON, optimizer="torch.optim.Muon", layers="matrices"),
+    "torch.optim.Muon of a config without an option for it": Refused(
+        MUON, 2, UNTOLD, "torch.optim.Muon", "matrices"
     ),
 }
 """What older releases do not have: torch's Muon came with 2.9."""
@@ -204,6 +215,13 @@ def quantized(optimizer: str, stage: int = 2) -> Refused:
     )
 
 
+EVALUATED = {
+    "layers of experts": replace(BY_TRAINER["layers of experts"], verb="validate"),
+    "weights in files": replace(BY_TRAINER["weights in files"], verb="test"),
+    "quantized frozen weights": replace(BY_TRAINER["quantized frozen weights"], verb="predict"),
+}
+"""What is refused of an evaluation, too: its weights are not whole, or are no plain tensors."""
+
 OF_OTHER_PACKAGES = {
     "torchao": {
         case.optimizer: case
@@ -215,7 +233,7 @@ OF_OTHER_PACKAGES = {
         )
     },
     "bitsandbytes": {
-        case.optimizer: case
+        f"{case.optimizer} in stage {case.stage}": case
         for case in (
             quantized("bitsandbytes.optim.AdamW8bit"),
             quantized("bitsandbytes.optim.PagedAdamW8bit", 3),
@@ -223,6 +241,13 @@ OF_OTHER_PACKAGES = {
             Refused(
                 "the optimizer bitsandbytes.LAMB: its update depends on the norm of a whole "
                 "parameter, which is cut; use Adam or AdamW",
+                optimizer="bitsandbytes.optim.LAMB",
+            ),
+            Refused(
+                "the optimizer bitsandbytes.LAMB in stage 0: it keeps the norm of a parameter's "
+                "update as a vector of one element (unorm_vec), which is neither one value per "
+                "element nor one for all; use Adam or AdamW",
+                0,
                 optimizer="bitsandbytes.optim.LAMB",
             ),
             Refused(
@@ -260,6 +285,12 @@ class Net(pl.LightningModule):
         x = batch[0].to(next(self.net.parameters()).dtype)
         return torch.as_tensor(self.net(x).float().pow(2).mean())
 
+    validation_step = test_step = training_step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make of it."""
+        return torch.as_tensor(self.net(x))
+
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - None, too
         """Return the optimizer, unless DeepSpeed makes it."""
         if "optimizer" in self.case.config:
@@ -280,6 +311,8 @@ class Net(pl.LightningModule):
         """Return two batches per rank."""
         return DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=2)
 
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
 
 def said_by_trainer(root: str, case: Refused) -> str:
     """Fit, and return what was raised, and after how many steps."""
@@ -293,7 +326,7 @@ def said_by_trainer(root: str, case: Refused) -> str:
     strategy = elastic(config=UNTESTED | options)
     saves = ModelCheckpoint(f"{root}/saves")
     trainer = quiet_trainer(strategy, saves, max_epochs=1, precision=case.precision)
-    said = error_text(lambda: trainer.fit(Net(case)))
+    said = error_text(lambda: getattr(trainer, case.verb)(Net(case)))
     return f"{said} (after {trainer.global_step} steps)"
 
 

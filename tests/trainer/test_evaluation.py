@@ -114,6 +114,42 @@ def damage_optimizer_state(checkpoint: Path) -> int:
     return damaged
 
 
+OF_TRAINING: dict[str, dict[str, Any]] = {
+    "1-bit Adam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01}}},
+    "LAMB": {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
+    "AutoTP": {"tensor_parallel": {"autotp_size": 2}},
+    "AutoEP": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "sequences by a mesh": {"sequence_parallel_size": 2, "data_parallel_size": 1},
+    "a curriculum": {
+        "data_efficiency": {
+            "enabled": True,
+            "data_sampling": {
+                "enabled": True,
+                "curriculum_learning": {"enabled": True, "curriculum_metrics": {}},
+            },
+        }
+    },
+}
+"""What a fit is refused for, and an evaluation's engine is not made of: DeepSpeed reads it only."""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_only_training_is_made_of_does_not_matter(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """A config by which a fit is refused evaluates whole weights, as one without those sections."""
+    root = str(tmp_path)
+    worlds.run(2, partial(fit, FitSpec(root, stage)))
+    plain = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=7)
+    wanted = [seen["loss"] for seen in worlds.run(2, partial(evaluate, plain, "validate"))]
+    for section in OF_TRAINING.values():
+        config = {"zero_optimization": {"stage": stage}, **section}
+        plan = replace(plain, strategy={"config": config})
+        assert worlds.run(2, partial(error_of, plan))[0].startswith("UnsupportedError"), section
+        found = worlds.run(2, partial(evaluate, plan, "validate"))
+        assert [seen["loss"] for seen in found] == wanted, section
+
+
 def test_last_that_is_not_there(worlds: Pools, tmp_path: Path) -> None:
     """A test of "best" or of a path that is not there is refused, not made on fresh weights."""
     plan = FitSpec(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")

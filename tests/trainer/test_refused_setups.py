@@ -15,6 +15,8 @@ from tests.timeouts import HANG_TIMEOUT_S
 from tests.trainer._refused_engines import BY_SAVE, said_by_save
 from tests.trainer._refused_setups import (
     BY_TRAINER,
+    EVALUATED,
+    EVALUATION_HEADING,
     HEADING,
     NEWER,
     OF_OTHER_PACKAGES,
@@ -25,11 +27,13 @@ from tests.trainer._refused_setups import (
 PAGE = Path(__file__).parents[2] / "docs" / "configurations.md"
 
 
-def refuse_all(worlds: Pools, folder: Path, cases: Mapping[str, Refused]) -> None:
+def refuse_all(
+    worlds: Pools, folder: Path, cases: Mapping[str, Refused], heading: str = HEADING
+) -> None:
     """Fail unless each rank is told the sentence alone, before a step, and nothing is written."""
     for said in worlds.run(2, partial(said_of_all, str(folder), cases), HANG_TIMEOUT_S):
         wanted = {
-            name: f"{HEADING}  - {case.sentence} (after 0 steps)" for name, case in cases.items()
+            name: f"{heading}  - {case.sentence} (after 0 steps)" for name, case in cases.items()
         }
         assert said == wanted
     assert not list(folder.iterdir())
@@ -39,6 +43,12 @@ def refuse_all(worlds: Pools, folder: Path, cases: Mapping[str, Refused]) -> Non
 def test_a_trainer_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """In setup, whatever the installed release of DeepSpeed has of it, by one sentence."""
     refuse_all(worlds, tmp_path, BY_TRAINER)
+
+
+@pytest.mark.engine
+def test_an_evaluation_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """Where weights alone cannot be read either: with the same sentences."""
+    refuse_all(worlds, tmp_path, EVALUATED, EVALUATION_HEADING)
 
 
 @pytest.mark.engine

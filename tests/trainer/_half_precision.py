@@ -1,0 +1,140 @@
+"""Fits in fp16, of which one step in four overflows, and all that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from deepspeed import zero
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.engine._precision import fp16_on_cpu
+from tests.engine._setup import OVERFLOW
+from tests.trainer._fits import WIDTH, RegressionNet
+from tests.trainer._quiet_trainer import elastic, quiet_trainer
+
+SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+"""Options of the strategy: a scale that grows after two steps, and shrinks by overflows."""
+
+GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 4
+"""In micro-batches of 2 samples for each rank, so that the accumulation follows the ranks."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Held = dict[str, Any]
+"""``kind/name`` to a tensor, a number, or the ``repr`` of anything else."""
+
+
+@dataclass(frozen=True)
+class HalfFit:
+    """One fit."""
+
+    root: str
+    precision: Any
+    stage: int
+    epochs: int = 1
+    ckpt_path: str | None = None
+    lr: float = 0.01
+    seed: int = 0
+    steps: int = -1
+    """The most optimizer steps; -1: those of the epochs."""
+    manual: bool = False
+    """Optimized by the module itself, each micro-batch a step."""
+
+
+class OverflowingNet(RegressionNet):
+    """Its loss overflows in fp16 at one optimizer step of each epoch."""
+
+    def __init__(self, plan: HalfFit) -> None:
+        super().__init__(plan.lr, plan.seed)
+        self.automatic_optimization = not plan.manual
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the loss."""
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss
+        overflows = self.trainer.global_step % STEPS_PER_EPOCH == 1
+        return loss * OVERFLOW if overflows else loss
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
+        """Return AdamW on one group: of a second one, ZeRO-1/2 does not find the first states."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class StateRecorder(Callback):
+    """Notes what is held when training starts and when it ends."""
+
+    def __init__(self) -> None:
+        self.held: list[Held] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look."""
+        self.held.append(state_of(trainer.model) if trainer.global_step else {})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look."""
+        self.held.append(state_of(trainer.model))
+
+
+def state_of(engine: Any) -> Held:  # noqa: ANN401 - DeepSpeed is untyped
+    """Return what must survive, whole on each rank, in DeepSpeed's own way. Collective."""
+    optimizer = engine.optimizer
+    found: Held = dict(_masters_and_moments(engine.module, optimizer))
+    for name, parameter in engine.module.named_parameters():
+        with zero.GatheredParameters([parameter]):
+            kind = "weight" if parameter.requires_grad else "frozen"
+            found[f"{kind}/{name}"] = parameter.detach().clone()
+    found |= {f"buffer/{name}": b.clone() for name, b in engine.module.named_buffers()}
+    inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+    for index, group in enumerate(inner.param_groups):
+        found |= {f"group/{index}/{k}": repr(v) for k, v in group.items() if k != "params"}
+    found["steps"] = sorted({float(state["step"]) for state in inner.state.values()})
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        found[f"counter/{name}"] = int(getattr(engine, name))
+    scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+    return found | {f"scaler/{k}": repr(v) for k, v in vars(scaler).items()}
+
+
+def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+    """Yield each trained parameter's; DeepSpeed's functions for it do not know stage 0."""
+    named = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    if not hasattr(optimizer, "fp32_groups"):
+        for parameter, name in named.items():
+            yield f"master/{name}", safe_get_full_fp32_param(parameter).clone()
+            for key in MOMENTS:
+                yield f"{key}/{name}", safe_get_full_optimizer_state(parameter, key).clone()
+        return
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            yield f"master/{named[weight]}", master.detach().clone()
+            for key in MOMENTS:
+                yield f"{key}/{named[weight]}", optimizer.optimizer.state[master][key].clone()
+
+
+def fit(plan: HalfFit) -> tuple[Held, Held]:
+    """Fit; return what was held when training started, if it was resumed, and when it ended."""
+    recorder = StateRecorder()
+    saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
+    batch = None if plan.manual else GLOBAL_BATCH
+    strategy = elastic(stage=plan.stage, global_batch_size=batch, **SCALER)
+    options = {"max_epochs": plan.epochs, "max_steps": plan.steps, "precision": plan.precision}
+    trainer = quiet_trainer(strategy, recorder, saves, **options)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(STEPS_PER_EPOCH * GLOBAL_BATCH, WIDTH, generator=generator)
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+    with fp16_on_cpu():
+        trainer.fit(OverflowingNet(plan), data, ckpt_path=plan.ckpt_path)
+    start, end = recorder.held
+    return start, end

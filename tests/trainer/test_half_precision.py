@@ -1,0 +1,125 @@
+"""The Trainer's fp16, ``16-true`` and ``16-mixed``: between stages, with the loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._half_precision import MOMENTS, HalfFit, Held, fit
+
+pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+
+KNOWN_TO_BOTH_SCALERS = {"cur_scale", "cur_iter", "last_overflow_iter"}
+"""Stage 0 and ZeRO have different ones."""
+
+
+def wanted_of(saved: Held, source: HalfFit, target: HalfFit) -> Held:
+    """Return what a run that resumes has to hold of a saved one."""
+    same_scaler = (source.stage == 0) == (target.stage == 0)
+    wanted: Held = {}
+    for key, value in saved.items():
+        kind, _, name = key.partition("/")
+        if kind == "weight":
+            wanted[key] = saved[f"master/{name}"].to(torch.float16)
+        elif kind != "scaler" or same_scaler or name in KNOWN_TO_BOTH_SCALERS:
+            wanted[key] = value
+    return wanted
+
+
+def differing(wanted: Held, found: Held) -> list[str]:
+    """Return what is not there bit for bit."""
+    return [key for key, value in wanted.items() if not is_same(value, found.get(key))]
+
+
+def is_same(one: object, other: object) -> bool:
+    """Whether two values are the same, type and bits."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+
+
+CASES = [
+    ("16-true", 0, 2, "16-true", 0, 3),
+    ("16-true", 1, 3, "16-true", 2, 2),
+    ("16-true", 2, 2, "16-true", 3, 1),
+    ("16-true", 3, 2, "16-true", 0, 3),
+    ("16-true", 0, 1, "16-true", 1, 2),
+    ("16-mixed", 0, 2, "16-mixed", 3, 3),
+    ("16-mixed", 1, 2, "16-mixed", 0, 1),
+    ("16-mixed", 2, 3, "16-mixed", 1, 2),
+    ("16-mixed", 3, 2, "16-mixed", 2, 3),
+    ("16-true", 2, 2, "16-mixed", 2, 3),
+    ("16-mixed", 3, 3, "16-true", 3, 2),
+]
+
+
+@pytest.mark.parametrize(("precision", "stage", "ranks", "other", "target", "more"), CASES)
+def test_all_bits_survive(
+    precision: str,
+    stage: int,
+    ranks: int,
+    other: str,
+    target: int,
+    more: int,
+    worlds: Pools,
+    tmp_path: Path,
+) -> None:
+    """On another number of ranks: masters, moments, steps, weights, buffers, groups, the scaler."""
+    first = HalfFit(str(tmp_path / "first"), precision, stage)
+    ends = [end for _, end in worlds.run(ranks, partial(fit, first))]
+    saved = ends[0]
+    assert saved["counter/skipped_steps"] == 1
+    assert saved["scaler/last_overflow_iter"] == "1"
+    assert saved["weight/first.weight"].dtype == torch.float16
+    assert all(saved[f"{key}/first.weight"].any() for key in MOMENTS)
+    last = str(tmp_path / "first" / "last.ckpt")
+    second = HalfFit(str(tmp_path / "second"), other, target, 2, last, lr=0.9, seed=9)
+    wanted = wanted_of(saved, first, second)
+    for start, end in worlds.run(more, partial(fit, second)):
+        for key in (key for key in wanted if key.startswith("buffer/")):
+            # DeepSpeed makes fp16 of it in ZeRO-3, and Lightning does with "true".
+            wanted[key] = saved[key].to(start[key].dtype)
+        assert not differing(wanted, start)
+        assert differing({k: v for k, v in wanted.items() if k.startswith("master")}, end)
+        assert end["counter/global_steps"] == 8
+        assert end["counter/skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_goes_on_bit_for_bit(stage: int, precision: str, worlds: Pools, tmp_path: Path) -> None:
+    """On as many ranks: overflows, skipped steps and changes of the scale, too."""
+    first = HalfFit(str(tmp_path / "half"), precision, stage)
+    worlds.run(2, partial(fit, first))
+    last = str(tmp_path / "half" / "last.ckpt")
+    again = replace(first, epochs=2, ckpt_path=last, seed=9, lr=0.9)
+    whole = replace(first, root=str(tmp_path / "whole"), epochs=2)
+    resumed: list[Any] = worlds.run(2, partial(fit, again))
+    for (_, uninterrupted), (_, end) in zip(
+        worlds.run(2, partial(fit, whole)), resumed, strict=True
+    ):
+        assert not differing(uninterrupted, end)
+        assert uninterrupted["counter/skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_gradients_of_stage_0_are_those_of_zero(
+    manual: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """DeepSpeed divides them by the loss scale in all stages, and scales the loss in ZeRO only."""
+    moments = []
+    for stage in (0, 1):
+        plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=1, manual=manual)
+        moments.append(worlds.run(2, partial(fit, plan))[0][1])
+    for key in (f"{key}/{name}" for key in MOMENTS for name in ("first.weight", "last.weight")):
+        assert moments[1][key].any()
+        # Sums over ranks and micro-batches are rounded to fp16 in another order.
+        torch.testing.assert_close(moments[0][key], moments[1][key], rtol=0.05, atol=1e-6)
