@@ -12,9 +12,10 @@ from lightning_elastic_zero.formats.deepspeed.tag_folder import (
     check_saved_name,
     find_tag_folder,
     is_deepspeed,
+    is_universal,
     read_tag_folder,
 )
-from lightning_elastic_zero.formats.deepspeed.universal_reader import UniversalReader, is_universal
+from lightning_elastic_zero.formats.deepspeed.universal_reader import UniversalReader
 from lightning_elastic_zero.formats.deepspeed.zero_reader import ZeroReader
 from lightning_elastic_zero.formats.dumps.reader import DumpsReader
 from lightning_elastic_zero.formats.dumps.table import TABLE_NAME

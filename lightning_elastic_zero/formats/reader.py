@@ -72,6 +72,8 @@ class SourceInfo:
     unmatched: str = ""
     """Why its optimizer state does not belong to the live model's parameters, and what helps; told
     where the state is wanted. Empty where it does, or before the two have met."""
+    incomplete: str = ""
+    """Which file it seems to lack that a load can do without, and why; empty where it does not."""
 
 
 class StoredTensors(Protocol):

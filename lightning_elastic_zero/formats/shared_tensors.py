@@ -13,7 +13,8 @@ StorageLocation: TypeAlias = "tuple[object, ...]"
 def storage_location(tensor: torch.Tensor) -> StorageLocation:
     """Return what two tensors have in common that are one."""
     storage = tensor.untyped_storage()
-    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype  # noqa: SLF001
+    where = storage._cdata, tensor.storage_offset()  # noqa: SLF001 (which storage)
+    return *where, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -129,15 +129,18 @@ def run_world(
         RanksError: another starter has failed or is lost.
     """
     name = f"selftest: {request.task} on {world_size}"
-    address, port = ranks.broadcast(f"{name}: meet", lambda: _meeting_point(ranks.world_size))
+    with ExitStack() as held:
+        address, port = ranks.broadcast(
+            f"{name}: meet", lambda: meeting_point(ranks.world_size, held)
+        )
 
-    def work() -> list[dict[str, object]]:
-        own = ranks_started_by(ranks.rank, ranks.world_size, world_size)
-        with _started(own, world_size, request, (address, str(port))) as workers:
-            _wait(workers, timeout_s, ranks.report_progress)
-            return [to_plain(worker.report()) for worker in workers]
+        def work() -> list[dict[str, object]]:
+            own = ranks_started_by(ranks.rank, ranks.world_size, world_size)
+            with _started(own, world_size, request, (address, str(port))) as workers:
+                _wait(workers, timeout_s, ranks.report_progress)
+                return [to_plain(worker.report()) for worker in workers]
 
-    return world_report(ranks.all_gather(name, work), killed)
+        return world_report(ranks.all_gather(name, work), killed)
 
 
 @contextmanager
@@ -176,9 +179,15 @@ def _wait(workers: list[Worker], timeout_s: float, on_progress: Callable[[], Non
         time.sleep(_POLL_S)
 
 
-def _meeting_point(starters: int) -> tuple[str, int]:
-    """Rank 0: return where the workers' first rank will listen: on this host."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = int(free.getsockname()[1])
+def meeting_point(starters: int, held: ExitStack) -> tuple[str, int]:
+    """Rank 0: return where the workers' first rank will listen: on this host.
+
+    A worker listens only when it has imported all that it needs, which takes a minute on a busy
+    machine: until ``held`` ends nobody else is given the port, neither who asks for any nor who
+    connects. Who names it may bind it beside (``SO_REUSEADDR``, as nobody listens), as stores do.
+    """
+    kept = held.enter_context(socket.socket())
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    port = int(kept.getsockname()[1])
     return os.environ["MASTER_ADDR"] if starters > 1 else "127.0.0.1", port

@@ -8,6 +8,7 @@ verified without reading the rest of its file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -32,6 +33,9 @@ ALGORITHM = "xxh3_64"
 
 SUMS_SUFFIX = ".sums"
 """What a sidecar's name adds to the name of its file."""
+
+_NO_PLACE = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""What a system says of a path at which nothing can be, however much room there is."""
 
 _WRITE_BYTES = 1 << 20
 """The most that one system call writes: progress is told at least this often."""
@@ -208,9 +212,13 @@ def as_save_error(path: Path) -> Iterator[None]:
     except OSError as error:
         elsewhere = error.filename is not None and str(error.filename) != str(path)
         at = f" ({error.filename})" if elsewhere else ""
+        advice = (
+            "Give another path: nothing can be at this one."
+            if error.errno in _NO_PLACE
+            else "See that the disk has room and that its directory can be written, and try again."
+        )
         msg = (
             f"Could not write {path}: {error.strerror or error}{at}. What was published before "
-            "is intact. See that the disk has room and that its directory can be written, and try "
-            "again."
+            f"is intact. {advice}"
         )
         raise SaveError(msg) from error

@@ -206,9 +206,18 @@ def owner_path(parent: Path, save_id: str) -> Path:
 
 
 def make_parents(target: Path) -> None:
-    """Make the directories above a target that are missing, so that they outlive a power cut."""
+    """Make the directories above a target that are missing, so that they outlive a power cut.
+
+    Raises:
+        SaveError: a file lies above it.
+        OSError: one could not be made.
+    """
     directory = target.parent
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    above = (directory, *directory.parents)
+    if file := next((path for path in above if path.exists() and not path.is_dir()), None):
+        msg = f"Could not write {target}: {file} is a file, and no directory. Give another path"
+        raise SaveError(msg)
+    missing = [path for path in above if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
         sync_directory(path.parent)

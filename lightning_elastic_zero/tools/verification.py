@@ -87,7 +87,7 @@ def verify_checkpoint(
             checkpoint.reader.check_all()
             checkpoint.check_tiling()
             rounded = checkpoint.has_rounded_weights()
-            problem = checkpoint.reader.info.mixed
+            problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
             note = describe_missing_latest(checkpoint.path)
         if not problem:
             run_parts(_bytes_of(path, count), threads)
@@ -104,8 +104,8 @@ def verify_checkpoint(
 
 def _may_be_checkpoint(path: Path) -> bool:
     """Whether something may be what is left of a checkpoint, and is no mistyped path."""
-    if path.is_dir():
-        return looks_like_checkpoint(path)
+    if path.is_dir():  # What has chunks, and not what tells of them, has no other mark.
+        return looks_like_checkpoint(path) or any(path.glob("*.distcp"))
     if is_deepspeed(path.parent) or is_dcp(path.parent):
         return False  # It is one of the files of a checkpoint, which was not asked for.
     if _is_intact(path):

@@ -198,8 +198,8 @@ def _lacking(tree: Tree) -> None:
     del tree["state_dict"]["average"], tree["state_dict"]["a.weight"]
 
 
-def _transposed(tree: Tree) -> None:
-    tree["state_dict"]["a.weight"] = torch.ones(33, 65).t()
+def _with_gaps(tree: Tree) -> None:
+    tree["state_dict"]["a.weight"] = torch.ones(65, 66)[:, ::2]
 
 
 def _no_tensor(tree: Tree) -> None:
@@ -228,7 +228,7 @@ CHANGED: dict[str, tuple[Callable[[Tree], None], str, tuple[str, ...]]] = {
         "CheckpointMismatchError",
         ("missing from the checkpoint: a.weight", "buffers missing from the checkpoint: average"),
     ),
-    "transposed": (_transposed, "UnsupportedError", ("'a.weight'", "contiguous")),
+    "with gaps": (_with_gaps, "UnsupportedError", ("'a.weight'", "gaps", ".contiguous()")),
     "no tensor": (_no_tensor, "UnsupportedError", ("'a._extra_state' is a str",)),
     "no weights": (_no_weights, "CheckpointFormatError", ("no `state_dict`", "'weights'")),
     "two optimizers": (

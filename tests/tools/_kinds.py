@@ -136,6 +136,18 @@ def _dcp(flat: bool, with_optimizer: bool, folder: Path) -> Path:
     return folder / "dcp"
 
 
+def _lightning_dcp(folder: Path) -> Path:
+    """Return a directory as Lightning's FSDP and ModelParallel strategies write them."""
+    model, optimizer = _model()
+    tree = {"model": model.state_dict(), "optimizer_0": optimizer.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_dcp(tree, checkpoint_id=folder / "dcp", no_dist=True)
+    about = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0"}
+    torch.save(about, folder / "dcp" / "meta.pt")
+    return folder / "dcp"
+
+
 _alone = {"optimizer": False, "trained": False, "states": False}
 _FILE, _DCP, _OURS = "single file", "torch.distributed.checkpoint", "lightning_elastic_zero"
 
@@ -161,6 +173,7 @@ KINDS = [
     Kind("Lightning", partial(_lightning, 1), _FILE),
     Kind("Lightning, two optimizers", partial(_lightning, 2), _FILE, **_alone, ambiguous=True),
     Kind("dcp", partial(_dcp, False, True), _DCP),
+    Kind("dcp of Lightning", _lightning_dcp, _DCP),
     Kind("dcp weights", partial(_dcp, False, False), _DCP, **_alone),
     Kind("dcp flat", partial(_dcp, True, False), _DCP, **_alone),
 ]

@@ -269,6 +269,10 @@ def test_targets_that_cannot_be(size: str, tmp_path: Path, run: Run) -> None:
             code, out, error = run("convert", source, target, "--to", to)
             assert (code, out) == (2, ""), (to, target)
             assert error.count("\n") == 1, error
+            assert "room" not in error
+            if target:
+                assert f"{target}: {tmp_path / 'file'} is a file, and no directory" in error
+                assert "Give another path" in error
     options = ("--to", "safetensors", "--max-shard-gb", size)
     assert run("convert", source, tmp_path / "out", *options)[:2] == (2, "")
     assert names_in(tmp_path) == ["a.ckpt", "file"]

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from tests.timeouts import HANG_TIMEOUT_S
-from tests.tools._checkpoints import make_state, write_elastic
+from tests.tools._checkpoints import WholeState, make_state, write_elastic
+from tests.tools._stock_deepspeed import write_stock
 
 LARGE = "base_model.model.large.lora_A.default.weight"
 SHAPES = {
@@ -48,10 +50,16 @@ print(memory("VmHWM") - before)
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of 216 MB, with optimizer state; a configuration of PEFT's beside it."""
+def state() -> WholeState:
+    """Return a state of 216 MB, with optimizer state."""
     state = make_state(dict(SHAPES))
     state.groups, state.rates = (tuple(SHAPES),), (1e-3,)
+    return state
+
+
+@pytest.fixture(scope="module")
+def large(state: WholeState, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of it; a configuration of PEFT's beside it."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     source = write_elastic(folder / "a.ckpt", state, 3, 2)
@@ -83,11 +91,25 @@ def test_memory_is_bounded(to: str, large: Path, tmp_path: Path) -> None:
     assert written >= 18_000_000 * 2
 
 
-@pytest.mark.rotating(1)
-@pytest.mark.parametrize("kind", ["universal", "lightning"])
-def test_memory_is_bounded_whatever_is_read(kind: str, large: Path, tmp_path: Path) -> None:
-    """It is, of a source of another kind too."""
+SOURCES = [
+    *((kind, "safetensors") for kind in ("universal", "lightning", "zero2", "zero3")),
+    ("zero2", "elastic"),
+    ("zero3", "fp32"),
+]
+"""Kinds of checkpoints that are read a range at a time, and targets: no file is read whole."""
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize(("kind", "to"), SOURCES)
+def test_memory_is_bounded_whatever_is_read(
+    kind: str, to: str, state: WholeState, large: Path, tmp_path: Path
+) -> None:
+    """It is, of a source of another kind too: of stock DeepSpeed's ranks, and of whole tensors."""
     source = tmp_path / "source"
-    convert_checkpoint(large, source, kind, ConvertOptions(optimizer=True))
+    if kind.startswith("zero"):
+        write_stock(source, state, int(kind[-1]), 3)
+        assert fingerprint_checkpoint(source) == fingerprint_checkpoint(large)
+    else:
+        convert_checkpoint(large, source, kind, ConvertOptions(optimizer=True))
     config = large.parent / "adapter_config.json"
-    assert convert_bounded(source, tmp_path / "out", "safetensors", config) < MOST_BYTES
+    assert convert_bounded(source, tmp_path / "out", to, config) < MOST_BYTES

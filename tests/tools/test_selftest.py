@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero import SaveError
 from lightning_elastic_zero.coordination import OneRank
@@ -24,6 +27,7 @@ from lightning_elastic_zero.selftest.engine_rows import WorldReports, _world_row
 from lightning_elastic_zero.selftest.environment import Environment, file_system
 from lightning_elastic_zero.selftest.report import Row, SelftestReport, report_lines
 from lightning_elastic_zero.selftest.work_dir import PREFIX, usable_directory, work_dir
+from lightning_elastic_zero.selftest.worker_pool import meeting_point
 from lightning_elastic_zero.selftest.worker_protocol import (
     RankReport,
     Sender,
@@ -318,6 +322,18 @@ def test_what_a_killed_worker_told_counts(tmp_path: Path) -> None:
 
 
 # -- worlds ---------------------------------------------------------------------------------------
+
+
+def test_the_port_of_a_world_is_kept_for_it() -> None:
+    """Nobody else gets it while workers are still importing; a store that is told it listens."""
+    with ExitStack() as held:
+        address, port = meeting_point(1, held)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = TCPStore(address, port, 1, is_master=True)
+        store.set("a", "b")
+        assert TCPStore(address, port, 1, is_master=False).get("a") == b"b"
+        del store
 
 
 @QUICK

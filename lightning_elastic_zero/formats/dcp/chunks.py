@@ -118,7 +118,8 @@ class Chunks:
     """The data of a directory.
 
     Attributes:
-        tensors: each tensor by its name in the metadata: shape and type, without values.
+        tensors: each tensor by its name in the metadata: shape and type, without values. Names that
+            share their bytes, as those of a tied weight do where ``convert`` wrote it, have one.
     """
 
     def __init__(
@@ -130,11 +131,7 @@ class Chunks:
     ) -> None:
         """Prepare reading by what ``read_metadata`` returned; every read calls ``on_progress``."""
         self.path = path
-        self.tensors = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self.tensors = _tensors_in(metadata)
         self._key_of = {id(tensor): key for key, tensor in self.tensors.items()}
         self._on_work = on_progress
         self._metadata = metadata
@@ -293,12 +290,37 @@ class Chunks:
         """
         # What is compressed or otherwise transformed checks itself.
         places = sorted(
-            (info.relative_path, info.offset, info.length)
-            for info in self._metadata.storage_data.values()
-            if not getattr(info, "transform_descriptors", None)
+            {
+                (info.relative_path, info.offset, info.length)
+                for info in self._metadata.storage_data.values()
+                if not getattr(info, "transform_descriptors", None)
+            }
         )
         for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
             verify_entries(self.path / name, [place[1:] for place in of_file], on_bytes)
+
+
+def _tensors_in(metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Return the tensors by name, on the meta device; names of the same bytes have the same one."""
+    known: dict[object, torch.Tensor] = {}
+    return {
+        key: known.setdefault(
+            _place_of(key, entry, metadata),
+            torch.empty(entry.size, dtype=entry.properties.dtype, device="meta"),
+        )
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _place_of(key: str, entry: TensorStorageMetadata, metadata: Metadata) -> object:
+    """Return what two names have in common that mean the same bytes; no two others have it."""
+    held = [metadata.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
+    if not held or None in held:
+        return key
+    places = [(info.relative_path, info.offset, info.length) for info in held]
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    return tuple(entry.size), entry.properties.dtype, tuple(boxes), tuple(places)
 
 
 def _is_tiled(entry: TensorStorageMetadata) -> bool:

@@ -35,6 +35,9 @@ from lightning_elastic_zero.manifest import Manifest
 TRAINER_STATE = "meta.pt"
 """Where Lightning's FSDP and ModelParallel strategies keep all that is no tensor."""
 
+_LIGHTNINGS_OPTIMIZER = ("optimizer_0",)
+"""Where those put the state of a run's optimizer; plain torch's code calls it ``optimizer``."""
+
 
 class DcpReader(FullStateReader):
     """A directory of chunks, with the trainer's state beside them where Lightning wrote it."""
@@ -66,6 +69,7 @@ class DcpReader(FullStateReader):
             trainer=trainer,
             ordered=knows_order(metadata),
             kind="directory of torch.distributed.checkpoint",
+            incomplete="" if trainer else self._without_trainer_state(),
         )
         self._models: list[Mapping[str, Any]] = []
         self._choose(largest_model(self._tree))
@@ -81,14 +85,31 @@ class DcpReader(FullStateReader):
             raise CheckpointFormatError(msg)
         return tree
 
+    def _without_trainer_state(self) -> str:
+        """Describe the lack of a file that Lightning writes last; nothing of others' directories.
+
+        One of weights alone is as plain torch's code may write it.
+        """
+        if _LIGHTNINGS_OPTIMIZER not in self._tree.optimizers:
+            return ""
+        return (
+            f"{self._path} is incomplete: {TRAINER_STATE} is missing, which Lightning writes last, "
+            f"and it has {_LIGHTNINGS_OPTIMIZER[0]}, as Lightning's checkpoints have: counters, "
+            "loops, schedulers and callbacks would begin anew. Resume from another checkpoint, or "
+            "copy that file too"
+        )
+
     def _choose(self, model: TreePath) -> None:
         """Take the tensors of a subtree for the model's."""
         self._model = model
         left = [format_tree_path(path) for path in self._tree.models if path != model]
+        left = [f"the tensors of {', '.join(left)}"] if left else []
+        if self._full_state.incomplete:
+            left.append(f"the trainer's state (Lightning's {TRAINER_STATE})")
         self._full_state = replace(
             self._full_state,
             weights=self._tree.models.get(model, {}),
-            lacks=(f"the tensors of {', '.join(left)}",) if left else (),
+            lacks=tuple(left),
         )
         self._models.append(self._full_state.weights)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 from lightning_elastic_zero.large_pages import map_pages
@@ -50,6 +51,8 @@ class RowsSource:
     dtype: torch.dtype
     read: Callable[[int, int], torch.Tensor]
     """Returns the elements ``[start, stop)`` of the flattened tensor, in its type."""
+    same_as: TreePath = ()
+    """Of a tied weight's second name: the path of its first one, whose bytes it shares."""
 
 
 def write_directory(
@@ -78,7 +81,7 @@ def write_directory(
     plan = writer.prepare_local_plan(SavePlan(planner.items))
     (plan,) = writer.prepare_global_plan([plan])
     results = writer.write_data(plan, planner).wait()
-    writer.finish(planner.metadata, [results])
+    writer.finish(planner.metadata, [[*results, *planner.second_names(results)]])
 
 
 class _ChunkPlanner(SavePlanner):
@@ -111,7 +114,7 @@ class _ChunkPlanner(SavePlanner):
             yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
 
     def _tensor_items(self, entries: Mapping[str, Any]) -> Iterator[WriteItem]:
-        for key in self._tensors:
+        for key in (key for key, tensor in self._tensors.items() if not tensor.same_as):
             entry: TensorStorageMetadata = entries[key]
             for number, chunk in enumerate(entry.chunks):
                 yield WriteItem(
@@ -139,6 +142,15 @@ class _ChunkPlanner(SavePlanner):
         """Return a chunk in the one memory, in a storage of its own size: torch saves those."""
         memory = self._memory.numpy()
         return torch.frombuffer(memory, dtype=found.dtype, count=found.numel()).copy_(found)
+
+    def second_names(self, results: Sequence[WriteResult]) -> Iterator[WriteResult]:
+        """Yield where the chunks of tied weights' other names are: where those of the first are."""
+        written: dict[str, list[WriteResult]] = {}
+        for result in results:
+            written.setdefault(result.index.fqn, []).append(result)
+        for key, tensor in self._tensors.items():
+            for result in written[format_tree_path(tensor.same_as)] if tensor.same_as else ():
+                yield replace(result, index=MetadataIndex(key, result.index.offset))
 
     # One process plans for itself: there is nothing to agree upon.
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from lightning_elastic_zero.formats.deepspeed.tag_folder import (
     LATEST_UNIVERSAL,
     is_deepspeed,
+    is_universal,
     tags_in,
 )
-from lightning_elastic_zero.formats.deepspeed.universal_reader import is_universal
 from lightning_elastic_zero.storage.file_ownership import LATEST
 
 

@@ -19,6 +19,9 @@ _PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
 LATEST_UNIVERSAL = "latest_universal"
 """Names the tag that ``ds_to_universal`` has written last."""
 
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
+"""What a Universal Checkpoint holds of the optimizer beside its states."""
+
 
 @dataclass(frozen=True, slots=True)
 class TagFolder:
@@ -62,9 +65,15 @@ def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
     return None
 
 
+def is_universal(folder: Path) -> bool:
+    """Whether a tag's folder is a Universal Checkpoint, one that lacks files too."""
+    return (folder / OPTIMIZER_STATE).is_file() or any(folder.glob("zero/*/fp32.pt"))
+
+
 def is_deepspeed(folder: Path) -> bool:
     """Whether a folder holds the files of one tag."""
-    return any(folder.glob("*_model_states.pt")) or any(folder.glob("*_optim_states.pt"))
+    patterns = ("*_model_states.pt", "*_optim_states.pt")
+    return any(any(folder.glob(pattern)) for pattern in patterns) or is_universal(folder)
 
 
 def tags_in(folder: Path) -> list[str]:
@@ -135,7 +144,7 @@ def read_tag_folder(path: Path) -> TagFolder:
             )
             raise UnsupportedError(msg)
     # A Universal Checkpoint may have one for engines of each kind.
-    if model and models and not (path / "zero" / "optimizer_state.pt").is_file():
+    if model and models and not is_universal(path):
         msg = (
             f"{path} holds {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "
             "two runs were saved into one folder. Remove the files of the one that you do not want"

@@ -27,6 +27,9 @@ from lightning_elastic_zero.tensor_state import dtype_name, precision_of
 
 OTHERS_BUFFERS = "buffers of ranks other than 0"
 
+NAME_IN_ZERO_1_2 = "mp_rank_00_model_states.pt"
+"""The one model file below ZeRO-3."""
+
 
 class TagReader(CheckpointReader):
     """A tag's folder: what of it is held beside masters and states.
@@ -44,12 +47,20 @@ class TagReader(CheckpointReader):
         self._folder = folder
         self._partitioned = not folder.model
         """Whether the weights are partitioned (ZeRO-3)."""
+        self._check_beginning()
         self._first = ModelFile(self.files, self._model_name(0))
         buffers = () if self._partitioned or not self._first.buffers else (OTHERS_BUFFERS,)
         self._lacks = ("RNG states", *buffers)
         """What these files do not hold of a run."""
 
     # -- which files -----------------------------------------------------------------------------
+
+    def _check_beginning(self) -> None:
+        """Check, before a model file is opened, what other files tell of them.
+
+        Raises:
+            CheckpointCorruptedError: some are missing.
+        """
 
     def _model_name(self, rank: int) -> str:
         """Return the name of a rank's file.
@@ -60,9 +71,7 @@ class TagReader(CheckpointReader):
         if self._folder.model:
             return self._folder.model
         if not self._folder.models:  # Nothing here tells of which stage it was.
-            either = (
-                f"mp_rank_00_model_states.pt (of ZeRO-1/2) or {_name_in_zero_3(rank)} (of ZeRO-3)"
-            )
+            either = f"{NAME_IN_ZERO_1_2} (of ZeRO-1/2) or {_name_in_zero_3(rank)} (of ZeRO-3)"
             self._refuse_missing([either])
         if rank not in self._folder.models:
             self._refuse_missing([_name_in_zero_3(rank)])
@@ -139,7 +148,7 @@ class TagReader(CheckpointReader):
         if self._partitioned:
             whole = math.prod(self._first.frozen[transfer.name])
             start -= piece_start(whole, self._first.world_size, rank)
-        return file, StoredRun(tensor.view(-1), start, start + transfer.stop - transfer.start)
+        return file, StoredRun(tensor, start, start + transfer.stop - transfer.start)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
         """Return where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
@@ -149,7 +158,7 @@ class TagReader(CheckpointReader):
         tensor = file.tree["module"].get(transfer.name)
         if not isinstance(tensor, torch.Tensor) or not tensor.numel():
             return None
-        return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
+        return file, StoredRun(tensor, transfer.start, transfer.stop)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""

@@ -16,15 +16,15 @@ places); ZeRO-1/2's model file gives that away, because masters no longer round 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.deepspeed.class_stubs import stub_fields
-from lightning_elastic_zero.formats.deepspeed.tag_folder import TagFolder
-from lightning_elastic_zero.formats.deepspeed.tag_reader import TagReader
+from lightning_elastic_zero.formats.deepspeed.constants import OURS
+from lightning_elastic_zero.formats.deepspeed.tag_folder import OPTIMIZER_STATE, TagFolder
+from lightning_elastic_zero.formats.deepspeed.tag_reader import NAME_IN_ZERO_1_2, TagReader
 from lightning_elastic_zero.formats.deepspeed.zero_shard import group_of_flats, is_vector, numel_of
 from lightning_elastic_zero.formats.full_state.torch_optimizer import plain_hyperparameters
 from lightning_elastic_zero.formats.open_files import ForeignFiles
@@ -39,13 +39,10 @@ from lightning_elastic_zero.manifest import STAGE_WEIGHTS, Group, Manifest, Plai
 from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
 from lightning_elastic_zero.tensor_state import Scalar, state_key
 
-MASTER = "fp32"
-OPTIMIZER_STATE = "zero/optimizer_state.pt"
+MASTER, STEP = "fp32", "step"
 
-
-def is_universal(folder: Path) -> bool:
-    """Whether a tag's folder is a Universal Checkpoint."""
-    return (folder / OPTIMIZER_STATE).is_file()
+ADAM_MOMENTS = {"exp_avg", "exp_avg_sq"}
+"""``ds_to_universal`` writes both of each parameter, or no file of it at all."""
 
 
 class UniversalReader(TagReader):
@@ -83,22 +80,68 @@ class UniversalReader(TagReader):
         found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
         return found
 
+    @property
+    def _listed(self) -> Sequence[str]:
+        """Return all other files, where this library's ``convert`` has listed them; else none."""
+        found: Sequence[str] = self._optimizer.get(OURS, {}).get("files", ())
+        return found
+
     # -- what is there ---------------------------------------------------------------------------
+
+    def _check_beginning(self) -> None:
+        if not (self.files.folder / OPTIMIZER_STATE).is_file():
+            self._refuse_missing([OPTIMIZER_STATE])
+        there = {self._folder.model, *self._folder.models.values()}
+        if missing := [name for name in self._listed if "/" not in name and name not in there]:
+            self._refuse_missing(missing)
+        stage = int(self._optimizer.get("zero_stage", STAGE_WEIGHTS))
+        if stage != STAGE_WEIGHTS and not self._folder.model:
+            self._refuse_missing([NAME_IN_ZERO_1_2])
+
+    def _model_names(self) -> list[str]:
+        return [name for name in self._listed if "/" not in name] or super()._model_names()
 
     def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
         """Return the states that each parameter has a file of.
 
         Raises:
-            CheckpointCorruptedError: parameters have no masters.
+            CheckpointCorruptedError: files of parameters are missing; all of them are named.
         """
         root = self.files.folder / "zero"
         found = {}
         for name in self._flat_of:
             found[name] = {path.stem for path in (root / name).glob("*.pt")}
             self.files.on_progress()
-        if missing := [name for name, keys in found.items() if MASTER not in keys]:
-            self._refuse_missing([self._file(name, MASTER) for name in missing])
+        wanted = self._wanted_keys(found)
+        missing = [self._file(n, k) for n in found for k in sorted(wanted[n] - found[n])]
+        if missing:
+            self._refuse_missing(missing)
         return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
+
+    def _wanted_keys(self, found: Mapping[str, set[str]]) -> Mapping[str, set[str]]:
+        """Return what each parameter has to have a file of: what is listed, or what others have.
+
+        Parameters of a group have the same files, but for those of an empty one's steps; and
+        groups of which Adam keeps something have all that Adam keeps.
+        """
+        if listed := [name.split("/") for name in self._listed if "/" in name]:
+            wanted: dict[str, set[str]] = {name: {MASTER} for name in found}
+            for _, name, file in listed:
+                wanted.setdefault(name, set()).add(file.removesuffix(".pt"))
+            return wanted
+        of_group: dict[int, set[str]] = {group: {MASTER} for group in self._group_of}
+        for name, keys in found.items():
+            flat = self._flat_of[name]
+            if numel_of(self._shapes[flat][name]):
+                of_group[self._group_of[flat]] |= keys
+        of_adam = {key for keys in of_group.values() for key in keys & {*ADAM_MOMENTS, STEP}}
+        for keys in of_group.values():
+            keys.update(of_adam if keys & ADAM_MOMENTS else ())
+        return {
+            name: of_group[self._group_of[flat]]
+            - (set() if numel_of(self._shapes[flat][name]) else {STEP})
+            for name, flat in self._flat_of.items()
+        }
 
     def _file(self, name: str, key: str) -> str:
         return f"zero/{name}/{key or MASTER}.pt"
@@ -129,7 +172,7 @@ class UniversalReader(TagReader):
         table = [
             state_key(key, self._tensor(name, key), elementwise=True)
             for key in self._keys[name]
-            if key != "step"
+            if key != STEP
         ]
         scalars = self._scalar_values(flat)
         table += [state_key(key, value, elementwise=False) for key, value in scalars.items()]
@@ -143,12 +186,12 @@ class UniversalReader(TagReader):
             return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
         # What an empty parameter has says nothing, and many a conversion writes it no step.
         held = self._first_held([flat]) if self._shapes[flat] else ""
-        name = next((n for n in (held, *self._shapes[flat]) if "step" in self._keys.get(n, ())), "")
-        return {"step": self._step(name)} if name else {}
+        name = next((n for n in (held, *self._shapes[flat]) if STEP in self._keys.get(n, ())), "")
+        return {STEP: self._step(name)} if name else {}
 
     def _step(self, name: str) -> Scalar:
         """Return the step in a parameter's own file."""
-        file = self._file(name, "step")
+        file = self._file(name, STEP)
         return self.files.load(file, self.files.tree(file))  # type: ignore[no-any-return]
 
     def _first_held(self, flats: Iterable[int]) -> str:
@@ -181,20 +224,12 @@ class UniversalReader(TagReader):
         """Check that every file is there, and has the size of its parameter.
 
         Raises:
-            CheckpointCorruptedError: some are missing, or parameters of one group keep other
-                states.
+            CheckpointCorruptedError: some are missing.
             CheckpointFormatError: some are of another run.
         """
         self._check_model_files()
         for name, keys in self._keys.items():
-            group = self.manifest.groups[self._group_of[self._flat_of[name]]]
-            wanted = {key.name for key in group.state if key.kind == "elementwise"}
-            if lost := wanted - set(keys):
-                self._refuse_missing([self._file(name, key) for key in sorted(lost)])
-            if more := set(keys) - wanted - {"step"}:
-                msg = f"{self.files.folder}: {name} has {sorted(more)}, other parameters have not"
-                raise CheckpointCorruptedError(msg)
-            for key in (WEIGHT, *sorted(wanted)):
+            for key in (WEIGHT, *(key for key in keys if key != STEP)):
                 self._tensor(name, key)
         if self._stage != STAGE_WEIGHTS:
             self._check_steps()
@@ -208,7 +243,7 @@ class UniversalReader(TagReader):
         for shapes in self._shapes:
             counted: dict[str, str] = {}
             for name, shape in shapes.items():
-                if numel_of(shape) and "step" in self._keys[name]:
+                if numel_of(shape) and STEP in self._keys[name]:
                     counted.setdefault(repr(float(self._step(name) or 0)), name)
             if len(counted) > 1:
                 several = ", and ".join(f"{step} of {name}" for step, name in counted.items())

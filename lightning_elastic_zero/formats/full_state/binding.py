@@ -52,6 +52,8 @@ class FullState:
     """What is not held, beside what no checkpoint of these kinds holds."""
     unmatched: str = ""
     """Why the optimizers' state was left out; empty where it was not."""
+    incomplete: str = ""
+    """As in ``SourceInfo``."""
 
 
 @dataclass(frozen=True, slots=True)

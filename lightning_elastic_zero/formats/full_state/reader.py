@@ -74,6 +74,7 @@ class FullStateReader(CheckpointReader):
             hyperparameters=any(g.hyperparameters for g in bound.manifest.groups),
             has_counters="global_step" in full_state.trainer,
             unmatched=bound.unmatched,
+            incomplete=full_state.incomplete,
         )
 
     def bind_alone(self) -> None:

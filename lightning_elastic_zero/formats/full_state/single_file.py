@@ -25,6 +25,7 @@ from lightning_elastic_zero.formats.full_state.self_description import Members, 
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import file_list_digest
+from lightning_elastic_zero.formats.torch_file import is_dense
 from lightning_elastic_zero.manifest import Manifest
 
 KIND = "single file of torch.save"
@@ -167,14 +168,14 @@ def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             what = f"a {type(tensor).__name__}"
-        elif tensor.layout != torch.strided or not tensor.is_contiguous():
-            what = f"a tensor of layout {tensor.layout} that is not contiguous"
+        elif not is_dense(tensor):
+            what = f"a tensor of layout {tensor.layout} with gaps, or elements that share a place"
         elif not isinstance(name, str):
             what = "a tensor that is named by no string"
         else:
             continue
         msg = (
-            f"{path}: {name!r} is {what}, and only contiguous tensors are read: save the model "
+            f"{path}: {name!r} is {what}, and only tensors without gaps are read: save the model "
             "again without it, or call .contiguous() on it before"
         )
         raise UnsupportedError(msg)

@@ -3,8 +3,8 @@
 What is written is a plain zip that everybody can ``torch.load(..., weights_only=True)``; what is
 special is how. ``writing`` takes each tensor's bytes from where they live, a bounded part at a
 time. ``index`` knows where in a file each tensor's bytes are without reading them; ``reading``
-reads the ranges that are wanted, each byte verified, to where they are wanted. ``legacy``
-reads what is no zip.
+reads the ranges that are wanted, each byte verified, to where they are wanted; ``strides`` knows
+where elements are that lie in another order. ``legacy`` reads what is no zip.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lightning_elastic_zero.formats.torch_file.reading import (
     tensors_of,
     with_copies,
 )
+from lightning_elastic_zero.formats.torch_file.strides import is_dense
 from lightning_elastic_zero.formats.torch_file.writing import (
     ChunkedSource,
     ElementSource,
@@ -31,6 +32,7 @@ __all__ = [
     "StoredRun",
     "TorchFile",
     "TorchFileWriter",
+    "is_dense",
     "is_legacy",
     "tensors_of",
     "with_copies",

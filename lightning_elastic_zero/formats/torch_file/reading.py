@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointCorruptedError
+from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
 from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA, PicklePolicy
 from lightning_elastic_zero.formats.torch_file.index import TorchIndex
+from lightning_elastic_zero.formats.torch_file.strides import blocks_of, is_dense
+from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.storage import CHUNK_BYTES, RangeFile, ignore_bytes
 from lightning_elastic_zero.tensor_state import INTEGER_DTYPES, check_cast
 
@@ -24,7 +26,8 @@ class StoredRun:
     """Elements ``[start, stop)`` of a stored tensor."""
 
     tensor: torch.Tensor
-    """One of the file's tree, contiguous, or such a view of one; its elements are counted flat."""
+    """One of the file's tree, without gaps, or such a view of one; its elements are counted flat,
+    in logical order."""
 
     start: int
     """The first element."""
@@ -140,11 +143,40 @@ class TorchFile:
             CheckpointCorruptedError: bytes of the file are not what was written; the targets may
                 hold some of them.
             CheckpointMismatchError: elements would be cast from or to integers.
+            UnsupportedError: there are gaps between a tensor's elements.
             ValueError: a run reaches beyond its tensor, or does not fill its target.
         """
-        before = self.bytes_read
-        self._fill([self._job(target, run) for target, run in wanted], on_bytes)
+        before, jobs, reordered = self.bytes_read, [], []
+        for target, run in wanted:
+            if run.tensor.is_contiguous():
+                jobs.append(self._job(target, run))
+            else:
+                reordered.append((target, run))
+        self._fill(jobs, on_bytes)
+        for target, run in reordered:
+            self._fill_reordered(target, run, on_bytes)
         return self.bytes_read - before
+
+    def _fill_reordered(
+        self, target: torch.Tensor, run: StoredRun, on_bytes: Callable[[int], None]
+    ) -> None:
+        """Fill a target with a run of a tensor whose elements lie in another order."""
+        run.check_fills(target, self.path)
+        if not is_dense(run.tensor):
+            msg = (
+                f"{self.path} holds a tensor of shape {tuple(run.tensor.shape)} with gaps between "
+                f"its elements (strides {run.tensor.stride()}): save it again after .contiguous()"
+            )
+            raise UnsupportedError(msg)
+        dtype = run.tensor.dtype
+        start_byte = self._index.byte_range(run.tensor)[0]
+        for blocks in blocks_of(run.tensor, run.start, run.stop):
+            held = host_chunk(blocks.stop - blocks.start, dtype)
+            place = start_byte + blocks.start * dtype.itemsize
+            self._fill([_RangeCopy(place, dtype, held)], on_bytes)
+            low, high = max(blocks.start, run.start), min(blocks.stop, run.stop)
+            found = blocks.in_logical_order(held)[low - blocks.start : high - blocks.start]
+            target.detach()[low - run.start : high - run.start].copy_(found)
 
     def _job(self, target: torch.Tensor, run: StoredRun) -> _RangeCopy:
         run.check_fills(target, self.path)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_elastic_zero.storage.exports import staged_export
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
+    cast_weight,
     check_optimizer,
     chosen_weights,
 )
@@ -44,14 +46,17 @@ def write_dcp_directory(
             path,
             entry.shape,
             stored,
-            lambda a, b: checkpoint.elements(entry, a, b).to(stored),
+            lambda a, b: cast_weight(checkpoint, entry, checkpoint.elements(entry, a, b), stored),
         )
 
-    tensors = [
-        rows(("model", name), entry, source.dtype)
-        for entry, source in chosen_weights(checkpoint, options)
-        for name in (entry.name, *checkpoint.aliases(entry))
-    ]
+    tensors: list[RowsSource] = []
+    for entry, source in chosen_weights(checkpoint, options):
+        first = rows(("model", entry.name), entry, source.dtype)
+        tensors.append(first)
+        tensors += [
+            replace(first, path=("model", name), same_as=first.path)
+            for name in checkpoint.aliases(entry)
+        ]
     objects: dict[tuple[str | int, ...], Any] = {}
     if options.optimizer or (options.optimizer is None and not checkpoint.manifest.weights_only):
         check_optimizer(checkpoint, options)

@@ -10,6 +10,8 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
+from lightning_elastic_zero.large_pages import host_chunk
+from lightning_elastic_zero.layout import spans
 from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.checkpoint_view import (
     OpenCheckpoint,
@@ -19,6 +21,9 @@ from lightning_elastic_zero.tools.checkpoint_view import (
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What weights can be cast to."""
+
+_CHECKED_ELEMENTS = 1 << 18
+"""Elements that are looked at together: the memory for it is small beside a chunk's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,49 @@ def source_of(
     """Return what fetches a tensor's elements; weights of floating-point types are cast."""
     stored = checkpoint.dtype(entry)
     cast = dtype if dtype and stored.is_floating_point and entry.role != "buffer" else stored
-    return ChunkedSource(entry.numel, cast, lambda: checkpoint.chunks(entry))
+
+    def fetch() -> Iterator[torch.Tensor]:
+        return (cast_weight(checkpoint, entry, part, cast) for part in checkpoint.chunks(entry))
+
+    return ChunkedSource(entry.numel, cast, fetch)
+
+
+def cast_weight(
+    checkpoint: OpenCheckpoint, entry: TensorEntry, values: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return some of a tensor's elements, rounded to a type: as they are where it is theirs.
+
+    Raises:
+        UnsupportedError: a number is too large for the type, which would have infinity for it.
+    """
+    if values.dtype == dtype:
+        return values
+    found = host_chunk(values.numel(), dtype).copy_(values)
+    if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
+        for start, stop in spans(0, values.numel(), _CHECKED_ELEMENTS):
+            _check_range(checkpoint, entry, values[start:stop], found[start:stop])
+    return found
+
+
+def _check_range(
+    checkpoint: OpenCheckpoint, entry: TensorEntry, values: torch.Tensor, found: torch.Tensor
+) -> None:
+    """Refuse numbers that have become infinite in a smaller type.
+
+    Raises:
+        UnsupportedError: one has.
+    """
+    infinite = found.isinf()
+    if not infinite.any() or not (lost := infinite & values.isfinite()).any():
+        return
+    name = next(text for text, dtype in DTYPES.items() if dtype == found.dtype)
+    msg = (
+        f"{checkpoint.path}: {entry.name} has the value {values[lost][0].item():.6g}, and {name} "
+        f"holds numbers up to {torch.finfo(found.dtype).max:.6g}: it would become infinite. Write "
+        "weights as they are stored (safetensors, without --dtype) or in a larger type, or leave "
+        "it out (--exclude)"
+    )
+    raise UnsupportedError(msg)
 
 
 def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:

@@ -26,6 +26,7 @@ import torch
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.formats import WEIGHT
+from lightning_elastic_zero.formats.deepspeed.constants import OURS
 from lightning_elastic_zero.formats.torch_file import TorchFileWriter
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.requirements import version_of
@@ -65,9 +66,12 @@ def write_universal_directory(
         (folder / "zero").mkdir(parents=True)
         for parameter in checkpoint.manifest.optimized:
             _write_parameter(checkpoint, parameter.name, folder / "zero", on_bytes)
-        _save(_optimizer_state(checkpoint), folder / "zero", "optimizer_state.pt", on_bytes)
         for name in _FIRST_MODEL_FILES:
             _write_model_file(checkpoint, folder, name, on_bytes)
+        # Of files that are not there, nothing else tells.
+        files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.pt"))]
+        state = {**_optimizer_state(checkpoint), OURS: {"files": files}}
+        _save(state, folder / "zero", "optimizer_state.pt", on_bytes)
         write_durably(export.path / "latest_universal", TAG.encode())
         _publish(export)
 
