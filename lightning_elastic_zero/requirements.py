@@ -52,10 +52,10 @@ class Requirement:
         because = f" ({reason})" if reason else ""
         return f"{self.title} {found} is installed{because}: install {self}"
 
-    def is_as_new_as_tested(self, found: str) -> bool:
-        """Whether a release is the newest that was tested, or newer; False if it is not known."""
+    def is_at_least(self, found: str, release: str) -> bool:
+        """Whether an installed release is another one, or newer; False if it is not known."""
         try:
-            return Version(found) >= Version(self.newest_tested)
+            return Version(found) >= Version(release)
         except InvalidVersion:
             return False
 

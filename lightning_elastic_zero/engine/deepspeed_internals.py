@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,8 +40,13 @@ def unlink_states(
     """
     optimizer._hp_optimizer_states_linked = False
     for parameter in parameters:
-        if (link := getattr(parameter, "_hp_mapping", None)) is not None:
+        if (link := link_to_master(parameter)) is not None:
             link.optim_fragment = None
+
+
+def link_to_master(parameter: torch.nn.Parameter) -> Any:  # noqa: ANN401 (untyped library)
+    """Return what links a parameter to its master and states; None where nothing does."""
+    return getattr(parameter, "_hp_mapping", None)
 
 
 def link_states(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
@@ -76,6 +83,17 @@ def updates_offloaded_momentum(optimizer: Any) -> bool:  # noqa: ANN401 (untyped
 def drop_staged_momentum(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
     """Drop the momentum of Muon that ZeRO-1/2 has staged for a step, where its release does."""
     getattr(optimizer, "_muon_pending_momentum", {}).clear()
+
+
+def module_of(optimizer: Any) -> ModuleType:  # noqa: ANN401 (untyped library)
+    """Return the module that a wrapper's class is defined in."""
+    return sys.modules[type(optimizer).__module__]
+
+
+def initial_micro_step(optimizer: Any) -> int:  # noqa: ANN401 (untyped library)
+    """Return the number that ZeRO-1/2 gives the first micro-batch of a window."""
+    first: int = module_of(optimizer).INITIAL_MICRO_STEP_ID
+    return first
 
 
 def write_weights(optimizer: Any, sub_group: int) -> None:  # noqa: ANN401 (untyped library)

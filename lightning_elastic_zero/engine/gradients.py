@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from lightning_elastic_zero.engine.deepspeed_internals import (
     discard_accumulated_ids,
     discard_boundary_ids,
+    initial_micro_step,
     release_gradient_buckets,
     reset_backward_count,
 )
@@ -47,7 +47,7 @@ def drop_accumulation_window(engine: Any) -> None:  # noqa: ANN401 (untyped libr
 def _drop_zero_1_2(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
     """Drop what ZeRO-1/2 has accumulated: lists of gradients by group, and offloaded ones."""
     release_gradient_buckets(optimizer)
-    optimizer.micro_step_id = sys.modules[type(optimizer).__module__].INITIAL_MICRO_STEP_ID
+    optimizer.micro_step_id = initial_micro_step(optimizer)
     for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
         for group in gradients:
             gradients[group] = None

@@ -10,7 +10,7 @@ from subprocess import SubprocessError
 from typing import Any
 
 from lightning_elastic_zero.engine.deepspeed_internals import compatible_operators
-from lightning_elastic_zero.engine.releases import check_ops
+from lightning_elastic_zero.engine.release_check import check_builder, check_ops
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
@@ -59,10 +59,14 @@ def _do_without_shared_memory_op(
     """
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
-    check_ops(ops, version_of(DEEPSPEED.package))
+    found = version_of(DEEPSPEED.package)
+    check_ops(ops, accelerator, found)
     builder = accelerator.create_op_builder("ShareMemCommBuilder")
+    if builder is None:
+        return
+    check_builder(builder, found)
     table = compatible_operators(ops)
-    if builder is None or not table.get(builder.NAME, False):
+    if not table.get(builder.NAME, False):
         return
     if not tries:
         table[builder.NAME] = False

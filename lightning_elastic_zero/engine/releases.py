@@ -1,22 +1,21 @@
 """Each name of DeepSpeed's that is relied upon: what for; and the releases that have it.
 
-Found in the sources of 0.16.0, 0.16.9, 0.17.0, 0.17.5, 0.18.4, 0.18.9, 0.19.0 and 0.19.8, but for
-``NEWEST_NAMES``, ``SOMETIMES`` and for ``purge_state``, which 0.16.4 brought. A name that only some
-of them have is asked for here, so that the rest of the engine need not know of releases.
+Found in the sources of 0.16.0, 0.16.9, 0.17.0, 0.17.5, 0.18.4, 0.18.9, 0.19.0 and 0.19.8: what is
+said of a table holds in each of them, from the construction of an engine to its ``destroy()``,
+also between steps, within a window of micro-batches, and while ``offload_states()`` has put states
+on the host. ``release_check`` asks for them at setup. A name that only some releases have is asked
+for here, so that the rest of the engine need not know of releases.
 ``tests/house/test_deepspeed_names.py`` finds any that is used elsewhere and does not stand here.
 Those that are private are used in ``deepspeed_internals`` only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.requirements import DEEPSPEED, missing_names
 
 Purposes = Mapping[str, str]
 """Names, each with what this library needs it for: "to ..."."""
@@ -30,6 +29,13 @@ OFFLOADED_GRADIENTS = "drop offloaded gradients of a window that a load interrup
 GRADIENTS = "drop the gradients of a window that a load interrupts"
 MUON_TYPE = "restore Muon's momentum in the type of its stage"
 OFFLOADED_WEIGHTS = "read weights that offload_states() has put on the host"
+HOST_STATES = "know what offload_states() has put on the host"
+SCALER = "go on with the loss scale"
+GRAD_SCALER = "go on with the scale of torch's GradScaler"
+LOSS_SCALE = "know by what the loss is scaled"
+REPLACED = "let go of links to states that are replaced"
+MUON_MEMORY = "know where ZeRO-3 keeps Muon's momentum"
+SHARED_MEMORY = "start where DeepSpeed's shared-memory collectives do not compile"
 
 ENGINE_NAMES: dict[str, str] = {
     "bfloat16_enabled": PRECISION,
@@ -68,6 +74,8 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
         "cpu_offload": "know whether gradients and Muon's momentum are on the host",
         "dtype": MUON_TYPE,
         "gradient_accumulation_dtype": MUON_TYPE,
+        "loss_scale": LOSS_SCALE,
+        "loss_scaler": SCALER,
         "micro_step_id": GRADIENTS,
         "optimizer": STEPS_INSIDE,
         "parallel_partitioned_bit16_groups": "reach the weights of all ranks in a flat buffer",
@@ -76,6 +84,8 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
         "real_dp_process_group": CUTTING_GROUP,
         "round_robin_bit16_groups": "know the order of the parameters in a flat buffer",
         "single_partition_of_fp32_groups": "reach this rank's masters",
+        "use_grad_accum_attribute": MUON_TYPE,
+        "zero_grad": GRADIENTS,
     },
     "BF16_Optimizer": {
         "_hp_optimizer_states_linked": LINKS,
@@ -85,17 +95,22 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
         "fp32_groups_flat_partition": "reach this rank's masters",
         "optimizer": STEPS_INSIDE,
         "real_dp_process_group": CUTTING_GROUP,
+        "using_real_optimizer": "know an engine that evaluates",
     },
     "FP16_Optimizer": {
         "fp16_groups": "know the order of the parameters in a flat buffer",
         "fp16_groups_flat": "reach the weights in a flat buffer",
         "fp32_groups_flat": "reach the masters",
+        "loss_scale": LOSS_SCALE,
         "optimizer": STEPS_INSIDE,
+        "zero_grad": GRADIENTS,
     },
     "FP16_UnfusedOptimizer": {
         "fp16_groups": "reach the weights",
         "fp32_groups": "reach the masters",
+        "loss_scale": LOSS_SCALE,
         "optimizer": STEPS_INSIDE,
+        "zero_grad": GRADIENTS,
     },
     "DeepSpeedZeroOptimizer_Stage3": {
         "_reassign_or_swap_out_partitioned_parameters": "write restored masters into the weights",
@@ -106,10 +121,16 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
         "fp16_partitioned_groups_flat": "reach this rank's weights",
         "fp32_partitioned_groups_flat": "reach this rank's masters",
         "grad_partitions_flat_buffer": GRADIENTS,
+        "loss_scale": LOSS_SCALE,
+        "loss_scaler": SCALER,
         "offload_optimizer": "know whether gradients are on the host",
+        "offload_param": "know whether weights are on the host",
+        "offloaded_states": HOST_STATES,
         "optimizer": STEPS_INSIDE,
+        "params_in_nvme_and_cpu": "refuse weights in files",
         "persistent_parameters": "gather anew the weights that stay whole",
         "sub_group_to_group_id": "know the parameter group of a sub-group",
+        "zero_grad": GRADIENTS,
     },
     "DeepSpeedZeRoOffload": {
         "partition_all_parameters": "have gathered weights cut before they are read",
@@ -122,6 +143,7 @@ PARAMETER_NAMES: dict[str, str] = {
     "ds_id": "know what is swapped, and which weights are placeholders",
     "ds_numel": "know how many elements the whole parameter has",
     "ds_process_group": CUTTING_GROUP,
+    "ds_secondary_tensor": "drop hpZ's copies of weights that are replaced",
     "ds_shape": "know the whole parameter's shape",
     "ds_tensor": "reach this rank's piece of a weight",
     "partition_numel": "know how many elements a rank's piece has",
@@ -166,151 +188,92 @@ FILE_NAMES: dict[str, dict[str, str]] = {
 }
 """Of what the swapper knows of the first sub-group that it has in files."""
 
-SCALER = "go on with the loss scale"
-GRAD_SCALER = "go on with the scale of torch's GradScaler"
-HOST_STATES = "know what offload_states() has put on the host"
-STAGED = {
-    "loss_scaler": SCALER,
-    "offloaded_states": HOST_STATES,
-    "torch_autocast_gradscaler": GRAD_SCALER,
-    "zero_grad": GRADIENTS,
-}
-IN_STAGE_0 = {"loss_scale_config": SCALER, "zero_grad": GRADIENTS}
-
-NEWEST_NAMES: dict[str, dict[str, str]] = {
-    "DeepSpeedEngine": {
-        "_unmanaged_backward_count": GRADIENTS,
-        "losses": GRADIENTS,
-        "torch_autocast_z0_gradscaler": GRAD_SCALER,
-        "zenflow": "refuse ZenFlow",
-    },
-    "DeepSpeedZeroOptimizer": {
-        **STAGED,
-        "_apply_muon_updates_cpu_offload": "refuse what keeps offloaded momentum elsewhere",
-        "_muon_pending_momentum": "drop momentum that was staged for a step",
-        "all_grad_tensors": GRADIENTS,
-        "round_robin_bit16_padding": "know the padding that parameter_alignment puts in",
-        "use_grad_accum_attribute": MUON_TYPE,
-    },
-    "BF16_Optimizer": {
-        "torch_autocast_gradscaler": GRAD_SCALER,
-        "using_real_optimizer": "know an engine that evaluates",
-        "zero_grad": GRADIENTS,
-    },
-    "FP16_Optimizer": IN_STAGE_0,
-    "FP16_UnfusedOptimizer": dict(IN_STAGE_0),
-    "DeepSpeedZeroOptimizer_Stage3": {
-        **STAGED,
-        "_offload_boundary_param_ids": OFFLOADED_GRADIENTS,
-        "params_in_nvme_and_cpu": "refuse weights in files",
-    },
-    "a partitioned parameter": {
-        "ds_secondary_tensor": "drop hpZ's copies of weights that are replaced",
-    },
-}
-"""What came between 0.16 and the newest release that was tested. Older ones do without what they
-lack, and were read and run; one as new as that, or newer, is refused where it lacks it."""
-
-SOMETIMES: dict[str, str] = {
-    "_hp_mapping": "let go of links to states that are replaced",
-    "_offload_accumulated_param_ids": OFFLOADED_GRADIENTS,
-    "clear_hp_grads": GRADIENTS,
-    "loss_scale": "know by what the loss is scaled",
-    "lp_param_buffer": OFFLOADED_WEIGHTS,
-    "muon_momentum_buffer_partitioned_groups_flat": "restore momentum that is kept in memory",
-    "optim_fragment": "let go of links to states that are replaced",
-}
-"""Only some configurations have them, or some moments (an engine whose weights
-``offload_states()`` has put on the host has no ``lp_param_buffer`` before they are back), or
-``clear_hp_grads`` only old releases: not asked for as the others are."""
-
 PARTIAL_OFFLOAD_NAMES: dict[str, str] = {
     "backup_optimizer": "save what the second optimizer of partial offload holds",
 }
 """Of ZeRO-3's wrapper, where ``offload_optimizer.ratio`` is below 1."""
 
-OPS_NAMES: dict[str, str] = {
-    "__compatible_ops__": "start where DeepSpeed's shared-memory collectives do not compile",
+RESIDENT_NAMES: dict[str, str] = {"lp_param_buffer": OFFLOADED_WEIGHTS}
+"""Of ZeRO-3's wrapper without ``offload_param``: with it, there is no such buffer, and DeepSpeed
+itself refuses ``offload_states()``."""
+
+MUON_MEMORY_NAMES: dict[str, str] = {
+    "muon_momentum_buffer_partitioned_groups_flat": "restore momentum that is kept in memory",
 }
-"""Of ``deepspeed.ops``, on CPU ranks."""
+"""Of ZeRO-3's wrapper with Muon and ``save_muon_momentum_buffer_in_memory``, which 0.18.9 has."""
 
+LINK_NAMES: dict[str, dict[str, str]] = {
+    "a parameter of ZeRO-1/2": {"_hp_mapping": REPLACED},
+    "a parameter's link to its master": {"optim_fragment": REPLACED},
+}
+"""Of a parameter that ZeRO-1/2 or BF16_Optimizer trains: None where another rank has it, and while
+states are on the host. Of the link, where there is one: None until the optimizer has states."""
 
-def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:  # noqa: ANN401
-    """Yield what the installed release of DeepSpeed lacks of what is relied upon.
+MODULE_NAMES: dict[str, str] = {"INITIAL_MICRO_STEP_ID": GRADIENTS}
+"""Of the module of ZeRO-1/2's wrapper."""
 
-    Args:
-        engine: a live engine.
-        wrapper: class name of its optimizer wrapper; empty without one.
-        found: the installed release.
-    """
-    for owner, live, names in _owners(engine, wrapper, found):
-        lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
-        if sentence := DEEPSPEED.missing_names_message(found, owner, lost):
-            yield sentence
+LATER_NAMES: dict[str, dict[str, dict[str, str]]] = {
+    "0.16.9": {"BF16_Optimizer": {"zero_grad": GRADIENTS}},
+    "0.17.5": {"DeepSpeedEngine": {"zenflow": "refuse ZenFlow"}},
+    "0.18.4": {
+        "DeepSpeedEngine": {"torch_autocast_z0_gradscaler": GRAD_SCALER},
+        "DeepSpeedZeroOptimizer": {
+            "all_grad_tensors": GRADIENTS,
+            "offloaded_states": HOST_STATES,
+            "torch_autocast_gradscaler": GRAD_SCALER,
+        },
+        "DeepSpeedZeroOptimizer_Stage3": {"torch_autocast_gradscaler": GRAD_SCALER},
+    },
+    "0.18.9": {
+        "BF16_Optimizer": {"torch_autocast_gradscaler": GRAD_SCALER},
+        "FP16_Optimizer": {"loss_scale_config": SCALER},
+        "FP16_UnfusedOptimizer": {"loss_scale_config": SCALER},
+        "DeepSpeedZeroOptimizer_Stage3": {
+            "save_muon_momentum_buffer_in_memory": MUON_MEMORY,
+            "use_muon": MUON_MEMORY,
+        },
+    },
+    "0.19.8": {
+        "DeepSpeedEngine": {"_unmanaged_backward_count": GRADIENTS},
+        "DeepSpeedZeroOptimizer": {
+            "_muon_pending_momentum": "drop momentum that was staged for a step",
+            "round_robin_bit16_padding": "know the padding that parameter_alignment puts in",
+        },
+        "DeepSpeedZeroOptimizer_Stage3": {"_offload_boundary_param_ids": OFFLOADED_GRADIENTS},
+    },
+}
+"""By the first release, of those that were read, whose constructors always set them. Older ones do
+without what they lack; this one and newer ones are refused without it. 0.17.5 sets torch's scalers
+only with ``torch_autocast``."""
 
+LATER_OPTION_NAMES: dict[str, dict[str, dict[str, str]]] = {
+    "0.19.8": {"cpu_offload": {"_offload_accumulated_param_ids": OFFLOADED_GRADIENTS}},
+}
+"""As ``OPTION_NAMES``, by release."""
 
-def check_ops(ops: object, found: str) -> None:
-    """Refuse a release whose table of operators cannot be told what does not compile.
+OLDER_NAMES: dict[str, tuple[str, dict[str, str]]] = {
+    "BF16_Optimizer": ("zero_grad", {"clear_hp_grads": GRADIENTS}),
+    "FP16_Optimizer": ("loss_scale_config", {"cur_scale": SCALER}),
+    "FP16_UnfusedOptimizer": ("loss_scale_config", {"cur_scale": SCALER}),
+}
+"""Of a wrapper that lacks a later name, the one on the left: what stood in its place before."""
 
-    Args:
-        ops: ``deepspeed.ops``.
-        found: the installed release.
+UNASKED: dict[str, str] = {
+    "_apply_muon_updates_cpu_offload": "refuse what keeps offloaded momentum elsewhere",
+    "losses": "drop the sum of a window's losses",
+}
+"""Not asked for. ``support`` refuses Muon with offload in ZeRO-1/2, and nothing else, by the first.
+The second is a sum that older releases show in their logs: 0.19.8 has it no more than by name."""
 
-    Raises:
-        UnsupportedError: it lacks a name of ``OPS_NAMES``.
-    """
-    lost = [f"{name} (to {OPS_NAMES[name]})" for name in missing_names(ops, OPS_NAMES)]
-    if sentence := DEEPSPEED.missing_names_message(found, "deepspeed.ops", lost):
-        raise UnsupportedError(sentence)
+OPS_NAMES: dict[str, str] = {"__compatible_ops__": SHARED_MEMORY}
+"""Of ``deepspeed.ops``, on CPU ranks: since 0.19 a table that is made when it is asked for."""
 
+ACCELERATOR_NAMES: dict[str, str] = {"create_op_builder": SHARED_MEMORY}
+"""Of DeepSpeed's accelerator, on CPU ranks. An operator that it does not know is no error there: a
+release without "ShareMemCommBuilder" builds none that could fail."""
 
-def _owners(
-    engine: Any,  # noqa: ANN401 (untyped library)
-    wrapper: str,
-    found: str,
-) -> Iterator[tuple[str, Any, Purposes]]:
-    """Yield what is looked at: how it is called, the live object, and the names it is to have."""
-    optimizer = getattr(engine, "optimizer", None)
-    yield type(engine).__name__, engine, ENGINE_NAMES
-    yield from _of_optimizer(engine, wrapper)
-    swapper = getattr(optimizer, "optimizer_swapper", None)
-    if swapper is not None:
-        yield from _of_swapper(swapper)
-    module = getattr(engine, "module", None)
-    parameters = module.parameters() if module is not None else ()
-    cut = next((p for p in parameters if hasattr(p, "ds_id")), None)
-    if cut is not None:
-        yield "a partitioned parameter", cut, PARAMETER_NAMES
-    if DEEPSPEED.is_as_new_as_tested(found):
-        live = {"DeepSpeedEngine": engine, wrapper: optimizer, "a partitioned parameter": cut}
-        for owner, held in live.items():
-            if held is not None and owner in NEWEST_NAMES:
-                yield owner, held, NEWEST_NAMES[owner]
-
-
-def _of_optimizer(engine: Any, wrapper: str) -> Iterator[tuple[str, Any, Purposes]]:  # noqa: ANN401
-    """Yield the optimizer wrapper, or what stands in its place, with the names it is to have."""
-    optimizer = getattr(engine, "optimizer", None)
-    kind = wrapper or type(optimizer).__name__
-    if kind not in OPTIMIZER_NAMES or not (wrapper or kind == "DeepSpeedZeRoOffload"):
-        return
-    yield kind, optimizer, OPTIMIZER_NAMES[kind]
-    for option, names in OPTION_NAMES.items():
-        if getattr(optimizer, option, None):
-            yield kind, optimizer, names
-    partial_offload = getattr(engine, "zero_partial_offload", lambda: 1.0)()
-    if kind == "DeepSpeedZeroOptimizer_Stage3" and (partial_offload or 1.0) < 1.0:
-        yield kind, optimizer, PARTIAL_OFFLOAD_NAMES
-
-
-def _of_swapper(swapper: Any) -> Iterator[tuple[str, Any, Purposes]]:  # noqa: ANN401
-    """Yield the swapper of an optimizer in files, and what it knows of the first ones."""
-    yield type(swapper).__name__, swapper, SWAPPER_NAMES
-    in_files, of_file = FILE_NAMES.items()
-    for swapped in [*getattr(swapper, "swap_params_info", {}).values()][:1]:
-        yield in_files[0], swapped, in_files[1]
-        for file in getattr(swapped, "tensors", [])[:1]:
-            yield of_file[0], file, of_file[1]
+BUILDER_NAMES: dict[str, str] = {"NAME": SHARED_MEMORY, "load": SHARED_MEMORY}
+"""Of what builds that operator, where there is something."""
 
 
 def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:  # noqa: ANN401 (untyped)
@@ -349,7 +312,8 @@ SCALE_FIELDS = (
 def loss_scaler(optimizer: Any) -> LossScalerAccess | None:  # noqa: ANN401 (untyped library)
     """Return what scales the loss in a wrapper; None where nothing does.
 
-    Stage 0 has a ``LossScaleConfig`` since 0.18; before, its fields were the wrapper's own.
+    Stage 0 has a ``LossScaleConfig`` since 0.18.9 at the latest; in 0.18.4 its fields were the
+    wrapper's own.
     """
     if (scaler := getattr(optimizer, "loss_scaler", None)) is not None:
         return LossScalerAccess(type(scaler).__name__, scaler, tuple(vars(scaler)))

@@ -15,7 +15,7 @@ from lightning_elastic_zero.engine.flat_buffers import (
     inner_optimizer,
     live_flat_buffers,
 )
-from lightning_elastic_zero.engine.releases import check_names
+from lightning_elastic_zero.engine.release_check import check_names
 from lightning_elastic_zero.engine.unfit_optimizers import unfit_class, unfit_name
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGES

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_elastic_zero.engine.releases import check_ops
+from lightning_elastic_zero.engine.release_check import check_builder, check_ops
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import (
     DEEPSPEED,
@@ -125,15 +125,38 @@ def test_releases_are_read_once() -> None:
     ("found", "is_new"),
     [("0.19.8", True), ("0.19.8+cu128", True), ("0.20.0", True), ("0.19.7", False), ("", False)],
 )
-def test_what_the_newest_has_is_asked_of_newer_ones(found: str, is_new: bool) -> None:
-    """Older releases do without some names, and were tested so; who knows of others?"""
-    assert DEEPSPEED.is_as_new_as_tested(found) is is_new
+def test_what_a_release_brought_is_asked_of_newer_ones(found: str, is_new: bool) -> None:
+    """Older releases do without some names, and were tested so."""
+    assert DEEPSPEED.is_at_least(found, "0.19.8") is is_new
 
 
-def test_a_lost_table_of_operators_is_refused() -> None:
-    """Not by an AttributeError in the midst of setup."""
-    with pytest.raises(
-        UnsupportedError, match=r"__compatible_ops__ \(to start where .*0\.19\.8 is"
-    ):
-        check_ops(SimpleNamespace(), "0.20.0")
-    check_ops(SimpleNamespace(__compatible_ops__={}), "0.20.0")
+OPS = SimpleNamespace(__compatible_ops__={})
+ACCELERATOR = SimpleNamespace(create_op_builder=lambda _: None)
+WITHOUT = "(to start where DeepSpeed's shared-memory collectives do not compile)"
+
+
+@pytest.mark.parametrize(
+    ("ops", "accelerator", "lost"),
+    [
+        (SimpleNamespace(), ACCELERATOR, f"__compatible_ops__ {WITHOUT} in deepspeed.ops"),
+        (OPS, SimpleNamespace(), f"create_op_builder {WITHOUT} in SimpleNamespace"),
+    ],
+)
+def test_what_leaves_operators_out_is_asked_for(
+    ops: object, accelerator: object, lost: str
+) -> None:
+    """A release without it is refused, not by an AttributeError in the midst of setup."""
+    with pytest.raises(UnsupportedError, match=re.escape(lost)) as refused:
+        check_ops(ops, accelerator, "0.20.0")
+    assert "0.19.8 is the newest" in str(refused.value)
+    check_ops(OPS, ACCELERATOR, "0.20.0")
+
+
+@pytest.mark.parametrize("lost", ["NAME", "load"])
+def test_what_builds_an_operator_is_asked_for_its_names(lost: str) -> None:
+    """By which it is told apart, and built."""
+    has = {"NAME": "an operator", "load": lambda: None}
+    check_builder(SimpleNamespace(**has), "0.20.0")
+    del has[lost]
+    with pytest.raises(UnsupportedError, match=re.escape(f"{lost} {WITHOUT}")):
+        check_builder(SimpleNamespace(**has), "0.20.0")

@@ -1,4 +1,7 @@
-"""A release of DeepSpeed that lacks a name is refused by it, and by what it is needed for."""
+"""A release of DeepSpeed that lacks a name is refused by it, and by what it is needed for.
+
+What no release lacks is missed of no engine: of no kind, and at no moment.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,65 @@ from functools import partial
 
 import pytest
 
-from tests.engine._lost_name_programs import refusals
-from tests.engine._setup import Setup
+from lightning_elastic_zero.requirements import DEEPSPEED, version_of
+from tests.engine._lost_name_programs import missed_later, refusals, refusals_without_optimizer
+from tests.engine._name_tables import ASKED_OF, ASKED_WITHOUT_OPTIMIZER, asked_of
+from tests.engine._setup import DEEPSPEEDS, Setup
 from tests.engine._skips import skip_without
 from tests.engine._worker_pool import Pools
 
-SWAPPED_HIDDEN = 4000
-"""So wide a layer that its sub-group goes to files: DeepSpeed swaps nothing below 1 MiB."""
-
-OWN_OF_PARTIAL_OFFLOAD = "DeepSpeedZeroOptimizer_Stage3: backup_optimizer"
-
 pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
 
+WEIGHTS = ("lp_params", "lp_grads")
+MOMENTS = [
+    (Setup(1, "0", accumulation=2), ()),
+    (Setup(1, "0", "fp16", accumulation=2), ()),
+    (Setup(1, "1", accumulation=2, round_robin=True), ()),
+    (Setup(1, "1", "bf16", accumulation=2), ("hp_params", *WEIGHTS, "optim_states")),
+    (Setup(1, "2", accumulation=2), ("hp_params", *WEIGHTS, "optim_states")),
+    (Setup(1, "2", accumulation=2, offload=True), ()),
+    (Setup(1, "B", "bf16", accumulation=2), ()),
+    (Setup(1, "3", "bf16", accumulation=2, grouping="one"), WEIGHTS),
+    (Setup(1, "3", accumulation=2, offload=True, offloaded_weights=True), ()),
+]
+"""Engines whose windows have two micro-batches, and the states that they put on the host."""
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(1, "0"),
-        Setup(1, "0", "bf16"),
-        Setup(1, "1"),
-        Setup(1, "2", offload=True),
-        Setup(1, "B", "bf16"),
-        Setup(1, "3"),
-        Setup(1, "3", "bf16", offload=True),
-        Setup(1, "2", "fp16"),
-        Setup(1, "0", "fp16"),
-        Setup(1, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700),
-        Setup(1, "3", nvme="plain", hidden=SWAPPED_HIDDEN),
-    ],
-    ids=str,
-)
+
+@pytest.mark.parametrize("setup", ASKED_OF, ids=str)
 def test_each_lost_name_is_refused_with_its_purpose(setup: Setup, pools: Pools) -> None:
     """None is missed of the installed release; each that is lost, of each owner, is."""
-    if setup.optimizer == "CPUAdam":
-        skip_without("CPUAdamBuilder", pools)
+    if setup.optimizer in DEEPSPEEDS:
+        skip_without(DEEPSPEEDS[setup.optimizer][2], pools)
     if setup.nvme:
         skip_without("AsyncIOBuilder", pools)
-    missed, lost = pools.run(1, partial(refusals, setup))[0]
-    assert not missed
-    assert len(lost) >= 20
-    # What each configuration has of its own is among them.
-    wanted = {"nvme": "a file of a sub-group: swap_path", "ratio": OWN_OF_PARTIAL_OFFLOAD}
-    for option, name in wanted.items():
-        assert (name in lost) == (option in str(setup)), name
-    assert not {name: said for name, said in lost.items() if said}
+    found = pools.run(1, partial(refusals, setup))[0]
+    assert not found.missed
+    assert found.asked == asked_of(setup, found.release)
+    assert not found.untold
+
+
+needs_newest = pytest.mark.skipif(
+    not DEEPSPEED.is_at_least(version_of("deepspeed"), DEEPSPEED.newest_tested),
+    reason="what the newest release has is asked for",
+)
+
+
+@needs_newest
+@pytest.mark.parametrize(("setup", "states"), MOMENTS, ids=str)
+def test_nothing_is_missed_at_any_moment(
+    setup: Setup, states: tuple[str, ...], pools: Pools
+) -> None:
+    """A save within a window, or of an engine whose states are on the host, is not refused."""
+    missed = pools.run(1, partial(missed_later, setup, states))[0]
+    assert len(missed) == (6 if states else 4)
+    assert not {moment: said for moment, said in missed.items() if said}
+
+
+@needs_newest
+@pytest.mark.parametrize("setup", ASKED_WITHOUT_OPTIMIZER, ids=str)
+def test_engines_that_evaluate_are_asked_for_less(setup: Setup, pools: Pools) -> None:
+    """They have no optimizer, or one that steps nothing."""
+    found = pools.run(1, partial(refusals_without_optimizer, setup))[0]
+    assert not found.missed
+    assert found.asked == ASKED_WITHOUT_OPTIMIZER[setup]
+    assert not found.untold

@@ -12,19 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.engine.releases import (
-    ENGINE_NAMES,
-    FILE_NAMES,
-    NEWEST_NAMES,
-    OPS_NAMES,
-    OPTIMIZER_NAMES,
-    OPTION_NAMES,
-    PARAMETER_NAMES,
-    PARTIAL_OFFLOAD_NAMES,
-    SCALE_FIELDS,
-    SOMETIMES,
-    SWAPPER_NAMES,
-)
+from lightning_elastic_zero.engine.releases import OPTION_NAMES, SCALE_FIELDS, UNASKED
+from tests.engine._name_tables import ASKED_OF, ASKED_WITHOUT_OPTIMIZER, TABLES
 
 ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
 SOURCES = sorted(
@@ -37,22 +26,14 @@ SOURCES = sorted(
 )
 """Where DeepSpeed's engine is handed around; elsewhere an ``engine`` is ``LiveEngine``."""
 
-TABLES = {
-    "the engine": ENGINE_NAMES,
-    "a parameter": PARAMETER_NAMES,
-    "the swapper": SWAPPER_NAMES,
-    "some": SOMETIMES,
-    "deepspeed.ops": OPS_NAMES,
-    "partial offload": PARTIAL_OFFLOAD_NAMES,
-    **FILE_NAMES,
-    **{f"newest {owner}": names for owner, names in NEWEST_NAMES.items()},
-    **OPTIMIZER_NAMES,
-    **{f"option {option}": names for option, names in OPTION_NAMES.items()},
-}
-KNOWN = {name for names in TABLES.values() for name in names} | {*OPTION_NAMES}
+KNOWN = {name for names in TABLES.values() for name in names} | {*UNASKED, *OPTION_NAMES}
 
-DEEPSPEEDS_OWN = ("engine", "_engine", "optimizer", "_optimizer", "optimizer_swapper", "swapper")
-"""What holds an engine, an optimizer wrapper or its swapper, wherever it is called so."""
+DEEPSPEEDS_OWN = (
+    *("engine", "_engine", "optimizer", "_optimizer", "module_of(optimizer)"),
+    *("optimizer_swapper", "swapper", "builder"),
+)
+"""What holds an engine, an optimizer wrapper, its module, its swapper, or what builds an operator,
+wherever it is called so."""
 
 OTHERS = {
     "at_step": "of this library's EngineHandle",
@@ -168,10 +149,13 @@ def test_no_name_stands_there_for_nothing() -> None:
     assert not unused
 
 
-@pytest.mark.parametrize("owner", TABLES)
+PURPOSES = {**TABLES, "unasked": UNASKED}
+
+
+@pytest.mark.parametrize("owner", PURPOSES)
 def test_each_name_has_a_purpose(owner: str) -> None:
     """A phrase that goes on after "to": it ends up in the sentence of a refusal."""
-    for name, purpose in TABLES[owner].items():
+    for name, purpose in PURPOSES[owner].items():
         words = purpose.split()
         assert len(words) > 1, f"{name}: {purpose!r}"
         assert words[0] != "to", f"{name}: {purpose!r}"
@@ -179,8 +163,26 @@ def test_each_name_has_a_purpose(owner: str) -> None:
         assert not purpose.endswith("."), f"{name}: {purpose!r}"
 
 
-def test_names_that_some_releases_lack_are_not_checked() -> None:
+def test_what_is_not_asked_for_is_in_no_table() -> None:
     """One cannot be both."""
-    checked = {name for names in TABLES.values() if names is not SOMETIMES for name in names}
-    assert not checked & {*SOMETIMES}
-    assert not checked & {*SCALE_FIELDS}
+    assert not {name for names in TABLES.values() for name in names} & {*UNASKED}
+
+
+def test_fields_of_a_scale_are_of_stage_0() -> None:
+    """Of those that a wrapper itself had before ``loss_scale_config``, one is always there."""
+    asked = {
+        name for title, names in TABLES.items() if title.startswith("before") for name in names
+    }
+    assert asked & {*SCALE_FIELDS} == {"cur_scale"}
+
+
+def test_each_table_is_asked_of_some_engine() -> None:
+    """Those of ``test_lost_names`` come to every one, but for what only older releases are asked.
+
+    And for what needs no engine: ``tests/core/test_requirements``.
+    """
+    engines = [*ASKED_OF.values(), *ASKED_WITHOUT_OPTIMIZER.values()]
+    asked = {title for titles in engines for title in titles}
+    without_engine = {"deepspeed.ops", "the accelerator", "the builder of an operator"}
+    older = {title for title in TABLES if title.startswith("before ")}
+    assert asked == TABLES.keys() - without_engine - older
