@@ -54,12 +54,19 @@ _MOST_FIRST_POLLS_PER_S = 40_000
 the pauses are most of what a step of few ranks costs. From 40 ranks on they begin as ever."""
 
 
+_LATE_SHARE = 0.1
+"""How late a rank may see an answer, as a share of the time that it has waited: half of it on the
+average, and as much again where rank 0 waited too. So long as the store can bear it."""
+
+
 def poll_pauses_s(world_size: int) -> Iterator[float]:
     """Yield the pauses between the looks of a rank that waits, without end: short ones first."""
     pause_s = min(_FIRST_POLL_S, world_size / _MOST_FIRST_POLLS_PER_S)
-    longest_s = max(LONGEST_POLL_S, world_size / _MOST_POLLS_PER_S)
+    bearable_s = world_size / _MOST_POLLS_PER_S
+    longest_s = max(LONGEST_POLL_S, bearable_s)
     while True:
-        pause_s = min(1.5 * pause_s, longest_s)
+        growth = 1.5 if pause_s < bearable_s else 1 / (1 - _LATE_SHARE)
+        pause_s = min(growth * pause_s, longest_s)
         yield pause_s
 
 

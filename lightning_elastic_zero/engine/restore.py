@@ -182,8 +182,8 @@ def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
 def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) -> None:  # noqa: ANN401
     """Commit a flat buffer's states; without any the optimizer starts fresh on it.
 
-    Live states of the same type are overwritten where they are: they may be pinned or linked to,
-    and what is allocated now could fail half-way. Scalars are new: each buffer needs its own.
+    Nothing is allocated now, which could fail half-way: live states of the same type take what was
+    received (``_take``). Scalars are new: each buffer needs its own.
     """
     stepped = target.buffer.key
     if not target.states and not scalars:
@@ -198,13 +198,38 @@ def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) 
 
 
 def _take(live: object, value: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
-    """Copy received values into the live state if they fit; else return them in its place."""
+    """Place received values in the live state if they fit; else return them instead of it.
+
+    It stays the tensor that it is, for whoever holds it. On the host the memory in which the values
+    were received becomes its own, and they are not copied once more.
+    """
     if isinstance(live, torch.Tensor) and _has_place(live, stepped, value.dtype):
-        return live.copy_(value.view(live.shape))
+        if not _can_have_other_memory(live):
+            return live.copy_(value.view(live.shape))
+        live.data = value.view(live.shape)
+        return live
     value = value.to(stepped.device)
     if stepped.is_contiguous():
         return value.view(stepped.shape)
     return torch.empty_like(stepped, dtype=value.dtype).copy_(value.view(stepped.shape))
+
+
+def _can_have_other_memory(live: torch.Tensor) -> bool:
+    """Whether nobody needs the memory that a live state has now.
+
+    Such are a device that reads or writes it (it is the device's, or pinned), another process, and
+    a larger tensor of which it is a view. DeepSpeed's links, which are views of the state, are made
+    anew (``refresh_low_precision``).
+    """
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (takes seconds to import)
+
+    plain = type(live) is torch.Tensor and live.device.type == "cpu" and live.is_contiguous()
+    return (
+        plain
+        and live.untyped_storage().nbytes() == live.nbytes
+        and not live.is_shared()  # type: ignore[no-untyped-call]
+        and not get_accelerator().is_pinned(live)
+    )
 
 
 def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401

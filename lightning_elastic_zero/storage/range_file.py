@@ -8,6 +8,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -20,6 +21,14 @@ from lightning_elastic_zero.storage.regular_file import open_file
 
 READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
+
+AHEAD_BLOCKS = 8
+"""How many blocks the system is told of before they are read: the disk works while those before
+them are verified and copied. More would only fill memory that others need."""
+
+CACHED_BYTES = 1 << 20
+"""What is verified as soon as it has been read, while the processor's cache has it; a multiple of
+``CHUNK_BYTES``."""
 
 PlacedView: TypeAlias = tuple[int, memoryview]
 """An offset in a file, and writable memory for the bytes from there on."""
@@ -126,7 +135,7 @@ class RangeFile:
             # and it takes up only the pages that are used.
             buffer = mmap.mmap(-1, READ_BYTES)
         try:
-            for block_start, block_stop, first, last in _blocks(wanted, self.size_bytes):
+            for block_start, block_stop, first, last in self._announced_blocks(wanted):
                 while inner and _stop(inner[0]) <= block_start:
                     inner.popleft()
                 block = memoryview(buffer)[: block_stop - block_start]
@@ -135,6 +144,33 @@ class RangeFile:
                 yield from _pieces(wanted[first:last], parts)
         finally:
             self._buffer = buffer
+
+    def _announced_blocks(
+        self, runs: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the blocks of runs (``_blocks``), each some time after it was announced."""
+        announced: deque[tuple[int, int, int, int]] = deque()
+        for block in _blocks(runs, self.size_bytes):
+            self._announce(*block[:2])
+            announced.append(block)
+            if len(announced) > AHEAD_BLOCKS:
+                yield announced.popleft()
+        yield from announced
+
+    def _announce(self, start: int, stop: int) -> None:
+        """Announce to the system what is going to be read, if its first page is not in memory.
+
+        Telling it of what is there would cost more than to look, and so would asking of each page.
+        """
+        if not hasattr(os, "RWF_NOWAIT"):
+            return
+        try:
+            is_there = bool(os.preadv(self._descriptor, [bytearray(1)], start, os.RWF_NOWAIT))
+        except OSError:  # It is not, or this file system cannot tell.
+            is_there = False
+        if not is_there:
+            with suppress(OSError):  # Then it reads as it always does.
+                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def _check_runs(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         previous = 0
@@ -150,23 +186,25 @@ class RangeFile:
 
     def _read_parts(self, parts: Sequence[PlacedView]) -> None:
         """Fill parts that follow one another in the file, and refuse what was not written."""
-        start, stop = parts[0][0], _stop(parts[-1])
-        filled = start
+        for at, part in parts:
+            for low in range(0, part.nbytes, CACHED_BYTES):
+                cached = part[low : low + CACHED_BYTES]
+                self._fill(cached, at + low)
+                self._check_block(cached, at + low)
+        self._on_work()
+
+    def _fill(self, memory: memoryview, start: int) -> None:
+        """Fill memory with the file's bytes from ``start`` on."""
+        filled, stop = start, start + memory.nbytes
         while filled < stop:
-            memory = [
-                part[max(filled - at, 0) :] for at, part in parts if at + part.nbytes > filled
-            ]
             try:
-                count = os.preadv(self._descriptor, memory, filled)
+                count = os.preadv(self._descriptor, [memory[filled - start :]], filled)
             except OSError as error:
                 self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
             if not count:
                 self._refuse(f"it ends at byte {filled}, recorded are {self.size_bytes} bytes")
             filled += count
         self.bytes_read += filled - start
-        self._on_work()
-        for at, part in parts:
-            self._check_block(part, at)
 
     def read(self, start: int, stop: int) -> bytearray:
         """Read the bytes ``[start, stop)`` into memory of their own.

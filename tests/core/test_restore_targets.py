@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
     commit_masters,
+    commit_state,
 )
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Group, Manifest
@@ -121,3 +123,42 @@ def test_padding_becomes_zero(in_place: bool) -> None:
     target = FlatTarget(buffer, FRAGMENTS, received, in_place, {})
     commit_masters(target, keep_fp32=True)
     assert torch.equal(buffer.master.data, wanted)
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    return values.clone()
+
+
+def _view(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat((values, values))[: values.numel()]
+
+
+def _shared(values: torch.Tensor) -> torch.Tensor:
+    shared = values.clone()
+    shared.share_memory_()  # type: ignore[no-untyped-call]
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("live_of", "copied"), [(_own, False), (_view, True), (_shared, True)], ids=str
+)
+def test_a_live_state_takes_what_was_received(
+    live_of: Callable[[torch.Tensor], torch.Tensor], copied: bool
+) -> None:
+    """It stays the tensor that it is, and has the memory that was filled: nothing is copied.
+
+    But where others have its memory too: a larger tensor, or another process.
+    """
+    buffer = buffer_of(torch.randn(NUMEL))
+    inner, _ = stepped(buffer)
+    held = inner.state[buffer.key]
+    live = held["prev"] = live_of(held["prev"])
+    there = live.data_ptr()
+    received = {"prev": torch.randn(NUMEL), "step_size": torch.randn(NUMEL)}
+    wanted = {key: value.clone() for key, value in received.items()}
+    target = FlatTarget(buffer, FRAGMENTS, buffer.master.data, in_place=True, states=received)
+    commit_state(inner, target, {"step": 3})
+    committed = inner.state[buffer.key]
+    assert committed["prev"] is live
+    assert all(torch.equal(committed[key], value) for key, value in wanted.items())
+    assert live.data_ptr() == (there if copied else received["prev"].data_ptr())

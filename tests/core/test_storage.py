@@ -223,6 +223,41 @@ class TestReadRuns:
             (2 * READ_BYTES, CHUNK_BYTES),
         ]
 
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_the_disk_hears_of_blocks_before_they_are_read(
+        self, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each block that is not in memory is announced, a few blocks ahead, and no other byte."""
+        monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
+        runs = [(10, 20 * CHUNK_BYTES), (30 * CHUNK_BYTES, 40 * CHUNK_BYTES)]
+        data, calls = some_bytes(50 * CHUNK_BYTES), []
+        preadv = os.preadv
+
+        def watched_preadv(file: int, memory: list[memoryview], start: int, flags: int = 0) -> int:
+            if not flags:
+                calls.append(("read", start))
+                return preadv(file, memory, start)
+            if not cached:
+                raise BlockingIOError
+            return 1
+
+        def watched_fadvise(_: int, start: int, size: int, advice: int) -> None:
+            assert (size, advice) == (CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
+            calls.append(("announce", start))
+
+        with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
+            monkeypatch.setattr(os, "preadv", watched_preadv)
+            monkeypatch.setattr(os, "posix_fadvise", watched_fadvise)
+            pieces = [bytes(view) for _, view in file.read_runs(runs)]
+        assert b"".join(pieces) == b"".join(data[a:b] for a, b in runs)
+        read = [start for what, start in calls if what == "read"]
+        announced = [start for what, start in calls if what == "announce"]
+        assert announced == ([] if cached else read)
+        for at, start in enumerate(read if not cached else []):
+            before = calls[: calls.index(("read", start))]
+            ahead = [s for what, s in before if what == "announce"]
+            assert len(ahead) == min(at + 1 + range_file.AHEAD_BLOCKS, len(read))
+
     def test_two_readers_do_not_disturb_each_other(self, tmp_path: Path) -> None:
         """A second iteration, begun amid the first, leaves the first one's piece alone."""
         data = some_bytes(4 * CHUNK_BYTES)

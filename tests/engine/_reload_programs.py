@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,8 +155,8 @@ class Held:
     """Of all tensors in the process: before, and after each load."""
     state_bytes: int
     """Of the element-wise states before the loads."""
-    moved: tuple[str, ...]
-    """States whose memory is not what it was."""
+    replaced: tuple[str, ...]
+    """States that are another tensor than before: who held the old one would go on with it."""
     narrow: tuple[str, ...]
     """States that differ where the live ones were bf16 before the load."""
 
@@ -166,16 +167,18 @@ def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 102)
-        places, state_bytes = _places(engine), _state_bytes(engine)
+        before = {key: weakref.ref(state) for key, state in _states(engine).items()}
+        state_bytes = sum(state.nbytes for state in _states(engine).values())
         held = [tensor_bytes()]
         for _ in range(loads):
             load_checkpoint(engine, saved.path)
             assert_whole_windows(engine)
             held.append(tensor_bytes())
-        after = _places(engine)
+        after = _states(engine)
+        replaced = tuple(key for key, state in before.items() if after.get(key) is not state())
+        del after
         narrow = _differing_over_narrow(engine, saved)
-    moved = tuple(key for key, place in places.items() if after.get(key) != place)
-    return Held(tuple(held), state_bytes, moved, narrow)
+    return Held(tuple(held), state_bytes, replaced, narrow)
 
 
 def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
@@ -188,14 +191,6 @@ def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
     load_checkpoint(engine, saved.path)
     found = _states(engine)
     return tuple(key for key in wanted if not same_bits(wanted[key], found[key]))
-
-
-def _places(engine: Engine) -> dict[str, int]:
-    return {key: state.data_ptr() for key, state in _states(engine).items()}
-
-
-def _state_bytes(engine: Engine) -> int:
-    return sum(state.nbytes for state in _states(engine).values())
 
 
 def _states(engine: Engine) -> dict[str, torch.Tensor]:

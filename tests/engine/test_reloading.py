@@ -79,13 +79,13 @@ def test_a_load_within_an_accumulation_window(setup: Setup, pools: Pools, tmp_pa
 def test_a_load_over_live_state_takes_its_place(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """States are restored where they are: what is pinned stays so, and the device holds one copy.
+    """States stay the tensors that they are, and memory is held once.
 
     Those of another type make room. A run without state at the save leaves none behind either.
     """
     saved, stateless = saved_by(setup), saved_by(setup, steps=0)
     for held in pools.run(setup.world, partial(loaded_over, setup, saved, 3)):
-        assert not held.moved, held
+        assert not held.replaced, held
         assert max(held.tensor_bytes) <= held.tensor_bytes[0], held
         assert not held.narrow, held
     for held in pools.run(setup.world, partial(loaded_over, setup, stateless, 2)):
