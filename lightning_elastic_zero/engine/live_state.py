@@ -120,9 +120,12 @@ class LiveEngine:
     def _stage(self) -> int:
         if not self._wrapper:
             return STAGE_WEIGHTS if self._partitioned else 0
-        stage = int(self._engine.zero_optimization_stage())
+        if self._wrapper in REPLICATED:
+            # Whatever stage the engine says: for ZeRO-1 in bf16 with fp32 gradients, DeepSpeed
+            # 0.18.4 takes a wrapper of stage 0, which leaves all of the state on every rank.
+            return 0
         # Before DeepSpeed 0.18, stage 0 in bf16 has BF16_Optimizer, which cuts as in ZeRO-1.
-        return stage or int(self._wrapper not in REPLICATED)
+        return int(self._engine.zero_optimization_stage()) or 1
 
     @cached_property
     def _rows(self) -> tuple[FlatBuffer, ...]:

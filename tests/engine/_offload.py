@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.engine._precision import wrapper_of_0_18_4
+
 if TYPE_CHECKING:
     from tests.engine._setup import Setup
 
@@ -57,6 +59,8 @@ def surroundings(setup: Setup) -> Iterator[None]:
     with ExitStack() as stack:
         if setup.nvme:
             stack.enter_context(_small_tensors_swapped())
+        if setup.unpartitioned:
+            stack.enter_context(wrapper_of_0_18_4())
         if setup.optimizer == "Muon":  # It is compiled else, which takes each process a minute.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -58,8 +58,13 @@ def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
 
 
 def _is_replicated(engine: Engine, setup: Setup) -> bool:
-    """Whether each rank has everything: not in bf16 before DeepSpeed 0.18, which has no stage 0."""
-    return setup.zero == "0" and type(engine.optimizer).__name__ != "BF16_Optimizer"
+    """Whether each rank has everything, as in stage 0.
+
+    Not in bf16 before DeepSpeed 0.18, which has no stage 0; but with ``B`` in 0.18.4, which takes
+    stage 0's wrapper for it.
+    """
+    kind = type(engine.optimizer).__name__
+    return kind.startswith("FP16_") or (setup.zero == "0" and kind != "BF16_Optimizer")
 
 
 def positions(setup: Setup) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""fp16 on CPU ranks, and what DeepSpeed keeps for the process that an engine is made in."""
+"""fp16 on CPU ranks, another release's wrapper, and what DeepSpeed keeps for the whole process."""
 
 from __future__ import annotations
 
@@ -34,3 +34,25 @@ def forget_autocast() -> None:
 
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
+
+
+@contextmanager
+def wrapper_of_0_18_4() -> Iterator[None]:
+    """Make DeepSpeed take stage 0's wrapper for ZeRO-1 in bf16 with fp32 gradients, as 0.18.4 does.
+
+    It has one name for two kinds, by which it chooses: nothing is partitioned then.
+    """
+    from deepspeed.runtime import engine
+
+    if engine.DDP_BFLOAT16 == engine.BFLOAT16:  # So it is, or another such engine is alive.
+        yield
+        return
+    before, kind = engine.DDP_BFLOAT16, engine.FP16_UnfusedOptimizer
+    engine.DDP_BFLOAT16 = engine.BFLOAT16
+    # Later releases call it where windows end.
+    kind.set_gradient_accumulation_boundary = lambda _, __: None
+    try:
+        yield
+    finally:
+        engine.DDP_BFLOAT16 = before
+        del kind.set_gradient_accumulation_boundary

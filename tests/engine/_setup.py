@@ -89,6 +89,8 @@ class Setup:
     """The part of the optimizer that is offloaded (ZeRO-3)."""
     nvme: str = ""
     """Masters and optimizer states are in files (ZeRO-3): ``plain``, or ``pipelined``."""
+    unpartitioned: bool = False
+    """``B`` as DeepSpeed 0.18.4 has it (``wrapper_of_0_18_4``)."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"

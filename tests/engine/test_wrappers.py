@@ -38,6 +38,12 @@ PAIRS = {
         (Setup(2, "B", "bf16"), Setup(3, "0", "bf16", **FUSED)),
         (Setup(2, "1", "fp16"), Setup(3, "0", "fp16", **FUSED)),
     ],
+    "unpartitioned ZeRO-1": [
+        (Setup(2, "B", "bf16", unpartitioned=True), Setup(3, "B", "bf16", unpartitioned=True)),
+        (Setup(3, "B", "bf16", unpartitioned=True), Setup(2, "B", "bf16")),
+        (Setup(2, "B", "bf16"), Setup(4, "B", "bf16", unpartitioned=True)),
+        (Setup(2, "3", "bf16"), Setup(3, "B", "bf16", unpartitioned=True)),
+    ],
     "bf16 masters": [
         (Setup(2, "1", "bf16", bf16_masters=True), Setup(3, "3", "bf16", bf16_masters=True)),
         (Setup(3, "3", "bf16", bf16_masters=True), Setup(2, "2", "bf16")),
@@ -69,6 +75,7 @@ GOING_ON = [
     Setup(2, "3", "fp16"),
     Setup(2, "0", "fp16"),
     Setup(2, "0", "fp16", **FUSED),
+    Setup(2, "B", "bf16", unpartitioned=True),
     Setup(2, "2", "bf16", bf16_masters=True),
     Setup(2, "3", "bf16", bf16_masters=True),
     Setup(2, "0", autocast=True),
