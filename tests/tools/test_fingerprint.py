@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_elastic_zero import RanksError
 from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint, rank_part
 from lightning_elastic_zero.coordination import OneRank
 from lightning_elastic_zero.state_fingerprint import (
@@ -163,13 +165,36 @@ def test_any_cut_of_a_state(stage: int, world_size: int, tmp_path: Path) -> None
     for threads in (1, 2, 3):
         assert fingerprint_checkpoint(cut, threads=threads) == reference
     manifest = manifest_of(state, stage, world_size)
-    parts = FingerprintPart()
-    for rank in range(world_size):
-        parts += rank_part(manifest, rank_state(state, manifest, rank), rank)
-    assert parts.total() == reference
+    for threads in (1, 3):
+        parts = FingerprintPart()
+        for rank in range(world_size):
+            held = rank_state(state, manifest, rank)
+            parts += rank_part(manifest, held, rank, threads=threads)
+        assert parts.total() == reference
     if world_size == 1:
-        held = rank_state(state, manifest, 0)
-        assert live_fingerprint(manifest, held, OneRank()) == reference
+        assert live_fingerprint(manifest, held, OneRank(), threads=2) == reference
+
+
+def test_threads_add_up_the_same_number() -> None:
+    """In pieces of their own, and where one is given up, no other one is begun."""
+    state = make_state({"large": (5, 1_000_003), "small": (3,)})
+    manifest = manifest_of(state, 2, 1)
+    held = rank_state(state, manifest, 0)
+    one = rank_part(manifest, held, 0)
+    assert rank_part(manifest, held, 0, threads=4) == one
+    held.flats[0].master[4_999_999] += 1  # In the second piece of the first one.
+    assert rank_part(manifest, held, 0, threads=4) != one
+    told = []
+
+    def give_up() -> None:
+        told.append(threading.active_count())
+        raise RanksError
+
+    before = threading.active_count()
+    with pytest.raises(RanksError):
+        rank_part(manifest, held, 0, give_up, threads=4)
+    assert len(told) == 1
+    assert threading.active_count() == before
 
 
 def test_weights_alone(tmp_path: Path) -> None:

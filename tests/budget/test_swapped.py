@@ -1,0 +1,52 @@
+"""What a save or load of an optimizer in files (offload to NVMe) costs: no memory for the state."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.budget._swapped_ranks import SUB_GROUP_BYTES, load, save
+from tests.engine._skips import skip_without
+from tests.engine._worker_pool import ForkServer, Pools
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+RANKS = 2
+SUB_GROUPS = (8, 24)
+"""100 and 300 MB of masters and moments, of which each rank has half."""
+
+OTHER_PAGES_BYTES = 64e6
+"""Resident beside the state: files that are mapped for something else, the checkpoint's own."""
+
+
+def test_memory_does_not_grow_with_the_sub_groups(
+    fork_server: ForkServer, pools: Pools, tmp_path: Path
+) -> None:
+    """A rank holds less than its part of one sub-group more than before, however many there are.
+
+    Saved and loaded, into a run that begins and into one that has trained: the state is only ever
+    mapped. By the system's high-water mark, which counts the pages of mapped files, it is no more
+    than the state.
+    """
+    skip_without("AsyncIOBuilder", pools)
+    for sub_groups in SUB_GROUPS:
+        path = tmp_path / f"{sub_groups}.ckpt"
+        for call in (
+            partial(save, sub_groups, str(path)),
+            partial(load, sub_groups, str(path), steps_before=0),
+            partial(load, sub_groups, str(path), steps_before=1),
+        ):
+            own = Pools(fork_server)  # New ranks, whose memory no other test has grown.
+            try:
+                found = own.run(RANKS, call)
+            finally:
+                own.close()
+            print(sub_groups, call.func.__name__, call.keywords, found)
+            for rank in found:
+                assert rank["anonymous"] < SUB_GROUP_BYTES / RANKS
+                state = sub_groups * SUB_GROUP_BYTES / RANKS
+                assert rank["resident"] < state + OTHER_PAGES_BYTES
+        shutil.rmtree(path)
