@@ -75,12 +75,15 @@ class PeakMemory:
 
 
 class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own
-    """Counts the bytes that torch copies from one tensor to another in this thread."""
+    """Counts the bytes that torch copies from one tensor to another in this thread.
+
+    And those that it is asked to gather: gloo takes memory of its own for them, and copies them.
+    """
 
     def __init__(self) -> None:
         """Begin at none."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.count = self.gathered = 0
 
     def __torch_dispatch__(
         self,
@@ -93,6 +96,8 @@ class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
         del types
         if func.overloadpacket.__name__ in {"copy_", "clone", "_to_copy"}:
             self.count += args[0].nbytes
+        if func.overloadpacket.__name__ == "allgather_":
+            self.gathered += sum(t.nbytes for t in args[0][0])
         return func(*args, **(kwargs or {}))
 
 
@@ -168,6 +173,7 @@ def reload(stage: int, path: str) -> dict[str, int]:
         "left": anonymous_bytes() - peak.before,
         "faults": faults,
         "copied": copied.count,
+        "gathered": copied.gathered,
         "states": sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor)),
     }
 

@@ -151,10 +151,14 @@ ONLY_IN: dict[str, set[str]] = {
 }
 """Where each of these may be imported at all; of two that a name is in, the narrower one counts."""
 
-NO_COMMUNICATION = {"engine": {"get_rank", "get_world_size"}}
+NO_COMMUNICATION = {"engine": {"get_global_rank", "get_rank", "get_world_size"}}
 """What may be used of torch.distributed where its collectives may not: to ask, not to talk."""
 
-DEEPSPEED_COLLECTIVES = {("engine/flat_buffers.py", "all_gather"), ("engine/muon.py", "all_gather")}
+DEEPSPEED_COLLECTIVES = {
+    ("engine/flat_buffers.py", "all_gather"),
+    ("engine/flat_buffers.py", "broadcast"),
+    ("engine/muon.py", "all_gather"),
+}
 """Partitions are gathered within DeepSpeed's own groups, as its optimizers do after a step."""
 
 RESOLVES_PATHS = {"absolute", "abspath", "realpath", "resolve"}
