@@ -26,6 +26,8 @@ from tests.engine._worker_pool import Pools
 from tests.tables import STALLS
 from tests.trainer._fingerprints import FingerprintResult, fit
 from tests.trainer._fits import FitSpec
+from tests.trainer._half_precision import HalfFit, Held, differing, wanted_of
+from tests.trainer._half_precision import fit as half_precision_fit
 
 pytestmark = [pytest.mark.engine, pytest.mark.device, pytest.mark.rotating_tests(1)]
 
@@ -173,6 +175,22 @@ def test_a_fit_goes_to_the_device_and_back(
         told = run(world, partial(fit, plan))[0]
         assert told.live == recorded_fingerprint(path)
         assert told.saved == recorded_fingerprint(Path(root) / "last.ckpt") != told.live
+
+
+def test_a_fit_in_fp16_goes_to_the_device_and_back(
+    pools: Pools, on_device: OnDevice[tuple[Held, Held]], tmp_path: Path
+) -> None:
+    """``16-true`` of a Trainer: each resume holds what was saved, its loss scaler too."""
+    plan = HalfFit(str(tmp_path / "0"), "16-true", 1)
+    ends = pools.run(2, partial(half_precision_fit, plan))
+    for turn, (stage, run, world) in enumerate([(3, on_device, 1), (2, pools.run, 2)], start=1):
+        path = f"{plan.root}/last.ckpt"
+        root = str(tmp_path / str(turn))
+        resumed = replace(plan, root=root, stage=stage, epochs=turn + 1, ckpt_path=path, seed=turn)
+        saved, found = ends[0][1], run(world, partial(half_precision_fit, resumed))
+        for start, _ in found:
+            assert not differing(wanted_of(saved, plan, resumed, start), start)
+        plan, ends = resumed, found
 
 
 def test_the_stall_is_measured_beside_a_copy(

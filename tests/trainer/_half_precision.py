@@ -27,6 +27,9 @@ GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 4
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+KNOWN_TO_BOTH_SCALERS = {"cur_scale", "cur_iter", "last_overflow_iter"}
+"""Stage 0 and ZeRO have different ones."""
+
 Held = dict[str, Any]
 """``kind/name`` to a tensor, a number, or the ``repr`` of anything else."""
 
@@ -95,8 +98,8 @@ def state_of(engine: Any) -> Held:  # noqa: ANN401 - DeepSpeed is untyped
     for name, parameter in engine.module.named_parameters():
         with zero.GatheredParameters([parameter]):
             kind = "weight" if parameter.requires_grad else "frozen"
-            found[f"{kind}/{name}"] = parameter.detach().clone()
-    found |= {f"buffer/{name}": b.clone() for name, b in engine.module.named_buffers()}
+            found[f"{kind}/{name}"] = on_host(parameter)
+    found |= {f"buffer/{name}": on_host(b) for name, b in engine.module.named_buffers()}
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
     for index, group in enumerate(inner.param_groups):
         found |= {f"group/{index}/{k}": repr(v) for k, v in group.items() if k != "params"}
@@ -107,20 +110,25 @@ def state_of(engine: Any) -> Held:  # noqa: ANN401 - DeepSpeed is untyped
     return found | {f"scaler/{k}": repr(v) for k, v in vars(scaler).items()}
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that no engine changes, and that is compared with those of other devices."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
     """Yield each trained parameter's; DeepSpeed's functions for it do not know stage 0."""
     named = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not hasattr(optimizer, "fp32_groups"):
         for parameter, name in named.items():
-            yield f"master/{name}", safe_get_full_fp32_param(parameter).clone()
+            yield f"master/{name}", on_host(safe_get_full_fp32_param(parameter))
             for key in MOMENTS:
-                yield f"{key}/{name}", safe_get_full_optimizer_state(parameter, key).clone()
+                yield f"{key}/{name}", on_host(safe_get_full_optimizer_state(parameter, key))
         return
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
-            yield f"master/{named[weight]}", master.detach().clone()
+            yield f"master/{named[weight]}", on_host(master)
             for key in MOMENTS:
-                yield f"{key}/{named[weight]}", optimizer.optimizer.state[master][key].clone()
+                yield f"{key}/{named[weight]}", on_host(optimizer.optimizer.state[master][key])
 
 
 def fit(plan: HalfFit) -> tuple[Held, Held]:
@@ -138,3 +146,36 @@ def fit(plan: HalfFit) -> tuple[Held, Held]:
         trainer.fit(OverflowingNet(plan), data, ckpt_path=plan.ckpt_path)
     start, end = recorder.held
     return start, end
+
+
+def wanted_of(saved: Held, source: HalfFit, target: HalfFit, found: Held) -> Held:
+    """Return what a run that resumes has to hold of a saved one.
+
+    Buffers are of the type that they have there: DeepSpeed makes fp16 of them in ZeRO-3, and
+    Lightning does with ``16-true``.
+    """
+    same_scaler = (source.stage == 0) == (target.stage == 0)
+    wanted: Held = {}
+    for key, value in saved.items():
+        kind, _, name = key.partition("/")
+        if kind == "weight":
+            wanted[key] = saved[f"master/{name}"].to(torch.float16)
+        elif kind == "buffer":
+            wanted[key] = value.to(found[key].dtype)
+        elif kind != "scaler" or same_scaler or name in KNOWN_TO_BOTH_SCALERS:
+            wanted[key] = value
+    return wanted
+
+
+def differing(wanted: Held, found: Held) -> list[str]:
+    """Return what is not there bit for bit."""
+    return [key for key, value in wanted.items() if not is_same(value, found.get(key))]
+
+
+def is_same(one: object, other: object) -> bool:
+    """Whether two values are the same, type and bits."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))

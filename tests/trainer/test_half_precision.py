@@ -11,40 +11,9 @@ import pytest
 import torch
 
 from tests.engine._worker_pool import Pools
-from tests.trainer._half_precision import MOMENTS, HalfFit, Held, fit
+from tests.trainer._half_precision import MOMENTS, HalfFit, differing, fit, wanted_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
-
-KNOWN_TO_BOTH_SCALERS = {"cur_scale", "cur_iter", "last_overflow_iter"}
-"""Stage 0 and ZeRO have different ones."""
-
-
-def wanted_of(saved: Held, source: HalfFit, target: HalfFit) -> Held:
-    """Return what a run that resumes has to hold of a saved one."""
-    same_scaler = (source.stage == 0) == (target.stage == 0)
-    wanted: Held = {}
-    for key, value in saved.items():
-        kind, _, name = key.partition("/")
-        if kind == "weight":
-            wanted[key] = saved[f"master/{name}"].to(torch.float16)
-        elif kind != "scaler" or same_scaler or name in KNOWN_TO_BOTH_SCALERS:
-            wanted[key] = value
-    return wanted
-
-
-def differing(wanted: Held, found: Held) -> list[str]:
-    """Return what is not there bit for bit."""
-    return [key for key, value in wanted.items() if not is_same(value, found.get(key))]
-
-
-def is_same(one: object, other: object) -> bool:
-    """Whether two values are the same, type and bits."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and one == other
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
-
 
 CASES = [
     ("16-true", 0, 2, "16-true", 0, 3),
@@ -82,11 +51,8 @@ def test_all_bits_survive(
     assert all(saved[f"{key}/first.weight"].any() for key in MOMENTS)
     last = str(tmp_path / "first" / "last.ckpt")
     second = HalfFit(str(tmp_path / "second"), other, target, 2, last, lr=0.9, seed=9)
-    wanted = wanted_of(saved, first, second)
     for start, end in worlds.run(more, partial(fit, second)):
-        for key in (key for key in wanted if key.startswith("buffer/")):
-            # DeepSpeed makes fp16 of it in ZeRO-3, and Lightning does with "true".
-            wanted[key] = saved[key].to(start[key].dtype)
+        wanted = wanted_of(saved, first, second, start)
         assert not differing(wanted, start)
         assert differing({k: v for k, v in wanted.items() if k.startswith("master")}, end)
         assert end["counter/global_steps"] == 8
