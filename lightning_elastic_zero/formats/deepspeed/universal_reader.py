@@ -91,9 +91,6 @@ class UniversalReader(TagReader):
     def _check_beginning(self) -> None:
         if not (self.files.folder / OPTIMIZER_STATE).is_file():
             self._refuse_missing([OPTIMIZER_STATE])
-        there = {self._folder.model, *self._folder.models.values()}
-        if missing := [name for name in self._listed if "/" not in name and name not in there]:
-            self._refuse_missing(missing)
         stage = int(self._optimizer.get("zero_stage", STAGE_WEIGHTS))
         if stage != STAGE_WEIGHTS and not self._folder.model:
             self._refuse_missing([NAME_IN_ZERO_1_2])
