@@ -135,6 +135,8 @@ def asked_of(setup: Setup, release: str) -> set[str]:
     wanted = ASKED_OF[setup]
     if (setup.zero, setup.precision) == ("0", "bf16") and Version(release) < Version("0.18"):
         wanted = BF16  # It has no other wrapper for bf16.
+    if setup.zero == "B" and Version("0.18") < Version(release) < Version("0.18.5"):
+        wanted = FP16_UNFUSED  # It takes stage 0's for it.
     asked = {title for title in wanted if not _is_later(title, release)}
     lacked = {
         (later, owner)
