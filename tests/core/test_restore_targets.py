@@ -140,7 +140,9 @@ def _shared(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("live_of", "copied"), [(_own, False), (_view, True), (_shared, True)], ids=str
+    ("live_of", "copied"),
+    [(_own, False), (_view, True), (_shared, True)],
+    ids=["own", "view", "shared"],
 )
 def test_a_live_state_takes_what_was_received(
     live_of: Callable[[torch.Tensor], torch.Tensor], copied: bool
