@@ -133,7 +133,8 @@ def check_consistent(first: RankZeroTables) -> None:
                     f"the optimizer's state {key!r} of flat buffer {index} is "
                     f"{mine.get(key, 'not there')} here and {theirs.get(key, 'not there')} on rank "
                     "0: states that are one value per buffer must be the same on all ranks, or "
-                    "they do not hold one run"
+                    "they do not hold one run. Of DeepSpeed's torch_autocast with float16 every "
+                    "rank may skip steps by itself, as it does in 0.18.9: train in bfloat16"
                 )
                 raise UnsupportedError(msg)
 
