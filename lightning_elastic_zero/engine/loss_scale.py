@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,12 @@ def loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
     return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
 
 
-def ensure_scaled(engine: Any, loss: torch.Tensor) -> None:  # noqa: ANN401 (untyped library)
+@contextmanager
+def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:  # noqa: ANN401 (untyped)
     """Make the gradients of a loss those of the scaled one, by which stage 0 divides them in fp16.
+
+    For one backward pass, inside the context: the graph may be kept for another one, by when the
+    scale can have changed, or the loss may be a part of another loss.
 
     DeepSpeed 0.19.8 scales a loss for ZeRO only, and divides all the same: each gradient would be
     as many times too small. Releases that do scale it are left alone: what comes back to the loss
@@ -39,11 +44,17 @@ def ensure_scaled(engine: Any, loss: torch.Tensor) -> None:  # noqa: ANN401 (unt
         engine: DeepSpeed's.
         loss: that is handed to its ``backward``; a scalar.
     """
-    if type(engine.optimizer).__name__ not in REPLICATED or not loss.requires_grad:
+    replicated = type(engine.optimizer).__name__ in REPLICATED and loss.requires_grad
+    scale = loss_scale(engine) if replicated else 1.0
+    if scale == 1.0:
+        yield
         return
-    if (scale := loss_scale(engine)) != 1.0:
-        hook: Any = loss.register_hook  # torch has no types for it
-        hook(lambda grad: torch.where(grad == 1.0, grad * scale, grad))
+    register: Any = loss.register_hook  # torch has no types for it
+    hook = register(lambda grad: torch.where(grad == 1.0, grad * scale, grad))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def loss_scaler_fields(engine: Any) -> dict[str, Plain]:  # noqa: ANN401 (untyped library)

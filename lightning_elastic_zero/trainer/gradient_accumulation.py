@@ -7,7 +7,7 @@ it is told where a window ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,13 +48,16 @@ class GradientAccumulation:
         """
         check = self._loss_scaling_check
         scale = 1.0 if check.is_done else loss_scale(self._engine)  # other than 1 in fp16
-        with check.watch(loss, weight * scale, trainer.accumulate_grad_batches):
-            yield self.ensure_scaled(loss * weight if weight != 1.0 else loss)
+        weighted = loss * weight if weight != 1.0 else loss
+        with (
+            check.watch(loss, weight * scale, trainer.accumulate_grad_batches),
+            self.ensure_scaled(weighted),
+        ):
+            yield weighted
 
-    def ensure_scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a loss that DeepSpeed's ``backward`` takes as it is, scaled in stage 0, too."""
-        ensure_scaled(self._engine, loss)
-        return loss
+    def ensure_scaled(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context in which DeepSpeed's ``backward`` scales a loss in stage 0, too."""
+        return ensure_scaled(self._engine, loss)
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:
         """Set and return whether the next micro-batch ends Lightning's window."""

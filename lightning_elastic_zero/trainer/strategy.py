@@ -221,14 +221,14 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute gradients that are the mean over the global batch."""
+        """Compute the mean over the global batch: Lightning has divided by the accumulation."""
         trainer = self._trainer
         if trainer is None or not trainer.lightning_module.automatic_optimization:
-            return super().backward(self._accumulation.ensure_scaled(closure_loss), *args, **kwargs)
-        kwargs.setdefault("scale_wrt_gas", False)  # Lightning has divided by the accumulation.
+            with self._accumulation.ensure_scaled(closure_loss):
+                return super().backward(closure_loss, *args, **kwargs)
         weight = self._resumer.weight(trainer, self.global_rank)
         with self._accumulation.scaled(closure_loss, weight, trainer) as loss:
-            return super().backward(loss, *args, **kwargs)
+            return super().backward(loss, *args, **{"scale_wrt_gas": False} | kwargs)
 
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

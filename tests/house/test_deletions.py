@@ -157,6 +157,7 @@ NOT_ON_DISK = {
     ("tools/shell_completion.py", "completion_script", "parser.prog.replace"),
     ("trainer/checkpoint_events.py", "subscribe", "self._listeners.remove"),
     ("engine/step_hook.py", "remove", "handle.remove"),
+    ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
     ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "with_copies", "copy.copy"),
     ("selftest/report.py", "_cell", "shorten(text).replace"),

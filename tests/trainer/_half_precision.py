@@ -49,6 +49,8 @@ class HalfFit:
     """The most optimizer steps; -1: those of the epochs."""
     manual: bool = False
     """Optimized by the module itself, each micro-batch a step."""
+    retained: bool = False
+    """Where it is: each micro-batch is two steps, both through one graph."""
 
 
 class OverflowingNet(RegressionNet):
@@ -57,12 +59,16 @@ class OverflowingNet(RegressionNet):
     def __init__(self, plan: HalfFit) -> None:
         super().__init__(plan.lr, plan.seed)
         self.automatic_optimization = not plan.manual
+        self.retained = plan.retained
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss."""
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
+            if self.retained:
+                self.manual_backward(loss, retain_graph=True)
+                optimizer.step()
             self.manual_backward(loss)
             optimizer.step()
             return loss

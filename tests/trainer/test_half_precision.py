@@ -89,3 +89,17 @@ def test_gradients_of_stage_0_are_those_of_zero(
         assert moments[1][key].any()
         # Sums over ranks and micro-batches are rounded to fp16 in another order.
         torch.testing.assert_close(moments[0][key], moments[1][key], rtol=0.05, atol=1e-6)
+
+
+def test_a_graph_that_is_kept_is_scaled_by_the_scale_of_each_pass(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Two steps of each micro-batch through one graph; the scale doubles between two of them."""
+    ends = []
+    for stage in (0, 1):
+        plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=4, lr=0.0, manual=True)
+        ends.append(worlds.run(2, partial(fit, replace(plan, retained=True)))[0][1])
+    assert ends[0]["scaler/cur_scale"] == ends[1]["scaler/cur_scale"] == "512.0"
+    for key in (f"{key}/{name}" for key in MOMENTS for name in ("first.weight", "last.weight")):
+        assert ends[1][key].any()
+        torch.testing.assert_close(ends[0][key], ends[1][key], rtol=0.05, atol=1e-6)
