@@ -18,7 +18,7 @@ from lightning_elastic_zero.engine.flat_buffers import (
 from lightning_elastic_zero.engine.release_check import check_names
 from lightning_elastic_zero.engine.unfit_optimizers import unfit_class, unfit_name
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.manifest import STAGES
+from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
 OPTIMIZER_WRAPPERS = {
@@ -122,7 +122,9 @@ def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
         _refuse([reason])
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
-    reasons = [*_stage(stage), *_zero_options(zero)]
+    reasons = [*_stage(stage)]
+    if trains or stage == STAGE_WEIGHTS:
+        reasons += _zero_options(zero)
     if trains:
         reasons += _other_ranks(config)
         reasons += unfit_name(config.get("optimizer") or {}, stage)

@@ -132,6 +132,12 @@ OF_TRAINING: dict[str, dict[str, Any]] = {
 }
 """What a fit is refused for, and an evaluation's engine is not made of: DeepSpeed reads it only."""
 
+OF_ZERO: dict[str, dict[str, Any]] = {
+    "ZenFlow": {"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}},
+    "SuperOffload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+}
+"""Likewise, below ZeRO-3, whose section alone Lightning hands to an evaluation's engine."""
+
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_only_training_is_made_of_does_not_matter(
@@ -142,12 +148,17 @@ def test_what_only_training_is_made_of_does_not_matter(
     worlds.run(2, partial(fit, FitSpec(root, stage)))
     plain = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=7)
     wanted = [seen["loss"] for seen in worlds.run(2, partial(evaluate, plain, "validate"))]
-    for section in OF_TRAINING.values():
-        config = {"zero_optimization": {"stage": stage}, **section}
+    sections: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, section) for section in OF_TRAINING.values()
+    ]
+    if stage == 2:
+        sections += [(options, {}) for options in OF_ZERO.values()]
+    for options, section in sections:
+        config = {"zero_optimization": {"stage": stage, **options}, **section}
         plan = replace(plain, strategy={"config": config})
-        assert worlds.run(2, partial(error_of, plan))[0].startswith("UnsupportedError"), section
+        assert worlds.run(2, partial(error_of, plan))[0].startswith("UnsupportedError"), config
         found = worlds.run(2, partial(evaluate, plan, "validate"))
-        assert [seen["loss"] for seen in found] == wanted, section
+        assert [seen["loss"] for seen in found] == wanted, config
 
 
 def test_last_that_is_not_there(worlds: Pools, tmp_path: Path) -> None:
