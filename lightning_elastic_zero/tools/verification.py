@@ -20,7 +20,9 @@ from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_mis
 from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
 from lightning_elastic_zero.formats.open_files import foreign_files
 from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
+from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes, open_file, real_path
+from lightning_elastic_zero.storage.file_ownership import TAG
 from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.parallel import run_parts
 from lightning_elastic_zero.tools.progress_line import OnBytes
@@ -104,7 +106,10 @@ def verify_checkpoint(
 
 def _may_be_checkpoint(path: Path) -> bool:
     """Whether something may be what is left of a checkpoint, and is no mistyped path."""
-    if path.is_dir():  # What has chunks, and not what tells of them, has no other mark.
+    if path.is_dir():
+        if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
+            return False  # It is the inside of a checkpoint, which was not asked for.
+        # What has chunks, and not what tells of them, has no other mark.
         return looks_like_checkpoint(path) or any(path.glob("*.distcp"))
     if is_deepspeed(path.parent) or is_dcp(path.parent):
         return False  # It is one of the files of a checkpoint, which was not asked for.

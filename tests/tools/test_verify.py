@@ -130,6 +130,13 @@ def test_nothing_there(tmp_path: Path, run: Run) -> None:
     assert run("verify", tmp_path, "--newest-sound", tmp_path)[0] == 2
 
 
+def test_the_inside_of_a_checkpoint(tmp_path: Path, run: Run) -> None:
+    """It was not asked for as it has to be, which says nothing of the checkpoint."""
+    path = write_elastic(tmp_path / "a.ckpt", make_state())
+    code, _, err = run("verify", path / "checkpoint")
+    assert (code, f"is the inside of a checkpoint: pass {path}" in err) == (2, True)
+
+
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal1"])
 def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
     """Theirs are sound too; masters are compared where weights lie beside them."""
@@ -156,6 +163,11 @@ def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
     (tag,) = (p.name for p in path.iterdir() if p.is_dir())
     named.write_text(tag)
     assert (verify_checkpoint(path).note, inspect_checkpoint(path).note) == ("", "")
+    if name == "own":  # Of others the tag is not known then.
+        named.write_text("another")
+        note = verify_checkpoint(path).note
+        assert f"{named.name} names the tag 'another', which is not there" in note
+        assert f"write {tag} into {named}" in note
     named.unlink()
     for tool in (verify_checkpoint, inspect_checkpoint):
         note = tool(path).note
