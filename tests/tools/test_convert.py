@@ -259,6 +259,16 @@ def test_states_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
     assert fingerprint_checkpoint(tmp_path / "d") == fingerprint_checkpoint(tmp_path / "a.ckpt")
 
 
+def test_counters_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
+    """A directory of chunks has moments, so that it looks like a run to resume."""
+    source = write_elastic(tmp_path / "a.ckpt", make_state())
+    steps = inspect_checkpoint(source).steps
+    code, _, error = run("convert", source, tmp_path / "d", "--to", "dcp")
+    assert (code, steps > 0) == (0, True)
+    assert f"(a resume begins at step 0, not {steps})" in error
+    assert "a resume begins" not in run("convert", source, tmp_path / "e", "--to", "elastic")[2]
+
+
 @pytest.mark.parametrize("size", ["0", "-1"])
 def test_targets_that_cannot_be(size: str, tmp_path: Path, run: Run) -> None:
     """Each is told in a sentence; nothing is written."""

@@ -62,7 +62,7 @@ class Conversion:
     lacks: tuple[str, ...]
     """What a run has and the source did not hold."""
     lost: tuple[str, ...] = ()
-    """States of the optimizer that the source held and the target has no room for."""
+    """What of a resume the source held and the target has no room for: states, counters."""
 
 
 def convert_checkpoint(
@@ -116,8 +116,18 @@ def convert_checkpoint(
             remove_leftovers(path.parent)
         TARGETS[to](checkpoint, path, options, count)
         info = checkpoint.reader.info
-        lost = universal_directory.lost_scalars(checkpoint) if to == "universal" else ()
-        return Conversion(str(target), info.kind, written, info.lacks, lost)
+        return Conversion(str(target), info.kind, written, info.lacks, _lost(to, checkpoint))
+
+
+def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
+    """Return what a target that holds an optimizer's state, and so looks whole, has no room for."""
+    if to == "universal":
+        return universal_directory.lost_scalars(checkpoint)
+    progress = checkpoint.manifest.progress
+    if to == "dcp" and progress.global_steps:
+        step = f"a resume begins at step 0, not {progress.global_steps}"
+        return (f"the trainer's state and counters ({step})",)
+    return ()
 
 
 def _check_dtype_option(to: str, options: ConvertOptions) -> None:
