@@ -81,7 +81,8 @@ def watch(root: str) -> bool:
 
     def look() -> None:
         try:
-            assert wait_for(lambda: any(Path(root).glob(".zero-owner-*")))
+            # It is there before it is written.
+            assert wait_for(lambda: any(map(Path.read_text, Path(root).glob(".zero-owner-*"))))
             (note,) = Path(root).glob(".zero-owner-*")
             assert json.loads(note.read_text())["beats"] is True
             os.utime(note, (0, 0))
