@@ -133,8 +133,8 @@ def check_consistent(first: RankZeroTables) -> None:
                     f"the optimizer's state {key!r} of flat buffer {index} is "
                     f"{mine.get(key, 'not there')} here and {theirs.get(key, 'not there')} on rank "
                     "0: states that are one value per buffer must be the same on all ranks, or "
-                    "they do not hold one run. Of DeepSpeed's torch_autocast with float16 every "
-                    "rank may skip steps by itself, as it does in 0.18.9: train in bfloat16"
+                    "they do not hold one run. With torch_autocast in float16, DeepSpeed 0.18.9 "
+                    "lets each rank skip steps by itself: train in bfloat16 there"
                 )
                 raise UnsupportedError(msg)
 

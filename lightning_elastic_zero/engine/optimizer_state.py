@@ -156,8 +156,8 @@ FRESH = (
 def package_of(optimizer: object) -> str:
     """Return the package of an optimizer's class, or of the nearest known one that it derives from.
 
-    So a user's subclass of bitsandbytes' ``AdamW`` is bitsandbytes', and his own optimizer, which
-    derives from torch's base class alone, is his own.
+    So a user's subclass of bitsandbytes' ``AdamW`` is bitsandbytes', and an optimizer that derives
+    from torch's base class alone is of the package that defines it.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
     packages = [kind.__module__.partition(".")[0] for kind in kinds]
