@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import xxhash
 
-from lightning_elastic_zero.checkpoint.live_fingerprint import host_threads, live_fingerprint
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.save_selection import state_to_save
 from lightning_elastic_zero.checkpoint.types import LiveState, SaveOptions
 from lightning_elastic_zero.compatibility import RestoreScope
@@ -93,9 +93,7 @@ def check_loaded(
         f"{step}: look at the engine",
         lambda: _compared_state(saved, live, with_optimizer=with_optimizer),
     )
-    found = live_fingerprint(
-        held.manifest, held.state, ranks, f"{step}: fingerprint", threads=host_threads()
-    )
+    found = live_fingerprint(held.manifest, held.state, ranks, f"{step}: fingerprint")
     compared = [part for part in ("weights", "optimizer") if not why_not[part]]
     if any(getattr(found, part) != getattr(recorded, part) for part in compared):
         raise CheckpointCorruptedError(_difference(saved.where, compared, recorded, found))
@@ -118,7 +116,10 @@ def _parsed(saved: SavedState) -> Fingerprint:
     try:
         return Fingerprint.from_text(saved.recorded)
     except ValueError as error:
-        msg = f"{saved.where} records an invalid fingerprint: {error}"
+        msg = (
+            f"{saved.where} records an invalid fingerprint: {error}. Pass fingerprint=False to "
+            "load it without a comparison"
+        )
         raise CheckpointFormatError(msg) from error
 
 

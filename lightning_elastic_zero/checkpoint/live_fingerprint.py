@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
 
+from lightning_elastic_zero.checkpoint.device_streams import can_pin
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.layout import spans
 from lightning_elastic_zero.manifest import Manifest
@@ -23,14 +23,8 @@ from lightning_elastic_zero.state_fingerprint import (
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar, is_on_device
 
-PIECE_ELEMENTS = 1 << 22
-"""Elements that are added up between two signs of life, by one thread: some 10 ms."""
-
-MOST_THREADS = 16
-"""More would wait for memory."""
-
-_SMALL_ELEMENTS = 1 << 14
-"""Fewer take no longer than to hand them to a thread."""
+PIECE_BYTES = 8 << 20
+"""What is added up between two signs of life: some 0.3 ms, in which no other thread runs."""
 
 _Run: TypeAlias = "tuple[TensorId, int, torch.Tensor]"
 """Whose elements, the place of the first one, and they themselves."""
@@ -42,11 +36,10 @@ def live_fingerprint(
     ranks: Ranks,
     step: str = "fingerprint",
     on_piece: Callable[[], None] | None = None,
-    threads: int = 1,
 ) -> Fingerprint:
-    """Compute the number that a checkpoint of a state would have. Collective; 32 bytes per rank.
+    """Compute the number that a checkpoint of a state would have. Collective; 16 bytes per rank.
 
-    Masters and states are read where they are, on a device by the device.
+    What is on the host is read where it is, what is on a device by way of a small buffer.
 
     Args:
         manifest: what the engine says of itself, with what a save leaves out.
@@ -55,12 +48,11 @@ def live_fingerprint(
         step: what they do, in words.
         on_piece: called now and then in the place of ``ranks.report_progress``, which
             shows that this rank lives.
-        threads: how many add up what this rank has on the host.
     """
 
     def own_part() -> list[int]:
         tell = on_piece or ranks.report_progress
-        return rank_part(manifest, state, ranks.rank, tell, threads).to_plain()
+        return rank_part(manifest, state, ranks.rank, tell).to_plain()
 
     return add_up(ranks.all_gather(step, own_part)).total()
 
@@ -71,7 +63,6 @@ def rank_part(
     state: RankState,
     rank: int,
     on_progress: Callable[[], None] = ignore_progress,
-    threads: int = 1,
 ) -> FingerprintPart:
     """Return what one rank adds: its flat buffers, its pieces of frozen weights; rank 0 buffers.
 
@@ -80,7 +71,6 @@ def rank_part(
         state: what this rank holds.
         rank: this one.
         on_progress: called now and then.
-        threads: how many add up what lies on the host.
     """
     total = FingerprintPart()
     for index, flat in enumerate(state.flats):
@@ -91,15 +81,12 @@ def rank_part(
         firsts = (f.name for f in flat.fragments if f.start == 0 and not manifest.weights_only)
         for name in firsts:
             total += scalars_part(name, _scalars(flat, apart))
-    for part in _sums(_pieces(_runs(manifest, state, rank)), threads):
-        total += part
-        on_progress()
+    buffer = _HostBuffer()
+    for which, start, values in _runs(manifest, state, rank):
+        for at, stop in spans(0, values.numel(), PIECE_BYTES // values.dtype.itemsize):
+            total += run_part(which, start + at, buffer.on_host(values[at:stop]))
+            on_progress()
     return total
-
-
-def host_threads() -> int:
-    """Return how many threads may add up while training waits: as many as torch itself takes."""
-    return min(torch.get_num_threads(), MOST_THREADS)
 
 
 def _runs(manifest: Manifest, state: RankState, rank: int) -> Iterator[_Run]:
@@ -123,32 +110,20 @@ def _runs(manifest: Manifest, state: RankState, rank: int) -> Iterator[_Run]:
             yield _weight(name, tensor, tuple(tensor.shape)), 0, tensor.reshape(-1)
 
 
-def _pieces(runs: Iterable[_Run]) -> Iterator[_Run]:
-    """Yield runs of any length in pieces."""
-    for which, start, values in runs:
-        for at, stop in spans(0, values.numel(), PIECE_ELEMENTS):
-            yield which, start + at, values[at:stop]
+class _HostBuffer:
+    """Host memory for one piece of a tensor on a device; pinned where that makes copies fast."""
 
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
 
-def _sums(pieces: Iterable[_Run], threads: int) -> Iterator[FingerprintPart]:
-    """Yield what each piece adds; those on the host by threads, where there are several.
-
-    What lies on a device is left to this thread, whose stream knows what it waits for.
-    """
-    if threads == 1:
-        yield from (run_part(*piece) for piece in pieces)
-        return
-    pool = ThreadPoolExecutor(threads, "elastic-zero fingerprint")
-    try:
-        large: list[Future[FingerprintPart]] = []
-        for piece in pieces:
-            if piece[2].numel() < _SMALL_ELEMENTS or is_on_device(piece[2]):
-                yield run_part(*piece)
-            else:
-                large.append(pool.submit(run_part, *piece))
-        yield from (future.result() for future in large)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def on_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return a piece on the host, until the next one is asked for."""
+        if not is_on_device(piece):
+            return piece
+        if self._memory is None:
+            pins = can_pin(piece.device)
+            self._memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pins)
+        return self._memory[: piece.nbytes].view(piece.dtype).copy_(piece)
 
 
 def _scalars(flat: FlatState, step: float | None) -> Iterator[tuple[str, Scalar]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_elastic_zero.checkpoint.cancellation import Cancellation
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
-from lightning_elastic_zero.checkpoint.live_fingerprint import host_threads, live_fingerprint
+from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.rank_consistency import (
     DIGESTS,
     SCHEDULERS,
@@ -109,7 +109,7 @@ def save_engine(
         f"save: look at the engine {engine.at_step()}",
         lambda: collect(engine, path, ranks.rank, client_state, options),
     )
-    stats = write_shards(contents, ranks, waits=True)
+    stats = write_shards(contents, ranks)
     seconds = time.monotonic() - began
     return replace(stats, seconds=seconds, waited_s=seconds)
 
@@ -200,8 +200,6 @@ def write_shards(
     ranks: Ranks,
     cancellation: Cancellation | None = None,
     on_published: Callable[[], None] = lambda: None,
-    *,
-    waits: bool = False,
 ) -> CheckpointStats:
     """Write what a rank has collected, and publish it; see ``save_engine``. Collective.
 
@@ -211,7 +209,6 @@ def write_shards(
         cancellation: by which another thread may give it up.
         on_published: called on rank 0 as soon as the checkpoint is in its place, whatever becomes
             of the other ranks after that; raises nothing.
-        waits: whether training waits, so that sums may take several threads.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
@@ -244,7 +241,7 @@ def write_shards(
         )
         target = Path(first["path"])
         with staged[0].touch_regularly() if staged else nullcontext():
-            number = _fingerprint(contents, target, ranks, lambda: on_bytes(0), waits=waits)
+            number = _fingerprint(contents, target, ranks, lambda: on_bytes(0))
             written = ranks.gather(f"save {target}: write", write_files)
             published = ranks.broadcast(f"save {target}: publish", publish)
     except BaseException:
@@ -286,20 +283,13 @@ def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[
 
 
 def _fingerprint(
-    contents: ShardContents,
-    target: Path,
-    ranks: Ranks,
-    on_piece: Callable[[], None],
-    *,
-    waits: bool,
+    contents: ShardContents, target: Path, ranks: Ranks, on_piece: Callable[[], None]
 ) -> str:
     """Return the number of what all ranks are about to write, if it is wanted; collective."""
     if not contents.fingerprint:
         return ""
-    manifest, state = contents.manifest, contents.state
-    threads = host_threads() if waits else 1
     step = f"save {target}: fingerprint"
-    return str(live_fingerprint(manifest, state, ranks, step, on_piece, threads))
+    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, on_piece))
 
 
 def _await_staging(first: Mapping[str, Any], target: Path) -> Path:

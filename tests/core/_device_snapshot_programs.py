@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from lightning_elastic_zero.checkpoint.async_save import AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
+from lightning_elastic_zero.checkpoint.live_fingerprint import PIECE_BYTES, rank_part
 from lightning_elastic_zero.checkpoint.rank_consistency import (
     RankZeroTables,
     check_consistent,
@@ -33,9 +34,10 @@ from lightning_elastic_zero.engine.optimizer_state import split_state
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import FlatState, RankState
+from lightning_elastic_zero.tensor_state import FlatState, RankState, is_on_device
 from tests.core import _late_device
 from tests.core._device_restore import restore
+from tests.tools._checkpoints import make_state, manifest_of, rank_state
 
 NUMEL = 1000
 
@@ -209,6 +211,23 @@ def randomness(device: torch.device, _: Path) -> None:
         assert module.get_rng_state(other).tolist() == [1, 2, 3, 4]
 
 
+def fingerprint(device: torch.device, _: Path) -> None:
+    """What lies on a device has the number that it has on the host, also in several pieces."""
+    state = make_state({"large": (3, PIECE_BYTES // 8 + 5), "small": (3,)})
+    manifest = manifest_of(state, 2, 1)
+    held = rank_state(state, manifest, 0)
+    flats = tuple(
+        replace(
+            flat,
+            master=flat.master.to(device),
+            elementwise={key: values.to(device) for key, values in flat.elementwise.items()},
+        )
+        for flat in held.flats
+    )
+    assert is_on_device(flats[0].master)
+    assert rank_part(manifest, replace(held, flats=flats), 0) == rank_part(manifest, held, 0)
+
+
 def unreadable(device: torch.device, folder: Path) -> None:
     """Say where the memory of a tensor lies, and read there: the process ends by it."""
     tensor = torch.ones(4).to(device)
@@ -224,6 +243,7 @@ CASES: dict[str, Callable[[torch.device, Path], Any]] = {
     "write": write,
     "scalars": scalars,
     "randomness": randomness,
+    "fingerprint": fingerprint,
     "restore": restore,
     "unreadable": unreadable,
 }

@@ -80,7 +80,9 @@ def test_the_writer_waits_for_small_copies_too(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["copies", "offload", "scalars", "randomness", "restore"])
+@pytest.mark.parametrize(
+    "case", ["copies", "offload", "scalars", "randomness", "fingerprint", "restore"]
+)
 def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
     """Copies that are made late, memory given back meanwhile, scalars and generators of a device.
 

@@ -152,7 +152,7 @@ def test_left_out_weights_are_not_missed(pools: Pools, tmp_path: Path) -> None:
 def test_changed_names_are_not_compared() -> None:
     """Names count in the number: under others it is another one, and that is no damage."""
     manifest = manifest_of(make_state(), 2, 2)
-    saved = SavedState("a.ckpt", f"{'0' * 32}-none", manifest, {}, renamed=True)
+    saved = SavedState("a.ckpt", f"{'0' * 16}-none", manifest, {}, renamed=True)
     verdict = check_loaded(saved, None, None, OneRank(), "load")  # type: ignore[arg-type]  # not looked at
     assert verdict.fingerprint == ""
     assert verdict.text.endswith("its names have changed")

@@ -1,0 +1,96 @@
+"""Time what the fingerprint of a state costs a save and a load, beside one read of that memory.
+
+    python examples/benchmarks/fingerprint.py [--parameters 100e6] [--ranks 2] [--rounds 9]
+
+ZeRO-3 in fp32 with Adam, real engines. Save and load with and without it, in turn, and torch's sum
+of the same masters and moments, which reads each byte once as the fingerprint does. What is
+reported are medians in milliseconds per gigabyte of state on all ranks together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import torch
+from subject import (  # type: ignore[import-not-found]
+    make_engine,
+    rank_tensors,
+    run_ranks,
+    state_bytes,
+    train_step,
+    width_of,
+)
+from ways import Costs, in_turn  # type: ignore[import-not-found]
+
+TIMEOUT_S = 1800
+
+
+def measure(folder: Path, width: int, rounds: int) -> Costs:
+    """Measure it on this world."""
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415
+    from lightning_elastic_zero.checkpoint.live_fingerprint import rank_part  # noqa: PLC0415
+
+    engine = make_engine(3, width)
+    train_step(engine, width)
+    tensors = rank_tensors(engine)
+    live = engine_handle(engine).open()
+    state = live.rank_state(exclude_frozen=False, keep_module_weights=False)
+    rank = torch.distributed.get_rank()
+
+    def read() -> None:
+        for tensor in tensors:
+            tensor.sum()
+
+    ways: dict[str, Callable[[], object]] = {
+        "read the memory once": read,
+        "fingerprint": lambda: rank_part(live.describe(), state, rank),
+    }
+    costs = in_turn(ways, rounds)
+    works: dict[str, Callable[..., object]] = {"save": save_checkpoint, "load": load_checkpoint}
+    for name, work in works.items():
+        # Apart from each other: the disk is busy for a while with what was saved.
+        ways = {
+            name: partial(work, engine, folder / "without"),
+            f"{name}, fingerprint=True": partial(work, engine, folder / "with", fingerprint=True),
+        }
+        costs |= in_turn(ways, rounds)
+    return costs
+
+
+def main() -> None:
+    """Run the ranks, and print what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parameters", type=float, default=100e6)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
+    options = parser.parse_args()
+    folder, width = Path(tempfile.mkdtemp(dir=options.folder)), width_of(options.parameters)
+    work = partial(measure, folder, width, options.rounds)
+    try:
+        costs = run_ranks(options.ranks, work, folder, device=options.device, timeout_s=TIMEOUT_S)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    gigabytes = state_bytes(width) / 1e9
+    print(f"{gigabytes:.2f} GB of state on {options.ranks} ranks, {options.rounds} rounds")
+    for name, found in costs.items():
+        seconds = sorted(cost["seconds"] for cost in found)
+        per_gb = [
+            f"{s * 1000 / gigabytes:.1f}"
+            for s in (statistics.median(seconds), *seconds[:: len(seconds) - 1])
+        ]
+        print(f"{name:24s} {per_gb[0]:>8s} ms per GB ({per_gb[1]} to {per_gb[2]})")
+
+
+if __name__ == "__main__":
+    main()
