@@ -8,8 +8,9 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
 
 from typing_extensions import Self
@@ -23,8 +24,17 @@ READ_BYTES = 8 << 20
 """The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
 
 AHEAD_BLOCKS = 8
-"""How many blocks the system is told of before they are read: the disk works while those before
-them are verified and copied. More would only fill memory that others need."""
+"""How many blocks the system is told of before they are read, where reads are slow: it fetches them
+together, and while those before them are verified. More would only fill memory that others need."""
+
+SLOW_BYTES_PER_S = 256e6
+"""Reads that are slower wait for each other's latency, as on a network file system whose readahead
+is small. On faster ones telling costs more than it gains: Linux fills its cache by single pages
+then, by large ones on its own (a local disk read 1.9 GB/s with it, and 3.4 without)."""
+
+SAMPLE_BYTES = 32 << 20
+"""How much is read before it is said to be slow. Less is no measure: on any disk the first bytes
+wait for the system's readahead."""
 
 CACHED_BYTES = 1 << 20
 """What is verified as soon as it has been read, while the processor's cache has it; a multiple of
@@ -32,6 +42,9 @@ CACHED_BYTES = 1 << 20
 
 PlacedView: TypeAlias = tuple[int, memoryview]
 """An offset in a file, and writable memory for the bytes from there on."""
+
+_Block: TypeAlias = tuple[int, int, int, int]
+"""Whole chunks that are read at once, ``[start, stop)``, and their runs, ``[first, last)``."""
 
 _HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
 
@@ -135,41 +148,26 @@ class RangeFile:
             # and it takes up only the pages that are used.
             buffer = mmap.mmap(-1, READ_BYTES)
         try:
-            for block_start, block_stop, first, last in self._announced_blocks(wanted):
+            blocks, announced = list(_blocks(wanted, self.size_bytes)), 0
+            speed = _Speed()
+            for number, (block_start, block_stop, first, last) in enumerate(blocks):
+                if speed.is_slow:
+                    ahead = number + 1 + AHEAD_BLOCKS
+                    self._announce(blocks[max(number, announced) : ahead])
+                    announced = ahead
                 while inner and _stop(inner[0]) <= block_start:
                     inner.popleft()
                 block = memoryview(buffer)[: block_stop - block_start]
                 parts = _parts((block_start, block), inner)
-                self._read_parts(parts)
+                self._read_parts(parts, speed)
                 yield from _pieces(wanted[first:last], parts)
         finally:
             self._buffer = buffer
 
-    def _announced_blocks(
-        self, runs: Sequence[tuple[int, int]]
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the blocks of runs (``_blocks``), each some time after it was announced."""
-        announced: deque[tuple[int, int, int, int]] = deque()
-        for block in _blocks(runs, self.size_bytes):
-            self._announce(*block[:2])
-            announced.append(block)
-            if len(announced) > AHEAD_BLOCKS:
-                yield announced.popleft()
-        yield from announced
-
-    def _announce(self, start: int, stop: int) -> None:
-        """Announce to the system what is going to be read, if its first page is not in memory.
-
-        Telling it of what is there would cost more than to look, and so would asking of each page.
-        """
-        if not hasattr(os, "RWF_NOWAIT"):
-            return
-        try:
-            is_there = bool(os.preadv(self._descriptor, [bytearray(1)], start, os.RWF_NOWAIT))
-        except OSError:  # It is not, or this file system cannot tell.
-            is_there = False
-        if not is_there:
-            with suppress(OSError):  # Then it reads as it always does.
+    def _announce(self, blocks: Iterable[_Block]) -> None:
+        """Announce to the system what is going to be read."""
+        for start, stop, *_ in blocks:
+            with suppress(OSError, AttributeError):  # Then it reads as it always does.
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def _check_runs(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -184,12 +182,13 @@ class RangeFile:
             previous = stop
         return [run for run in runs if run[0] < run[1]]
 
-    def _read_parts(self, parts: Sequence[PlacedView]) -> None:
+    def _read_parts(self, parts: Sequence[PlacedView], speed: _Speed) -> None:
         """Fill parts that follow one another in the file, and refuse what was not written."""
         for at, part in parts:
             for low in range(0, part.nbytes, CACHED_BYTES):
                 cached = part[low : low + CACHED_BYTES]
-                self._fill(cached, at + low)
+                with speed.of(cached.nbytes):
+                    self._fill(cached, at + low)
                 self._check_block(cached, at + low)
         self._on_work()
 
@@ -238,10 +237,31 @@ class RangeFile:
         self.close()
 
 
-def _blocks(
-    runs: Sequence[tuple[int, int]], size_bytes: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the chunks that runs touch into blocks: start, stop, and its runs' ``[first, last)``.
+class _Speed:
+    """How fast the reads of some runs have been.
+
+    Attributes:
+        is_slow: whether to announce those that follow; once and for all, for those come fast.
+    """
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self._size_bytes = 0
+        self._seconds = 0.0
+
+    @contextmanager
+    def of(self, size_bytes: int) -> Iterator[None]:
+        """Measure a read."""
+        began = perf_counter()
+        yield
+        self._seconds += perf_counter() - began
+        self._size_bytes += size_bytes
+        if self._size_bytes >= SAMPLE_BYTES:
+            self.is_slow |= self._size_bytes < self._seconds * SLOW_BYTES_PER_S
+
+
+def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int) -> Iterator[_Block]:
+    """Cut the chunks that runs touch into blocks.
 
     Runs whose chunks are the same or neighbours are read together.
     """
