@@ -14,10 +14,12 @@ under the rank's name; its planner then writes them where they are.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -44,10 +46,14 @@ TIMEOUT_S = 1500
 TRAIN_S = 0.5
 """How long steps are timed without a save, in each round."""
 
+WRITER_NICE = 10
+"""How far the library's writer stands back behind training."""
+
 BASELINES = {
+    "step": "step, nothing written",
+    "in training": "raw write in training",
     "until": "raw write and fsync",
     "raw": "raw write and fsync",
-    "step": "step, nothing written",
     "": "copy in memory",
 }
 """What a way is compared with, by a word in its name; the first that fits."""
@@ -80,13 +86,14 @@ class BenchmarkEngine:
         self.ranks = connect_ranks()
         self.handle = engine_handle(self.engine)
         self.manager = CheckpointManager(
-            Timeouts(), background=True, max_snapshot_bytes=options.max_snapshot_bytes
+            Timeouts(), background=True, max_snapshot_bytes=options.snapshot_bytes
         )
         self.manager.start(self.handle, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
         self.tensors = rank_tensors(self.engine)
         self.raw = RawWrite(folder / f"raw-{distributed.get_rank()}", self.tensors)
         self.spare = [torch.zeros_like(t) for t in self.tensors]
+        self.raw_spare = RawWrite(folder / f"spare-{distributed.get_rank()}", self.spare)
         self.pending: Any = None
 
     def step(self) -> None:
@@ -170,11 +177,35 @@ def one_round(subject: BenchmarkEngine) -> dict[str, float]:
     subject.wait_until_finished()
     found["ours, until published in training"] = time.perf_counter() - began
     figures = subject.manager.last_save
-    found["ours in training, stall in all"] = figures.waited_s if figures is not None else 0.0
+    found["ours while training, stall in all"] = figures.waited_s if figures is not None else 0.0
+    began = time.perf_counter()
     subject.save_dcp()
     found["step, dcp writing"] = mean_step(subject, lambda: bool(subject.pending.done()))
     subject.finish_dcp()
+    found["dcp, until done in training"] = time.perf_counter() - began
+    for name, nice in {"": 0, f", nice {WRITER_NICE}": WRITER_NICE}.items():
+        seconds, step = write_raw_in_training(subject, nice)
+        found[f"raw write in training{name}"] = seconds
+        found[f"step, raw writing{name}"] = step
     return found
+
+
+def write_raw_in_training(subject: BenchmarkEngine, nice: int) -> tuple[float, float]:
+    """Write a copy of the state raw, in a thread beside steps; give its seconds and a step's."""
+    seconds: list[float] = []
+
+    def write() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        began = time.perf_counter()
+        subject.raw_spare.write()
+        seconds.append(time.perf_counter() - began)
+
+    distributed.barrier()
+    thread = threading.Thread(target=write)
+    thread.start()
+    step = mean_step(subject, lambda: not thread.is_alive())
+    thread.join()
+    return seconds[0], step
 
 
 def writing(subject: BenchmarkEngine) -> bool:

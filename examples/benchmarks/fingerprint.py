@@ -84,12 +84,11 @@ def main() -> None:
     gigabytes = state_bytes(width) / 1e9
     print(f"{gigabytes:.2f} GB of state on {options.ranks} ranks, {options.rounds} rounds")
     for name, found in costs.items():
-        seconds = sorted(cost["seconds"] for cost in found)
-        per_gb = [
-            f"{s * 1000 / gigabytes:.1f}"
-            for s in (statistics.median(seconds), *seconds[:: len(seconds) - 1])
-        ]
-        print(f"{name:24s} {per_gb[0]:>8s} ms per GB ({per_gb[1]} to {per_gb[2]})")
+        seconds = [cost["seconds"] for cost in found]
+        middle, least, most = (
+            f"{1000 * of(seconds) / gigabytes:.1f}" for of in (statistics.median, min, max)
+        )
+        print(f"{name:24} {middle:>8} ms per GB ({least} to {most})")
 
 
 if __name__ == "__main__":

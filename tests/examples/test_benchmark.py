@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,29 @@ def test_agreements_are_counted() -> None:
         assert min(float(first), float(another)) >= 4
         least_kb = int(ranks) * value_kb if kind == "all_gather" else 0.0
         assert min(float(first_kb), float(another_kb)) > least_kb
+
+
+@pytest.mark.long
+def test_saves_behind_training_are_measured(tmp_path: Path) -> None:
+    """Each way has its line, and this library wrote the state once."""
+    printed = printed_by(
+        *("background.py", "--megabytes", "8", "--rounds", "1", "--folder", str(tmp_path))
+    )
+    assert float(re.findall(r"ours wrote ([\d.]+) times the state", printed)[0]) < 1.05
+    for way in ("ours, until published in training", "raw write in training", "dcp async_save"):
+        assert re.search(rf"^{way}.* [\d.]+$", printed, re.MULTILINE), way
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_fingerprints_are_measured(tmp_path: Path) -> None:
+    """Beside a read of the memory, and in saves and loads."""
+    options = ["--parameters", "1e6", "--rounds", "1", "--folder", str(tmp_path)]
+    printed = printed_by("fingerprint.py", *options)
+    ways = ["read the memory once", "fingerprint", "save", "save, fingerprint=True"]
+    for way in (*ways, "load", "load, fingerprint=True"):
+        assert re.search(rf"^{way} +[\d.]+ ms per GB", printed, re.MULTILINE), way
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
