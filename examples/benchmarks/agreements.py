@@ -34,7 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination import StoreRanks
 
-KINDS = ("run_all", "broadcast", "all_gather")
+KINDS = ("run_all", "broadcast", "gather", "all_gather")
 VALUE = {"bytes": 123_456_789, "path": "checkpoints/last.ckpt"}
 """What is agreed upon, about as long as in a save."""
 

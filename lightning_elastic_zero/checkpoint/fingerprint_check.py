@@ -142,12 +142,17 @@ def _check_weights(where: str, held: _ComparedState, ranks: Ranks, step: str) ->
     Raises:
         CheckpointCorruptedError: a rank's weights are others than its masters, or than rank 0's.
     """
-    of_ranks = ranks.all_gather(f"{step}: weights", lambda: [held.weights, held.matches])
-    others = [rank for rank, (weights, _) in enumerate(of_ranks) if weights != of_ranks[0][0]]
-    stale = [rank for rank, (_, matches) in enumerate(of_ranks) if not matches]
-    found = [f"{format_ranks(others)}: other weights than rank 0"] if others else []
-    found += [f"{format_ranks(stale)}: weights that are not the masters, rounded"] if stale else []
-    if found:
+    of_ranks = ranks.gather(f"{step}: weights", lambda: [held.weights, held.matches]) or []
+
+    def faults() -> list[str]:
+        others = [rank for rank, (weights, _) in enumerate(of_ranks) if weights != of_ranks[0][0]]
+        stale = [rank for rank, (_, matches) in enumerate(of_ranks) if not matches]
+        found = [f"{format_ranks(others)}: other weights than rank 0"] if others else []
+        if stale:
+            found.append(f"{format_ranks(stale)}: weights that are not the masters, rounded")
+        return found
+
+    if found := ranks.broadcast(f"{step}: compare weights", faults):
         msg = (
             f"{where} was loaded, but ranks hold another state: {'; '.join(found)}. Do not train "
             "on it: the memory of a machine or this library is at fault. Resume on other machines, "

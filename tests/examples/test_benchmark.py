@@ -63,7 +63,7 @@ def test_growth_is_measured(tmp_path: Path) -> None:
 def test_agreements_are_counted() -> None:
     """Each kind of step takes every rank some operations; all values come to all ranks of one."""
     rows = rows_of(printed_by("agreements.py", "--worlds", "2", "8", "--steps", "3"))
-    kinds = ["run_all", "broadcast", "all_gather"]
+    kinds = ["run_all", "broadcast", "gather", "all_gather"]
     assert [row[:2] for row in rows] == [[n, kind] for n in ("2", "8") for kind in kinds]
     value_kb = 0.04  # of JSON, and some more
     for ranks, kind, _, first, first_kb, another, another_kb in rows:
