@@ -65,13 +65,13 @@ def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
     if not can_overflow(saved, found.dtype):
         return 0
     for start, stop in spans(0, found.numel(), _CHECKED_ELEMENTS):
-        finite = found[start:stop].isfinite()
+        finite = found[start:stop].cpu().isfinite()
         if finite.all():
             continue
         held = host_chunk(stop - start, saved)
         part = StoredRun(run.tensor, run.start + start, run.start + stop)
         bytes_read += read_into([(held, part)])
-        lost = held.isfinite() & ~finite.cpu()
+        lost = held.isfinite() & ~finite
         if lost.any():
             raise CheckpointMismatchError(_refusal(read, path, held[lost][0].item()))
     return bytes_read
