@@ -58,6 +58,8 @@ class BufferPair:
     dtype: str
     loses: bool
     """Whether the model's type cannot hold the values that were saved."""
+    overflows: bool = False
+    """Whether finite ones among them would become infinite."""
     writable: bool = True
     """False where several elements of the model's buffer share one place in memory."""
 
@@ -305,9 +307,14 @@ def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: Collection[str
 
 
 def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
-    """Return the names of the buffers that a load rounds, as it does with weights."""
-    rounded = _rounds_to(live)
-    return [b.name for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, rounded)]
+    """Return the buffers that a load rounds, as it does with weights: names, and what is infinite.
+
+    A mask of the lowest number of fp32 is -inf in a run in bf16, whoever casts it.
+    """
+    types = _rounds_to(live)
+    found = [b for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, types)]
+    infinite = " (numbers too large for {} become infinite)"
+    return [b.name + infinite.format(b.dtype) * b.overflows for b in found]
 
 
 def _rounds_to(live: Manifest) -> Collection[str]:

@@ -142,6 +142,14 @@ def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(((found != kept) & ~((found != found) & (kept != kept))).any())  # noqa: PLR0124 (NaN)
 
 
+def overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether finite values would become infinite, or NaN, in a floating-point type."""
+    if values.dtype == dtype or not (values.is_floating_point() and dtype.is_floating_point):
+        return False
+    found, kept = values.double(), values.to(dtype).double()  # 8-bit types cannot be asked.
+    return bool((found.isfinite() & ~kept.isfinite()).any())
+
+
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By their size in bytes: elements that are not cast are copied and compared as these."""
 

@@ -55,6 +55,7 @@ from lightning_elastic_zero.tensor_state import (
     dtype_name,
     has_internal_overlap,
     is_lossy_cast,
+    overflows,
 )
 from lightning_elastic_zero.unrestored import describe_unrestored
 
@@ -157,9 +158,8 @@ def _load(
         fingerprint=verdict.fingerprint,
     )
     found = _source_summary(source).rstrip(",") if source.info.lacks else ""
-    client = dict(shared.client_state)
     return LoadResult(
-        client,
+        dict(shared.client_state),
         source.manifest,
         stats,
         found,
@@ -377,8 +377,7 @@ def _pairs(
     saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
 ) -> Iterator[BufferPair]:
     """Yield the module buffers that both have, as they are there and here."""
-    for name in filter(saved.__contains__, live):
-        held, wanted = saved[name], live[name]
+    for name, held, wanted in ((n, saved[n], live[n]) for n in live if n in saved):
         yield BufferPair(
             name,
             saved_shape=tuple(held.shape),
@@ -386,6 +385,7 @@ def _pairs(
             saved_dtype=dtype_name(held.dtype),
             dtype=dtype_name(wanted.dtype),
             loses=is_lossy_cast(held, wanted.dtype),
+            overflows=overflows(held, wanted.dtype),
             writable=not has_internal_overlap(wanted),
         )
 

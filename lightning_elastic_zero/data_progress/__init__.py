@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning_elastic_zero.data_progress.batch_plan import BatchPlan, plan_batches
 from lightning_elastic_zero.data_progress.loop_counters import (
+    EPOCHS,
     LOADER_STATES,
     VALIDATION,
     fit_loop_at,
@@ -26,6 +27,7 @@ from lightning_elastic_zero.data_progress.rng import (
 from lightning_elastic_zero.data_progress.sampler import ElasticBatchSampler, ElasticSampler
 
 __all__ = [
+    "EPOCHS",
     "LOADER_STATES",
     "VALIDATION",
     "BatchPlan",

@@ -16,6 +16,7 @@ import xxhash
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.open_files import OpenFiles
+from lightning_elastic_zero.formats.overflow import ReadRun, check_no_overflow
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
@@ -227,6 +228,8 @@ class CheckpointReader(ABC):
             CheckpointCorruptedError: what is on disk is not what was written; or masters do not
                 round to the low-precision weights that lie beside them: files of two checkpoints
                 were mixed, or an order is not what it says.
+            CheckpointMismatchError: elements would be cast from or to integers, or a number is
+                too large for its target's type.
         """
         keys = dict.fromkeys(key for t in transfers for key in targets[t.target_buffer])
         wanted = [(t, key) for key in keys for t in transfers if key in targets[t.target_buffer]]
@@ -235,9 +238,14 @@ class CheckpointReader(ABC):
         wanted.sort(key=lambda each: (each[0].source_rank, each[0].name in self._frozen))
         bytes_read = 0
         # Located one by one: the tensors of a file that was closed meanwhile are useless.
-        located = ((*self.locate(key, t), _filled(targets, t, key)) for t, key in wanted)
-        for file, of_file in itertools.groupby(located, key=lambda found: found[0]):
-            bytes_read += file.read_into([(target, run) for _, run, target in of_file], on_bytes)
+        located = (
+            (*self.locate(key, t), _filled(targets, t, key), t.name, key) for t, key in wanted
+        )
+        for file, group in itertools.groupby(located, key=lambda each: each[0]):
+            of_file = [ReadRun(found, run, name, key) for _, run, found, name, key in group]
+            bytes_read += file.read_into([(read.found, read.run) for read in of_file], on_bytes)
+            for read in of_file:
+                bytes_read += check_no_overflow(read, file.path, file.read_into)
         masters = ((t, _filled(targets, t, WEIGHT)) for t, key in wanted if key == WEIGHT)
         return bytes_read + sum(
             self._check_rounding(t.name, read, *rounded, on_bytes)

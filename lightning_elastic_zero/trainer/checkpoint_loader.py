@@ -20,6 +20,7 @@ from lightning_elastic_zero.checkpoint import (
     load_engine,
 )
 from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.data_progress import infer_progress
 from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.requirements import version_of
@@ -35,7 +36,7 @@ from lightning_elastic_zero.trainer.lr_schedulers import (
     with_new_groups,
 )
 from lightning_elastic_zero.trainer.progress_bars import checkpoint_bar
-from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.resume import RunResumer, counted_loops
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
 from lightning_elastic_zero.trainer.start_warnings import configured_rates, replaced_rates_warnings
 
@@ -99,7 +100,7 @@ class CheckpointLoader:
         self._manager.protect(loaded.stats.path)
         state = loaded.client_state
         if trainer is not None:
-            rank_zero_info(format_loaded(loaded, trainer.world_size))
+            rank_zero_info(format_loaded(loaded, trainer.world_size, fitting=fitting))
             if not fitting:
                 extra = weight_averaging.extra_weights(state)
                 taken = LiveEngine(engine).copy_full_weights(extra)
@@ -165,7 +166,7 @@ def _without_progress(state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str
     return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
 
 
-def format_loaded(loaded: LoadResult, world_size: int) -> str:
+def format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
     """Return a line on what was loaded, on how many devices, of where in the run, and its cost."""
     manifest, stats = loaded.manifest, loaded.stats
     saved, here = (
@@ -174,15 +175,37 @@ def format_loaded(loaded: LoadResult, world_size: int) -> str:
     found = loaded.source_summary or f"saved on {saved} with ZeRO-{manifest.stage}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
     told = f"; {loaded.fingerprint_result}" if loaded.fingerprint_result else ""
-    return f"Loaded {stats.path} ({found}) on {here}{_place_in_run(loaded)}: {cost}{told}"
+    place = _place_of_fit(loaded) if fitting else _place_of_save(loaded)
+    return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}{told}"
 
 
-def _place_in_run(loaded: LoadResult) -> str:
-    """Return at which step and epoch a run goes on; empty where that was not recorded."""
+def _place_of_fit(loaded: LoadResult) -> str:
+    """Return at which step and epoch a fit goes on: the step that the trainer has then."""
+    manifest, state = loaded.manifest, loaded.client_state
+    loops = counted_loops(state)
+    if manifest.weights_only or VERSION_KEY not in state or loops is None:
+        step = _saved_step(loaded)
+        return f" at step 0 (saved at step {step})" if step else " at step 0"
+    if manifest.progress.sampler:
+        return _place_of_save(loaded)
+    step = _saved_step(loaded)
+    record = infer_progress(loops, manifest.progress, manifest.world_size, step)
+    return f" at step {step}, epoch {record.position.epoch + record.position.is_over}"
+
+
+def _place_of_save(loaded: LoadResult) -> str:
+    """Return at which step and epoch it was saved; empty where nothing says."""
     match loaded.manifest.progress.sampler:
         case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
             return f" at step {step}, epoch {epoch + is_over}"
-    return ""
+    step = _saved_step(loaded)
+    return f" at step {step}" if step else ""
+
+
+def _saved_step(loaded: LoadResult) -> int:
+    """Return the step of the save as its trainer counted, or its engine; 0 where nothing says."""
+    counted = loaded.client_state.get("global_step")
+    return counted if type(counted) is int else loaded.stats.step
 
 
 def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:

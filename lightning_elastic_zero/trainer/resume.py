@@ -8,6 +8,7 @@ two moments: ``resume_from`` rewrites the numbers for this number of devices as 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.data_progress import (
+    EPOCHS,
     LOADER_STATES,
     VALIDATION,
     DataProgress,
@@ -141,8 +143,7 @@ class RunResumer:
     ) -> None:
         """Rewrite a loaded checkpoint's loop counters for this number of devices, in place."""
         own = state.pop(STATE_KEY, {})
-        loops = state.get("loops", {}).get("fit_loop")
-        if loops is None or "epoch_progress" not in loops:
+        if (loops := counted_loops(state)) is None:
             return
         sampler, steps = manifest.progress.sampler, int(state.get("global_step", 0))
         record = (
@@ -248,6 +249,15 @@ class RunResumer:
             foreign_path="" if pending.is_own_format else pending.where,
         ):
             rank_zero_warn(text)
+
+
+def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fit loop's counters of Lightning's checkpoint; None where it has none.
+
+    Without them the trainer begins at step 0.
+    """
+    loops: dict[str, Any] | None = state.get("loops", {}).get("fit_loop")
+    return loops if loops is not None and EPOCHS in loops else None
 
 
 def _seed() -> int:

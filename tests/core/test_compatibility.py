@@ -21,7 +21,12 @@ from lightning_elastic_zero.compatibility import (
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import dtype_name, has_internal_overlap, is_lossy_cast
+from lightning_elastic_zero.tensor_state import (
+    dtype_name,
+    has_internal_overlap,
+    is_lossy_cast,
+    overflows,
+)
 from lightning_elastic_zero.unrestored import describe_unrestored
 from tests.core.strategies import manifests
 
@@ -492,6 +497,7 @@ def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
         saved_dtype=dtype_name(saved.dtype),
         dtype=dtype_name(here.dtype),
         loses=is_lossy_cast(saved, here.dtype),
+        overflows=overflows(saved, here.dtype),
         writable=not has_internal_overlap(here),
     )
 
@@ -539,6 +545,11 @@ def test_a_run_in_low_precision_rounds_buffers_like_weights(
     half = [pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16))]
     check_compatible(model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", half)
     assert rounded_buffers(half, live) == ["half"]
+    lowest = torch.tensor([torch.finfo(torch.float32).min, -torch.inf])
+    mask = pair("mask", lowest, lowest.half())
+    told = "mask (numbers too large for float16 become infinite)"
+    assert rounded_buffers([*half, mask], live) == ["half", told]
+    assert not pair("mask", lowest[1:], lowest[1:].half()).overflows
     integer = [pair("integer", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int64))]
     with pytest.raises(CheckpointMismatchError, match="integer"):
         check_compatible(

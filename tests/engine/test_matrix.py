@@ -56,6 +56,15 @@ def test_state_survives(
     verdict.assert_same()
 
 
+@pytest.mark.parametrize("zero", ["2", "3"])
+def test_what_is_read_into_narrower_masters_is_looked_at_in_time(
+    zero: str, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """A load looks there for numbers that became infinite: not before they are copied."""
+    target = Setup(2, zero, "bf16", bf16_masters=True)
+    restored(pools, target, saved_by(Setup(2, "2"), late=True)).assert_same()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("source", full_sources(), ids=str)
 def test_state_survives_everywhere(

@@ -37,6 +37,7 @@ def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> No
     assert resumed.rates[0] == pytest.approx(1e-3 * DECAY**fixture.setup_steps)
     assert f"Loaded {fixture.checkpoint} (a stock DeepSpeed checkpoint of " in resumed.told
     assert "without RNG states" in resumed.told
+    assert f" at step {resumed.step}, epoch 0: " in resumed.told
     resumed.compare_with_reference.assert_same()
 
 

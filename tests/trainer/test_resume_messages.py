@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_elastic_zero import ConvertOptions, convert_checkpoint
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step, warned_by_default
 
@@ -56,8 +59,46 @@ def test_where_an_epoch_has_ended_the_next_one_is_named(worlds: Pools, tmp_path:
     run = RunSpec(root=str(tmp_path), batch_size=12)
     (saved,) = worlds.run(1, partial(fit, replace(run, save=("epoch 0",))))
     assert said(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
-    (seen,) = worlds.run(1, partial(fit, run.resumed("epoch 0")))
-    assert said(seen, "on 1 device at step 5, epoch 1: ")
+    file = tmp_path / "file.ckpt"
+    convert_checkpoint(tmp_path / "epoch-0.ckpt", file, "lightning", ConvertOptions(optimizer=True))
+    for path in (tmp_path / "epoch-0.ckpt", file):
+        (seen,) = worlds.run(1, partial(fit, replace(run, ckpt_path=str(path))))
+        assert said(seen, "on 1 device at step 5, epoch 1: "), said(seen, "Loaded")
+        assert min(seen.steps) == 5
+
+
+def test_where_a_fit_goes_on_is_said_of_every_kind(worlds: Pools, tmp_path: Path) -> None:
+    """The step that the trainer has then, and the epoch; or that it begins at 0, and what it was.
+
+    What is loaded was written by this library, by its ``convert``, and by hand.
+    """
+    run = RunSpec(root=str(tmp_path))
+    worlds.run(1, partial(fit, replace(run, save=("step 1.3",))))
+    saved = tmp_path / "step-1.3.ckpt"
+    goes_on = " at step 8, epoch 1: "
+    expected = {
+        "lightning": goes_on,
+        "elastic": goes_on,
+        "universal": goes_on,
+        "dcp": " at step 0: ",
+    }
+    for kind in expected:
+        convert_checkpoint(saved, tmp_path / kind, kind, ConvertOptions(optimizer=True))
+    by_hand = torch.load(tmp_path / "lightning", weights_only=True)
+    kept = {key: by_hand[key] for key in ("state_dict", "optimizer_states", "global_step")}
+    torch.save(kept, tmp_path / "by hand")
+    expected |= {saved.name: goes_on, "by hand": " at step 0 (saved at step 8): "}
+    convert_checkpoint(saved, tmp_path / "weights", "lightning")
+    paths = {str(tmp_path / kind): text for kind, text in expected.items()}
+    runs = [replace(run, ckpt_path=path) for path in paths]
+    paths[str(tmp_path / "weights")] = " at step 0 (saved at step 8): "
+    alone = {"load_optimizer_state": False}
+    runs.append(replace(run, ckpt_path=str(tmp_path / "weights"), strategy=alone))
+    seen = worlds.run(2, partial(fits, runs))[0]
+    for (path, text), of_fit in zip(paths.items(), seen, strict=True):
+        (line,) = said(of_fit, f"Loaded {path} (")
+        assert text in line, line
+        assert int(re.findall(r"at step (\d+)", text)[0]) == min(of_fit.steps), path
 
 
 def test_an_order_that_lightning_overrules_is_said(worlds: Pools) -> None:

@@ -1,0 +1,128 @@
+"""A number that the engine's type cannot hold is refused on all ranks, whatever file has it.
+
+It lies in one rank's part only. Infinity that a file has is loaded as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine._model import Net
+from tests.engine._save_load_programs import Saved, evaluated_weights, found_after_load
+from tests.engine._setup import Setup, engine_of, train
+from tests.engine._worker_pool import Pools
+from tests.foreign import _torch_writers as writers
+from tests.foreign._load_assertions import TARGETS, refused
+from tests.foreign._torch_writers import Run
+
+pytestmark = pytest.mark.engine
+
+HUGE = 1e300
+"""A number of float64 that float32 does not hold."""
+
+LARGE = 3.4e38
+"""A number of float32 that bfloat16 does not hold."""
+
+TARGET = TARGETS[1]
+
+
+def with_weight(number: float, tree: dict[str, Any], _: nn.Module | None = None) -> None:
+    """Write the last element of a weight, in float64."""
+    tree["state_dict"]["a.weight"] = tree["state_dict"]["a.weight"].double()
+    tree["state_dict"]["a.weight"][-1, -1] = number
+
+
+def with_moment(number: float, tree: dict[str, Any], _: nn.Module) -> None:
+    """Write an element of a moment; all of them are in float64."""
+    states = tree["optimizer_states"][0]["state"]
+    for state in states.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].double()
+    states[0]["exp_avg_sq"].view(-1)[-1] = number
+
+
+def chunks(number: float, model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the tree of a directory of chunks."""
+    tree = {"state_dict": model.state_dict(), "adam": optimizer.state_dict()}
+    with_weight(number, tree)
+    return tree
+
+
+WEIGHT, MOMENT = "a.weight has the value", "the optimizer state exp_avg_sq of "
+
+WRITERS: dict[str, tuple[Callable[[Run], None], str]] = {
+    "weight": (partial(writers.save_alone, change=partial(with_weight, HUGE)), WEIGHT),
+    "moment": (partial(writers.save_alone, change=partial(with_moment, HUGE)), MOMENT),
+    "directory": (partial(writers.save_tree, make_tree=partial(chunks, HUGE)), WEIGHT),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_load_refuses_a_number_that_is_too_large(name: str, pools: Pools, tmp_path: Path) -> None:
+    """By parameter, number and type, before anything is changed."""
+    run, (write, said) = Run(str(tmp_path / "huge")), WRITERS[name]
+    pools.run(1, partial(write, run))
+    found = refused(pools, TARGET, run.path)
+    assert found.error == "CheckpointMismatchError", found.message
+    assert said in found.message
+    assert "1e+300, saved as float64, and is kept as float32 here" in found.message
+    assert "failed on rank" in found.message
+    assert ("load_optimizer_state=False" in found.message) == (name == "moment")
+
+
+@pytest.mark.parametrize("write", [writers.save_alone, writers.save_tree])
+def test_what_is_infinite_in_a_file_stays_so(
+    write: Callable[..., None], pools: Pools, tmp_path: Path
+) -> None:
+    """It is no number that was too large: the load takes it, and all that lies around it."""
+    run = Run(str(tmp_path / "infinite"))
+    if write is writers.save_alone:
+        pools.run(1, partial(write, run, change=partial(with_weight, math.inf)))
+    else:
+        pools.run(1, partial(write, run, make_tree=partial(chunks, math.inf)))
+    pair = pools.run(2, partial(found_after_load, TARGET, Saved(TARGET, run.path), {}))[0]
+    assert pair is not None
+    wanted = torch.load(run.truth_path, weights_only=True)["master/a.weight"]
+    wanted[-1, -1] = math.inf
+    found = torch.as_tensor(pair[1]["master/a.weight"])
+    assert torch.equal(found.view_as(wanted), wanted)
+
+
+def save_large(setup: Setup, path: str) -> None:
+    """Save a ZeRO-2 run, by this library, whose first master of each rank is large. Collective."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 1)
+        engine.optimizer.single_partition_of_fp32_groups[0].data[0] = LARGE
+        save_checkpoint(engine, path)
+
+
+def test_a_run_with_narrower_masters_refuses_it(pools: Pools, tmp_path: Path) -> None:
+    """A checkpoint of this library's own too; what lies in fp32 masters is theirs to round.
+
+    An evaluation has no masters: there the weight itself would become infinite.
+    """
+    source, path = Setup(2, "2"), str(tmp_path / "large.ckpt")
+    pools.run(2, partial(save_large, source, path))
+    narrow = Setup(2, "3", "bf16", bf16_masters=True)
+    found = refused(pools, narrow, path)
+    assert found.error == "CheckpointMismatchError", found.message
+    told = "has the value 3.39999995e+38, saved as float32, and is kept as bfloat16 here"
+    assert told in found.message
+    assert "run in a precision" in found.message
+    with pytest.raises(AssertionError, match=re.escape(told)):
+        pools.run(2, partial(evaluated_weights, Setup(2, "3", "bf16"), Saved(source, path)))
+    with_masters = Setup(2, "3", "bf16")
+    pair = pools.run(2, partial(found_after_load, with_masters, Saved(source, path), {}))[0]
+    assert pair is not None
+    held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("master/")]
+    assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
