@@ -167,6 +167,32 @@ def test_elements_that_the_tensor_does_not_have() -> None:
         part(torch.ones(3, dtype=torch.float64), dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(10.0)[5::10],
+        torch.tensor([5.0]).expand(1),
+        torch.arange(10.0)[::3],
+        torch.tensor([1 - 2j, 5 + 3j]).conj(),
+        torch.tensor([1 - 2j, 5 + 3j]).conj().imag,
+        torch._neg_view(torch.arange(3.0)),
+    ],
+    ids=[
+        "one of a column",
+        "one expanded",
+        "strided",
+        "conjugate",
+        "its imaginary part",
+        "negative",
+    ],
+)
+def test_values_count_however_they_lie(values: torch.Tensor) -> None:
+    """Buffers may be views: what they hold counts, not what lies in memory, nor its strides."""
+    held = torch.tensor(values.tolist(), dtype=values.dtype)
+    assert part(values) == part(held)
+    assert part(values) != part(held + 1)
+
+
 def test_what_else_counts() -> None:
     """Name, key, type and shape do, of zeros too; a step does by its value."""
     values = torch.zeros(9)
