@@ -167,6 +167,16 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in _HOST_DEVICES
 
 
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements, 1-D and without gaps, so that its bytes are theirs.
+
+    It is a copy where they lie otherwise, or are conjugates or negatives of what lies there.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # Not contiguous(): one element is so with any stride, and is viewed as bytes only with 1.
+    return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+
+
 def bit_sums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return of each tensor a sum over its bits: alike for alike ones, and else hardly ever.
 

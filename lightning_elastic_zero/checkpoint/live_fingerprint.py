@@ -24,7 +24,7 @@ from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar, is_on_device
 
 PIECE_BYTES = 8 << 20
-"""What is added up between two signs of life: some 0.3 ms, in which no other thread runs."""
+"""What is added up between two signs of life: some 0.3 ms."""
 
 _Run: TypeAlias = "tuple[TensorId, int, torch.Tensor]"
 """Whose elements, the place of the first one, and they themselves."""

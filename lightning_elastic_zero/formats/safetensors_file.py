@@ -16,6 +16,7 @@ import torch
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.formats.torch_file import ElementSource
 from lightning_elastic_zero.storage import ChecksummedWriter, ignore_bytes
+from lightning_elastic_zero.tensor_state import in_order
 
 _DTYPES = {
     torch.float64: "F64",
@@ -100,7 +101,7 @@ def _write_elements(file: ChecksummedWriter, tensor: NamedSource) -> None:
     written = file.size_bytes
     for chunk in tensor.source.chunks():
         if chunk.numel():
-            file.write(chunk.contiguous().view(torch.uint8).numpy().data)
+            file.write(in_order(chunk).view(torch.uint8).numpy().data)
     if file.size_bytes - written != tensor.size_bytes:
         found = file.size_bytes - written
         msg = f"{tensor.name} yielded {found} bytes, expected {tensor.size_bytes}"

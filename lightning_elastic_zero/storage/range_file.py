@@ -101,6 +101,7 @@ class RangeFile:
         self.bytes_read = 0
         self._on_work = on_progress
         self._buffer: mmap.mmap | None = None
+        self._speed = _Speed()
         self._descriptor = -1
         self._descriptor, self.size_bytes = self._open()
 
@@ -149,9 +150,8 @@ class RangeFile:
             buffer = mmap.mmap(-1, READ_BYTES)
         try:
             blocks, announced = list(_blocks(wanted, self.size_bytes)), 0
-            speed = _Speed()
             for number, (block_start, block_stop, first, last) in enumerate(blocks):
-                if speed.is_slow:
+                if self._speed.is_slow:
                     ahead = number + 1 + AHEAD_BLOCKS
                     self._announce(blocks[max(number, announced) : ahead])
                     announced = ahead
@@ -159,7 +159,7 @@ class RangeFile:
                     inner.popleft()
                 block = memoryview(buffer)[: block_stop - block_start]
                 parts = _parts((block_start, block), inner)
-                self._read_parts(parts, speed)
+                self._read_parts(parts)
                 yield from _pieces(wanted[first:last], parts)
         finally:
             self._buffer = buffer
@@ -182,12 +182,12 @@ class RangeFile:
             previous = stop
         return [run for run in runs if run[0] < run[1]]
 
-    def _read_parts(self, parts: Sequence[PlacedView], speed: _Speed) -> None:
+    def _read_parts(self, parts: Sequence[PlacedView]) -> None:
         """Fill parts that follow one another in the file, and refuse what was not written."""
         for at, part in parts:
             for low in range(0, part.nbytes, CACHED_BYTES):
                 cached = part[low : low + CACHED_BYTES]
-                with speed.of(cached.nbytes):
+                with self._speed.of(cached.nbytes):
                     self._fill(cached, at + low)
                 self._check_block(cached, at + low)
         self._on_work()
@@ -238,7 +238,7 @@ class RangeFile:
 
 
 class _Speed:
-    """How fast the reads of some runs have been.
+    """How fast the reads of a file have been.
 
     Attributes:
         is_slow: whether to announce those that follow; once and for all, for those come fast.

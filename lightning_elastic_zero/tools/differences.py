@@ -12,7 +12,7 @@ import torch
 from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_bytes
-from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, dtype_name
+from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, dtype_name, in_order
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry, open_view
 from lightning_elastic_zero.tools.progress_line import OnBytes
 
@@ -140,7 +140,8 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
 
     NaN is like NaN, -0.0 like 0.0; what is NaN or infinite on one side only differs by that much.
     """
-    if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+    bits = [in_order(tensor).view(torch.uint8) for tensor in (one, other)]
+    if one.dtype == other.dtype and torch.equal(*bits):
         return 0, 0.0, 0.0
     if any(t.is_complex() or t.is_floating_point() for t in (one, other)):
         return _compare_floats(one, other)

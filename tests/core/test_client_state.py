@@ -318,6 +318,11 @@ class TestFingerprints:
         assert fingerprints({"a": {"b": 1, "c": 2}}) == fingerprints({"a": {"c": 2, "b": 1}})
         base = torch.arange(6.0).view(2, 3)
         assert fingerprints({"a": base.t()}) == fingerprints({"a": base.t().contiguous()})
+        # To torch one element is contiguous, wherever the next one would lie.
+        for view in (base[1:2, 1], torch.ones(()).expand(1)):
+            same = torch.tensor(view.tolist())
+            assert fingerprints({"a": view}) == fingerprints({"a": same})
+            assert fingerprints({"a": view}) != fingerprints({"a": same + 1})
 
     def test_every_kind_of_tensor_has_one(self) -> None:
         """Conjugated and negated tensors are told apart by what they are worth; sparse ones too."""

@@ -261,6 +261,41 @@ class TestReadRuns:
             ahead = [s for what, s in before if what == "announce"]
             assert len(ahead) == min(at + range_file.AHEAD_BLOCKS, len(announced))
 
+    @pytest.mark.parametrize("error", [OSError(errno.EINVAL, "no"), AttributeError()], ids=repr)
+    def test_a_system_that_hears_of_nothing_is_read_all_the_same(
+        self, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Neither a file system that refuses advice nor a system without it fails a read."""
+        monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(range_file, "SAMPLE_BYTES", 0)
+        monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
+        told = []
+
+        def refuse(*arguments: object) -> None:
+            told.append(arguments)
+            raise error
+
+        monkeypatch.setattr(os, "posix_fadvise", refuse)
+        data = some_bytes(5 * CHUNK_BYTES)
+        with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
+            assert file.read(0, len(data)) == data
+        assert len(told) == 4
+
+    def test_small_reads_of_a_slow_disk_count_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tools read a few blocks at a time: what was slow is known in the next call."""
+        monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(range_file, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
+        monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
+        announced: list[int] = []
+        monkeypatch.setattr(os, "posix_fadvise", lambda _, start, *__: announced.append(start))
+        data = some_bytes(10 * CHUNK_BYTES)
+        with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
+            for start in range(0, len(data), 2 * CHUNK_BYTES):
+                file.read(start, start + 2 * CHUNK_BYTES)
+        assert announced == [i * CHUNK_BYTES for i in range(4, 10)]
+
     def test_two_readers_do_not_disturb_each_other(self, tmp_path: Path) -> None:
         """A second iteration, begun amid the first, leaves the first one's piece alone."""
         data = some_bytes(4 * CHUNK_BYTES)

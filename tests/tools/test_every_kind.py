@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
 from lightning_elastic_zero.tools.conversion import TARGETS
+from tests.tools._checkpoints import make_state, write_elastic
 from tests.tools._kinds import FOREIGN, KINDS, STRANGERS, Kind, Stranger
 
 Run = Callable[..., tuple[int, str, str]]
@@ -147,6 +148,23 @@ def test_every_verb_takes_it(kind: Kind, tmp_path: Path, run: Run) -> None:
 def test_every_verb_takes_what_others_wrote(kind: Kind, tmp_path: Path, run: Run) -> None:
     """Checkpoints of other software, of four releases of DeepSpeed, too."""
     check_kind(kind, tmp_path, run)
+
+
+def test_every_verb_takes_buffers_that_are_views(tmp_path: Path, run: Run) -> None:
+    """One element of a column is contiguous to torch, and has no bytes that follow one another."""
+    column = torch.arange(12.0).reshape(3, 4)[1:2, 2]
+    state = make_state()
+    state.buffers["column"] = column
+    name, own = "lightning_elastic_zero", "own.ckpt"
+    kind = Kind("views", lambda folder: write_elastic(folder / own, state), name)
+    assert column.stride() == (4,)
+    check_kind(kind, tmp_path, run)
+    state.buffers["column"] = torch.tensor([6.0])
+    same = write_elastic(tmp_path / "same", state)
+    path = tmp_path / "source" / own
+    assert run("diff", path, same)[0] == 0
+    first, other = (run("fingerprint", p)[1].split()[0] for p in (path, same))
+    assert first == other
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=names_of)

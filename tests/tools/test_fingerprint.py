@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,8 @@ from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_
 Run = Callable[..., tuple[int, str, str]]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+ONES = (1 << 64) - 1
 
 
 def part(values: torch.Tensor, start: int = 0, **changes: object) -> FingerprintPart:
@@ -91,6 +94,18 @@ def test_the_formula(long: torch.Tensor) -> None:
         values = long[:count]
         which = TensorId("weights", "w", "", values.dtype, (count,))
         assert part(values).weights == by_the_formula(values, which)
+
+
+def test_the_number_is_that_of_every_release() -> None:
+    """Saves record it: what a later release computes of the same tensor has to be the same."""
+    values = torch.arange(4.0)
+    text = b"\0weights\0w\0\0float32\x004"
+    behind, there = (xxhash.xxh3_128_intdigest(what + text) for what in (b"tensor", b"there"))
+    which = TensorId("weights", "w", "", values.dtype, (4,))
+    assert which.bytes_behind() == ((behind >> 64) ^ (behind & ONES)) >> 1
+    assert which.presence().weights == (there >> 64) ^ (there & ONES)
+    three = xxhash.xxh3_128_intdigest(b"scalar\0w\0step\x003")
+    assert scalars_part("w", [("step", 3.0)]).optimizer == (three >> 64) ^ (three & ONES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,6 +182,32 @@ def test_elements_that_the_tensor_does_not_have() -> None:
         part(torch.ones(3, dtype=torch.float64), dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(10.0)[5::10],
+        torch.tensor([5.0]).expand(1),
+        torch.arange(10.0)[::3],
+        torch.tensor([1 - 2j, 5 + 3j]).conj(),
+        torch.tensor([1 - 2j, 5 + 3j]).conj().imag,
+        torch._neg_view(torch.arange(3.0)),
+    ],
+    ids=[
+        "one of a column",
+        "one expanded",
+        "strided",
+        "conjugate",
+        "its imaginary part",
+        "negative",
+    ],
+)
+def test_values_count_however_they_lie(values: torch.Tensor) -> None:
+    """Buffers may be views: what they hold counts, not what lies in memory, nor its strides."""
+    held = torch.tensor(values.tolist(), dtype=values.dtype)
+    assert part(values) == part(held)
+    assert part(values) != part(held + 1)
+
+
 def test_what_else_counts() -> None:
     """Name, key, type and shape do, of zeros too; a step does by its value."""
     values = torch.zeros(9)
@@ -211,6 +252,12 @@ def test_states_of_several_pieces() -> None:
     one = rank_part(manifest, held, 0)
     pieces: list[None] = []
     assert rank_part(manifest, held, 0, lambda: pieces.append(None)) == one
+    whole = FingerprintPart()
+    for name, values in state.masters.items():
+        whole += part(values.view(-1), name=name, shape=tuple(values.shape))
+    for name, values in (*state.frozen.items(), *state.buffers.items()):
+        whole += part(values.reshape(-1), name=name, shape=tuple(values.shape))
+    assert one.weights == whole.weights
     # Masters and both moments of 2.5 pieces each, beside what is small.
     assert len(pieces) > 3 * 3
     for place in (0, PIECE_BYTES // 4 - 1, PIECE_BYTES // 4, 5 * (PIECE_BYTES // 8 + 3) - 1):

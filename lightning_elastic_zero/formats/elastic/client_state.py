@@ -23,7 +23,7 @@ import xxhash
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
-from lightning_elastic_zero.tensor_state import is_on_device
+from lightning_elastic_zero.tensor_state import in_order, is_on_device
 
 REMOVED = False
 """Ends a path to something that a rank does not have and rank 0 has; no key is a bool."""
@@ -311,7 +311,7 @@ def _bits(value: object, path: TreePath) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield a dense tensor's bytes, on the host, a bounded part at a time."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = in_order(tensor)
     data = flat.view(torch.uint8) if flat.numel() else flat
     for start in range(0, data.numel(), _HASHED_BYTES):
         yield data[start : start + _HASHED_BYTES].cpu().numpy().data

@@ -21,6 +21,7 @@ import torch
 from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.manifest import FileEntry
 from lightning_elastic_zero.storage import ChecksummedWriter, ignore_bytes
+from lightning_elastic_zero.tensor_state import in_order
 
 COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
@@ -296,4 +297,4 @@ def _bytes_of(source: ElementSource) -> Iterator[memoryview]:
             msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."
             raise ValueError(msg)
         if chunk.numel():
-            yield chunk.view(torch.uint8).numpy().data
+            yield in_order(chunk).view(torch.uint8).numpy().data
