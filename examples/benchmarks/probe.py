@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +34,11 @@ def _anonymous() -> float:
 def folder_bytes(folder: Path) -> float:
     """Return the bytes that all files below a folder take on the disk, also while they change."""
     found = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            status = path.lstat()
-            found += status.st_blocks * 512 if not path.is_dir() else 0
+    # Not rglob, which raises where a folder is renamed while it is looked through.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(parent, name)).st_blocks * 512  # noqa: PTH118
     return float(found)
 
 
