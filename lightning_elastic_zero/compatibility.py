@@ -313,8 +313,10 @@ def rounded_buffers(buffers: Sequence[BufferPair], live: Manifest) -> list[str]:
     """
     types = _rounds_to(live)
     found = [b for b in buffers if b.loses and _is_rounding(b.saved_dtype, b.dtype, types)]
-    infinite = " (numbers too large for {} become infinite)"
-    return [b.name + infinite.format(b.dtype) * b.overflows for b in found]
+    return [
+        f"{b.name} (numbers too large for {b.dtype} become infinite)" if b.overflows else b.name
+        for b in found
+    ]
 
 
 def _rounds_to(live: Manifest) -> Collection[str]:

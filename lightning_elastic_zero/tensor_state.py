@@ -142,12 +142,25 @@ def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(((found != kept) & ~((found != found) & (kept != kept))).any())  # noqa: PLR0124 (NaN)
 
 
+def can_overflow(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether one floating-point type holds larger numbers than another; False for integers."""
+    floating = saved.is_floating_point or saved.is_complex
+    return floating and saved != wanted and torch.finfo(wanted).max < torch.finfo(saved).max
+
+
+def overflowed(values: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the finite values that are infinite, or NaN, in the type of ``cast``."""
+    return values.isfinite() & ~cast.isfinite()
+
+
 def overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether finite values would become infinite, or NaN, in a floating-point type."""
-    if values.dtype == dtype or not (values.is_floating_point() and dtype.is_floating_point):
+    if not (values.is_floating_point() and dtype.is_floating_point):
         return False
-    found, kept = values.double(), values.to(dtype).double()  # 8-bit types cannot be asked.
-    return bool((found.isfinite() & ~kept.isfinite()).any())
+    if not can_overflow(values.dtype, dtype):
+        return False
+    # As fp64, since 8-bit types cannot be asked.
+    return bool(overflowed(values.double(), values.to(dtype).double()).any())
 
 
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,7 +13,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import spans
-from lightning_elastic_zero.tensor_state import dtype_name
+from lightning_elastic_zero.tensor_state import can_overflow, dtype_name, overflowed
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are looked at, and where one is not finite read again, at a time."""
@@ -34,12 +34,6 @@ class ReadRun:
     """The parameter's."""
     state: str
     """The optimizer state's; empty for the weight itself."""
-
-
-def can_overflow(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether one floating-point type holds larger numbers than another; False for integers."""
-    floating = saved.is_floating_point or saved.is_complex
-    return floating and saved != wanted and torch.finfo(wanted).max < torch.finfo(saved).max
 
 
 def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
@@ -65,14 +59,13 @@ def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
     if not can_overflow(saved, found.dtype):
         return 0
     for start, stop in spans(0, found.numel(), _CHECKED_ELEMENTS):
-        finite = found[start:stop].cpu().isfinite()
-        if finite.all():
+        cast = found[start:stop].cpu()
+        if cast.isfinite().all():
             continue
         held = host_chunk(stop - start, saved)
         part = StoredRun(run.tensor, run.start + start, run.start + stop)
         bytes_read += read_into([(held, part)])
-        lost = held.isfinite() & ~finite
-        if lost.any():
+        if (lost := overflowed(held, cast)).any():
             raise CheckpointMismatchError(_refusal(read, path, held[lost][0].item()))
     return bytes_read
 

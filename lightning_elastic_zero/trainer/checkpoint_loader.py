@@ -182,13 +182,11 @@ def format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
 def _place_of_fit(loaded: LoadResult) -> str:
     """Return at which step and epoch a fit goes on: the step that the trainer has then."""
     manifest, state = loaded.manifest, loaded.client_state
-    loops = counted_loops(state)
+    loops, step = counted_loops(state), _saved_step(loaded)
     if manifest.weights_only or VERSION_KEY not in state or loops is None:
-        step = _saved_step(loaded)
         return f" at step 0 (saved at step {step})" if step else " at step 0"
     if manifest.progress.sampler:
         return _place_of_save(loaded)
-    step = _saved_step(loaded)
     record = infer_progress(loops, manifest.progress, manifest.world_size, step)
     return f" at step {step}, epoch {record.position.epoch + record.position.is_over}"
 

@@ -12,6 +12,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedEr
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
 from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import spans
+from lightning_elastic_zero.tensor_state import can_overflow, overflowed
 from lightning_elastic_zero.text import format_names
 from lightning_elastic_zero.tools.checkpoint_view import (
     OpenCheckpoint,
@@ -137,7 +138,7 @@ def cast_weight(
     if values.dtype == dtype:
         return values
     found = host_chunk(values.numel(), dtype).copy_(values)
-    if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
+    if can_overflow(values.dtype, dtype):
         for start, stop in spans(0, values.numel(), _CHECKED_ELEMENTS):
             _check_range(checkpoint, entry, values[start:stop], found[start:stop])
     return found
@@ -151,8 +152,7 @@ def _check_range(
     Raises:
         UnsupportedError: one has.
     """
-    infinite = found.isinf()
-    if not infinite.any() or not (lost := infinite & values.isfinite()).any():
+    if found.isfinite().all() or not (lost := overflowed(values, found)).any():
         return
     name = next(text for text, dtype in DTYPES.items() if dtype == found.dtype)
     msg = (
