@@ -215,7 +215,7 @@ def make_parents(target: Path) -> None:
     directory = target.parent
     above = (directory, *directory.parents)
     if file := next((path for path in above if path.exists() and not path.is_dir()), None):
-        msg = f"Could not write {target}: {file} is a file, and no directory. Give another path"
+        msg = f"Could not write {target}: {file} is a file, not a directory. Choose another path."
         raise SaveError(msg)
     missing = [path for path in above if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)

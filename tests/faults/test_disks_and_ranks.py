@@ -45,7 +45,7 @@ SAYS = {
     "no space": "No space left on device",
     "quota": "quota exceeded",
     "the directory vanishes": "No such file or directory",
-    "the folder is moved away": "exists",
+    "the folder is moved away": "is a file, not a directory",
     "read-only": "Read-only file system",
     "full disk": "No space left on device",
 }

@@ -281,8 +281,8 @@ def test_targets_that_cannot_be(size: str, tmp_path: Path, run: Run) -> None:
             assert error.count("\n") == 1, error
             assert "room" not in error
             if target:
-                assert f"{target}: {tmp_path / 'file'} is a file, and no directory" in error
-                assert "Give another path" in error
+                assert f"{target}: {tmp_path / 'file'} is a file, not a directory" in error
+                assert "Choose another path" in error
     options = ("--to", "safetensors", "--max-shard-gb", size)
     assert run("convert", source, tmp_path / "out", *options)[:2] == (2, "")
     assert names_in(tmp_path) == ["a.ckpt", "file"]
