@@ -6,7 +6,7 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,14 +14,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
 from lightning_elastic_zero.checkpoint.fingerprint_check import (
     SavedState,
     Verdict,
     check_loaded,
 )
+from lightning_elastic_zero.checkpoint.lossy_casts import buffer_pairs, infinite_weights
 from lightning_elastic_zero.checkpoint.transfers import plans, read_targets, scalars_by_buffer
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -35,6 +34,7 @@ from lightning_elastic_zero.compatibility import (
     RestoreScope,
     check_compatible,
     describe,
+    list_names,
     rounded_buffers,
 )
 from lightning_elastic_zero.coordination import Ranks
@@ -49,14 +49,7 @@ from lightning_elastic_zero.group_matching import match_groups, origins_of, with
 from lightning_elastic_zero.key_mapping import KeyMapping, mapping_to
 from lightning_elastic_zero.manifest import Manifest, Progress
 from lightning_elastic_zero.storage import check_local_path, existing_path, real_path, repair_target
-from lightning_elastic_zero.tensor_state import (
-    RestoreTargets,
-    RestoreValues,
-    dtype_name,
-    has_internal_overlap,
-    is_lossy_cast,
-    overflows,
-)
+from lightning_elastic_zero.tensor_state import RestoreTargets, RestoreValues
 from lightning_elastic_zero.unrestored import describe_unrestored
 
 log = logging.getLogger(__name__)
@@ -254,7 +247,7 @@ class _Load:
             strict=self.options.strict,
             strict_optimizer=self.options.strict_optimizer or not training,
         )
-        buffers = list(_pairs(shared.buffers, self.live.module_buffers()))
+        buffers = list(buffer_pairs(shared.buffers, self.live.module_buffers()))
         check_compatible(source.manifest, here, scope, self.where, buffers)
         self._check_optimizer(scope)
         if shared.lr_scheduler is not None and scope.lr_scheduler:
@@ -320,7 +313,20 @@ class _Load:
         on_bytes = report_bytes("reading", self.ranks, self.options.show, size)
         filled = read_targets(targets)
         bytes_read = sum(source.read(runs, filled, on_bytes) for _, runs in in_order)
+        self._warn_of_infinite_weights(targets)
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
+
+    def _warn_of_infinite_weights(self, targets: RestoreTargets) -> None:
+        """Name the weights that forward cannot use here, on the ranks that hold their masters."""
+        here = self.live.describe()
+        if found := infinite_weights(targets, self.source.manifest, here):
+            log.warning(
+                "%s: numbers that %s cannot hold, so that these weights become infinite (their "
+                "masters do not): %s. Run in a precision whose type holds them",
+                self.where,
+                here.precision,
+                list_names(found),
+            )
 
     def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
         """Compare what is live now with the fingerprint that the save recorded, if it did."""
@@ -371,23 +377,6 @@ def _step_of(progress: Progress) -> int:
     """Return the step at which a checkpoint was saved, as its trainer counted."""
     step = progress.sampler.get("global_step")
     return step if isinstance(step, int) else progress.global_steps
-
-
-def _pairs(
-    saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
-) -> Iterator[BufferPair]:
-    """Yield the module buffers that both have, as they are there and here."""
-    for name, held, wanted in ((n, saved[n], live[n]) for n in live if n in saved):
-        yield BufferPair(
-            name,
-            saved_shape=tuple(held.shape),
-            shape=tuple(wanted.shape),
-            saved_dtype=dtype_name(held.dtype),
-            dtype=dtype_name(wanted.dtype),
-            loses=is_lossy_cast(held, wanted.dtype),
-            overflows=overflows(held, wanted.dtype),
-            writable=not has_internal_overlap(wanted),
-        )
 
 
 def _source_summary(source: CheckpointReader) -> str:

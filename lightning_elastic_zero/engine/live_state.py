@@ -46,6 +46,7 @@ from lightning_elastic_zero.engine.module import (
     write_buffers,
     write_piece,
 )
+from lightning_elastic_zero.engine.muon import momentum_dtype
 from lightning_elastic_zero.engine.offloaded_states import refuse_offloaded, weights_are_offloaded
 from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
@@ -330,7 +331,8 @@ class LiveEngine:
         flats = []
         for buffer, row, fragments in self._placed:
             inner = stepping_optimizer(self._optimizer, buffer.sub_group)
-            held_here = (inner, buffer, fragments, source)
+            momentum = momentum_dtype(self._optimizer, self._wrapper, buffer)
+            held_here = (inner, buffer, fragments, source, momentum)
             states = allocate_states(*held_here) if with_optimizer else {}
             whole = held.issuperset(row.names)
             flats.append(flat_target(buffer, fragments, states, whole=whole))

@@ -72,6 +72,28 @@ def partitioned_momentum(
     return {MOMENTUM_KEY: flat}
 
 
+def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torch.dtype | None:  # noqa: ANN401
+    """Return the type of the momentum with which a flat buffer goes on; None if it is not Muon's.
+
+    Args:
+        optimizer: DeepSpeed's wrapper.
+        wrapper: its class name.
+        buffer: a flat buffer, of any group.
+    """
+    if not uses_muon(optimizer, buffer.group):
+        return None
+    if wrapper not in PARTITIONING:  # Stage 0: gradients, and so the momentum, are as the masters.
+        return buffer.key.dtype
+    dtype: torch.dtype = buffer.master.dtype
+    if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
+        dtype = kept.dtype
+    elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
+        dtype = _gradient_dtype(optimizer)
+    elif wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        dtype = optimizer.communication_data_type
+    return dtype
+
+
 def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None:  # noqa: ANN401
     """Continue with the momentum that a flat buffer's state has now: collective in ZeRO-1/2.
 
@@ -83,18 +105,13 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
         wrapper: its class name.
         buffer: a flat buffer, of any group.
     """
-    if not uses_muon(optimizer, buffer.group):
+    dtype = momentum_dtype(optimizer, wrapper, buffer)
+    if dtype is None:
         return
     state = inner_optimizer(optimizer).state.get(buffer.key, {})
     restored = state.get(MOMENTUM_KEY)
-    if wrapper not in PARTITIONING:  # Stage 0: gradients, and so the momentum, are as the masters.
-        if restored is not None:
-            state[MOMENTUM_KEY] = restored.to(buffer.key.dtype)
-        return
-    own = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
-    if buffer.sub_group in own:
+    if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
         # Kept outside the optimizer, whose state is a link to it; a fresh one has no momentum.
-        kept = own[buffer.sub_group]
         kept.zero_() if restored is None else kept.copy_(restored)
         inner_optimizer(optimizer).state[buffer.key][MOMENTUM_KEY] = kept
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
@@ -103,9 +120,14 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
         if restored is not None:
             _place_whole_momenta(optimizer, buffer, state)
     elif restored is not None:
-        in_zero_3 = wrapper == "DeepSpeedZeroOptimizer_Stage3"
-        dtype = optimizer.communication_data_type if in_zero_3 else buffer.master.dtype
         state[MOMENTUM_KEY] = restored.to(dtype)
+
+
+def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor | None:  # noqa: ANN401
+    """Return the momentum that ZeRO-3 keeps outside the optimizer, where it does."""
+    kept: Mapping[int | None, torch.Tensor]
+    kept = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
+    return kept.get(buffer.sub_group)
 
 
 def _place_whole_momenta(

@@ -13,6 +13,7 @@ from lightning_elastic_zero.engine.fragment_addresses import COMPARE_ELEMENTS, b
 from lightning_elastic_zero.engine.initial_state import initial_values
 from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler
 from lightning_elastic_zero.engine.module import unplain
+from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.engine.optimizer_state import (
     ADAM_FAMILY,
     EXECUTION_KEYS,
@@ -85,6 +86,7 @@ def allocate_states(
     buffer: LiveFlatBuffer,
     fragments: Iterable[Fragment],
     source: Manifest,
+    momentum_dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
 
@@ -94,6 +96,14 @@ def allocate_states(
     On the host, where a live state will take the values in its own memory: the device never holds
     it twice. Otherwise on the device, so that one that is full is found out before ``commit``. In
     files, where the live ones are.
+
+    Args:
+        inner: the optimizer that steps the buffer.
+        buffer: the live one.
+        fragments: what this rank holds in it.
+        source: the checkpoint, its groups in the order of the live ones.
+        momentum_dtype: of Muon's momentum (``muon.momentum_dtype``): received in it, a number that
+            is too large for it is refused while nothing has changed. Files keep the masters' type.
     """
     master, live = buffer.values, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
@@ -103,6 +113,8 @@ def allocate_states(
             if buffer.swapped:
                 targets[key.name] = buffer.swapped.empty(dtype)
                 continue
+            if key.name == MOMENTUM_KEY and momentum_dtype is not None:
+                dtype = momentum_dtype
             has_place = _has_place(live.get(key.name), buffer.key, dtype)
             on_host = has_place or master.device.type == "cpu"
             targets[key.name] = (

@@ -5,6 +5,7 @@ It lies in one rank's part only. Infinity that a file has is loaded as it is.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from torch import nn
 
 from tests.engine._model import Net
 from tests.engine._save_load_programs import Saved, evaluated_weights, found_after_load
-from tests.engine._setup import Setup, engine_of, train
+from tests.engine._setup import Setup, engine_of, inner_of, train
 from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, refused
 from tests.foreign._torch_writers import Run
+from tests.outcome import log_heard
 
 pytestmark = pytest.mark.engine
 
@@ -96,14 +98,32 @@ def test_what_is_infinite_in_a_file_stays_so(
     assert torch.equal(found.view_as(wanted), wanted)
 
 
-def save_large(setup: Setup, path: str) -> None:
-    """Save a ZeRO-2 run, by this library, whose first master of each rank is large. Collective."""
+def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -> None:
+    """Save a ZeRO-2 run, by this library, whose first master of each rank is large. Collective.
+
+    Or the first element of an optimizer state.
+    """
     from lightning_elastic_zero import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)
-        engine.optimizer.single_partition_of_fp32_groups[0].data[0] = LARGE
+        masters = engine.optimizer.single_partition_of_fp32_groups
+        states = (inner_of(engine).state[master] for master in masters)
+        values = next(s[state] for s in states if state in s) if state else masters[0].data
+        values[0] = large
         save_checkpoint(engine, path)
+
+
+def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
+    """Load, and save again; return what this rank was warned of. Collective."""
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 7) as engine:
+        with log_heard("lightning_elastic_zero", logging.WARNING) as said:
+            load_checkpoint(engine, path)
+        if again:
+            save_checkpoint(engine, again)
+    return said
 
 
 def test_a_run_with_narrower_masters_refuses_it(pools: Pools, tmp_path: Path) -> None:
@@ -126,3 +146,46 @@ def test_a_run_with_narrower_masters_refuses_it(pools: Pools, tmp_path: Path) ->
     assert pair is not None
     held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("master/")]
     assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
+
+
+def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """Muon's has the type of the gradients, and not of the masters beside which it is received."""
+    source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
+    pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
+    for target in (
+        Setup(3, "3", "bf16", optimizer="Muon"),
+        Setup(1, "1", "bf16", optimizer="Muon"),
+    ):
+        found = refused(pools, target, path)
+        assert found.error == "CheckpointMismatchError", found.message
+        assert "the optimizer state momentum_buffer of " in found.message
+        assert "has the value 3.39999995e+38, saved as float32, and is kept as bf" in found.message
+    whole = Setup(2, "B", "bf16", optimizer="Muon")
+    pair = pools.run(2, partial(found_after_load, whole, Saved(source, path), {}))[0]
+    assert pair is not None
+    held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("momentum_buffer/")]
+    assert any((v == torch.tensor(LARGE)).any() for v in held)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "large"),
+    [
+        (Setup(2, "2"), Setup(3, "3", "fp16"), 7e4),
+        (Setup(2, "2", "bf16"), Setup(1, "2", "fp16"), -7e4),
+        (Setup(2, "2"), Setup(2, "1", "bf16"), LARGE),
+    ],
+    ids=str,
+)
+def test_weights_that_become_infinite_are_named(
+    source: Setup, target: Setup, large: float, pools: Pools, tmp_path: Path
+) -> None:
+    """By the ranks that hold their masters, which keep the number; nothing is told of others."""
+    path, again = str(tmp_path / "large.ckpt"), str(tmp_path / "again.ckpt")
+    pools.run(source.world, partial(save_large, source, path, large))
+    warned = pools.run(target.world, partial(warnings_of_load, target, path, again))
+    told = f"numbers that {target.precision} cannot hold, so that these weights become infinite"
+    named = [re.findall(rf"{told} .*?: ([\w., ]+)\. Run", text) for s in warned for text in s]
+    names = {name for found in named for each in found for name in each.split(", ")}
+    assert names == {"embedding.weight", "a.weight"}  # The second rank's part begins in that one.
+    same = pools.run(target.world, partial(warnings_of_load, target, again))
+    assert not any(told in text for said in same for text in said), same

@@ -1,0 +1,74 @@
+"""What is lost where a load casts: buffers that are rounded, weights that become infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from lightning_elastic_zero.compatibility import BufferPair
+from lightning_elastic_zero.layout import spans
+from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.tensor_state import (
+    RestoreTargets,
+    can_overflow,
+    dtype_name,
+    has_internal_overlap,
+    is_lossy_cast,
+    overflowed,
+    overflows,
+)
+
+_CHECKED_ELEMENTS = 1 << 20
+"""Elements that are cast at a time."""
+
+
+def buffer_pairs(
+    saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
+) -> Iterator[BufferPair]:
+    """Yield the module buffers that both have, as they are there and here."""
+    for name, held, wanted in ((n, saved[n], live[n]) for n in live if n in saved):
+        yield BufferPair(
+            name,
+            saved_shape=tuple(held.shape),
+            shape=tuple(wanted.shape),
+            saved_dtype=dtype_name(held.dtype),
+            dtype=dtype_name(wanted.dtype),
+            loses=is_lossy_cast(held, wanted.dtype),
+            overflows=overflows(held, wanted.dtype),
+            writable=not has_internal_overlap(wanted),
+        )
+
+
+def infinite_weights(targets: RestoreTargets, saved: Manifest, here: Manifest) -> list[str]:
+    """Return the parameters of which this rank received a master that its weight cannot hold.
+
+    Only where weights had a type of larger numbers when they were saved: in one of the same type
+    they were infinite then too, and such a run goes on as it was.
+
+    Args:
+        targets: filled. ``weights`` are masters, where the engine has some.
+        saved: the checkpoint. A parameter's ``dtype`` is that of its weight, not of its master.
+        here: the live engine.
+    """
+    was = {p.name: getattr(torch, p.dtype) for p in saved.parameters}
+    types = {p.name: getattr(torch, p.dtype) for p in here.optimized if p.name in was}
+    narrower = {name for name, dtype in types.items() if can_overflow(was[name], dtype)}
+    found: dict[str, None] = {}
+    for fragment in targets.fragments:
+        if fragment.name in narrower.difference(found):
+            end = fragment.offset + fragment.stop - fragment.start
+            masters = targets.weights[fragment.buffer].detach()[fragment.offset : end]
+            if _become_infinite(masters, types[fragment.name]):
+                found[fragment.name] = None
+    return [*found]
+
+
+def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a finite master is infinite in a type; a bounded part of them at a time."""
+    for start, stop in spans(0, masters.numel(), _CHECKED_ELEMENTS):
+        part = masters[start:stop]
+        cast = part.to(dtype)
+        if not cast.isfinite().all() and overflowed(part, cast).any():
+            return True
+    return False
