@@ -67,7 +67,7 @@ def infinite_weights(targets: RestoreTargets, saved: Manifest, here: Manifest) -
 def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a finite master is infinite in a type; a bounded part of them at a time."""
     for start, stop in spans(0, masters.numel(), _CHECKED_ELEMENTS):
-        part = masters[start:stop]
+        part = masters[start:stop].cpu()
         cast = part.to(dtype)
         if not cast.isfinite().all() and overflowed(part, cast).any():
             return True
