@@ -123,9 +123,15 @@ def _fork_program(request: ProgramRequest) -> int:
     """Fork; the child's output goes to its files."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Its id may have been that of one that ended long ago, and it may end at once.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     pid = os.fork()
-    if not pid:
+    if pid:
+        _STATUSES.pop(pid, None)
+    else:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    if not pid:
         os.chdir(request.folder)
         for descriptor, path in ((1, request.stdout), (2, request.stderr)):
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -102,9 +102,10 @@ class Program:
         return None if status is None else int(status)
 
     def kill(self) -> None:
-        """Kill it, if it runs yet."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """Kill it, if it runs yet: else its id may be another's by now."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
