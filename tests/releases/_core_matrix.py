@@ -30,17 +30,17 @@ saves behind training, streams, mapped memory. Of what rotates, the cases of the
 LACKING = {
     "0.16.4": ("nvme",),
     "0.16.9": ("contiguous_False",),
-    "0.18.4": ("autocast", "narrower_masters"),
+    "0.18.4": ("autocast",),
     "0.18.9": ("muon_in_memory",),
-    "0.19.7": ("alignment", "(fp32 and bf16)"),
+    "0.19.7": ("alignment", "(fp32 and bf16)", "narrower_masters"),
 }
 """By the release that brought what they need: words of the tests that are left out before it.
 
 Offload to NVMe is refused before 0.16.4. An engine of 0.16.0 (0.16.9 can) that has no contiguous
 gradients cannot be destroyed, as tests do. ``torch_autocast`` has its scaler in every stage since
-0.18.4, and masters in bf16 came after 0.17.5, ZeRO-3 Muon's momentum in memory since 0.18.9. ``parameter_alignment`` came with 0.19.7.
+0.18.4, ZeRO-3 Muon's momentum in memory since 0.18.9. ``parameter_alignment`` came with 0.19.7.
 Older releases keep buffers in bf16 where the weights are, so that they are rounded when a run
-changes its precision, which the oracle does not expect.
+changes its precision, which the oracle does not expect; masters in bf16 came after 0.17.5.
 """
 
 
