@@ -18,8 +18,15 @@ import torch
 from torch import nn
 
 from tests.engine._model import Net
-from tests.engine._save_load_programs import Saved, evaluated_weights, found_after_load
-from tests.engine._setup import Setup, engine_of, inner_of, train
+from tests.engine._save_load_programs import (
+    Loading,
+    Saved,
+    evaluated_weights,
+    found_after_load,
+    refusal,
+)
+from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
+from tests.engine._skips import skip_without
 from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, refused
@@ -148,6 +155,24 @@ def test_a_run_with_narrower_masters_refuses_it(pools: Pools, tmp_path: Path) ->
     assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
 
 
+def assert_momentum_refused(pools: Pools, target: Setup, path: str) -> None:
+    """Fail unless a run in bf16 refuses a number of a momentum that was saved in fp32."""
+    found = refused(pools, target, path)
+    assert found.error == "CheckpointMismatchError", found.message
+    assert "the optimizer state momentum_buffer of " in found.message
+    assert "has the value 3.39999995e+38, saved as float32, and is kept as bf" in found.message
+
+
+def test_a_momentum_in_files_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """It was received there in the masters' type, and cast once all was live."""
+    skip_without("AsyncIOBuilder", pools)
+    path = str(tmp_path / "large.ckpt")
+    pools.run(
+        2, partial(save_large, Setup(2, "2", optimizer="Muon"), path, state="momentum_buffer")
+    )
+    assert_momentum_refused(pools, Setup(2, "3", "bf16", optimizer="Muon", nvme="plain"), path)
+
+
 def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) -> None:
     """Muon's has the type of the gradients, and not of the masters beside which it is received."""
     source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
@@ -156,10 +181,7 @@ def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) 
         Setup(3, "3", "bf16", optimizer="Muon"),
         Setup(1, "1", "bf16", optimizer="Muon"),
     ):
-        found = refused(pools, target, path)
-        assert found.error == "CheckpointMismatchError", found.message
-        assert "the optimizer state momentum_buffer of " in found.message
-        assert "has the value 3.39999995e+38, saved as float32, and is kept as bf" in found.message
+        assert_momentum_refused(pools, target, path)
     whole = Setup(2, "B", "bf16", optimizer="Muon")
     pair = pools.run(2, partial(found_after_load, whole, Saved(source, path), {}))[0]
     assert pair is not None
@@ -189,3 +211,21 @@ def test_weights_that_become_infinite_are_named(
     assert names == {"embedding.weight", "a.weight"}  # The second rank's part begins in that one.
     same = pools.run(target.world, partial(warnings_of_load, target, again))
     assert not any(told in text for said in same for text in said), same
+
+
+def round_masters(engine: Engine) -> None:
+    """Configure what DeepSpeed asks for at a load."""
+    engine._config.zero_config.load_from_fp32_weights = False
+
+
+@pytest.mark.parametrize("target", [Setup(2, "2", "fp16"), Setup(1, "3", "fp16")], ids=str)
+def test_masters_are_not_rounded_to_infinity(target: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Where the config has them rounded to the weights, the masters themselves were infinite."""
+    path = str(tmp_path / "large.ckpt")
+    pools.run(2, partial(save_large, Setup(2, "2"), path, 7e4))
+    load = partial(refusal, target, Loading(path), prepare=round_masters)
+    for found in pools.run(target.world, load):
+        assert found.error == "CheckpointMismatchError", found.message
+        assert "(zero_optimization.load_from_fp32_weights: false)" in found.message
+        assert "become infinite: embedding.weight" in found.message
+        assert found.unchanged
