@@ -102,6 +102,8 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
     dtype: torch.dtype = buffer.master.dtype
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
         dtype = kept.dtype
+    elif buffer.swapped:  # Files have one type, in which DeepSpeed goes on after the first step.
+        dtype = buffer.swapped.dtype
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
         dtype = _gradient_dtype(optimizer)
     elif wrapper == "DeepSpeedZeroOptimizer_Stage3":

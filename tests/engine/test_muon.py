@@ -13,6 +13,7 @@ import torch
 
 from tests.engine._save_load_programs import Saved, load
 from tests.engine._setup import QUICK_SCALER, Setup, engine_of
+from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 from tests.outcome import log_heard
@@ -64,6 +65,8 @@ def test_momentum_survives(
         (muon(3, "B", "bf16"), muon(2, "3", "bf16", offload=True)),
         (muon(3, "3", "bf16"), muon(2, "1", "bf16", offload=True)),
         (muon(1, "2", "bf16"), muon(1, "0")),
+        (muon(2, "B", "bf16"), muon(3, "3", "bf16", nvme="plain")),
+        (muon(2, "3", "bf16", nvme="plain", fp32_gradients=True), muon(1, "1", "bf16")),
     ],
     ids=str,
 )
@@ -71,6 +74,8 @@ def test_momentum_takes_the_type_of_its_stage(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Saved in bf16 it is fp32 in stage 0, or whatever the stage that loads it keeps; no other."""
+    if source.nvme or target.nvme:
+        skip_without("AsyncIOBuilder", pools)
     saved = saved_by(source)
     momenta = [value for key, value in saved.dump().items() if key.startswith("momentum_buffer/")]
     assert {momentum.dtype for momentum in momenta} == {source.momentum_dtype}
@@ -93,11 +98,15 @@ def test_momentum_takes_the_type_of_its_stage(
         muon(2, "1", offload=True),
         muon(2, "B", "bf16"),
         muon(2, "3", "bf16", offload=True),
+        muon(2, "3", "bf16", offload=True, fp32_gradients=True),
+        muon(2, "3", "bf16", nvme="plain", fp32_gradients=True),
     ],
     ids=str,
 )
 def test_it_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
+    if setup.nvme:
+        skip_without("AsyncIOBuilder", pools)
     saved = Saved(setup, str(tmp_path / "half.ckpt"))
     for continued in pools.run(setup.world, partial(same_world, setup, saved)):
         uninterrupted, resumed = continued.losses
