@@ -20,7 +20,7 @@ from lightning_elastic_zero.checkpoint.fingerprint_check import (
     Verdict,
     check_loaded,
 )
-from lightning_elastic_zero.checkpoint.lossy_casts import buffer_pairs, infinite_weights
+from lightning_elastic_zero.checkpoint.lossy_casts import buffer_pairs, check_infinite_weights
 from lightning_elastic_zero.checkpoint.transfers import plans, read_targets, scalars_by_buffer
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -34,7 +34,6 @@ from lightning_elastic_zero.compatibility import (
     RestoreScope,
     check_compatible,
     describe,
-    list_names,
     rounded_buffers,
 )
 from lightning_elastic_zero.coordination import Ranks
@@ -313,20 +312,8 @@ class _Load:
         on_bytes = report_bytes("reading", self.ranks, self.options.show, size)
         filled = read_targets(targets)
         bytes_read = sum(source.read(runs, filled, on_bytes) for _, runs in in_order)
-        self._warn_of_infinite_weights(targets)
+        check_infinite_weights(self.where, targets, source.manifest, self.live)
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
-
-    def _warn_of_infinite_weights(self, targets: RestoreTargets) -> None:
-        """Name the weights that forward cannot use here, on the ranks that hold their masters."""
-        here = self.live.describe()
-        if found := infinite_weights(targets, self.source.manifest, here):
-            log.warning(
-                "%s: numbers that %s cannot hold, so that these weights become infinite (their "
-                "masters do not): %s. Run in a precision whose type holds them",
-                self.where,
-                here.precision,
-                list_names(found),
-            )
 
     def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
         """Compare what is live now with the fingerprint that the save recorded, if it did."""

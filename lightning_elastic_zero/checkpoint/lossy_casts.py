@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from lightning_elastic_zero.compatibility import BufferPair
+from lightning_elastic_zero.checkpoint.types import LiveState
+from lightning_elastic_zero.compatibility import BufferPair, list_names
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.layout import spans
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.tensor_state import (
@@ -18,6 +21,8 @@ from lightning_elastic_zero.tensor_state import (
     overflowed,
     overflows,
 )
+
+log = logging.getLogger(__name__)
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are cast at a time."""
@@ -40,7 +45,43 @@ def buffer_pairs(
         )
 
 
-def infinite_weights(targets: RestoreTargets, saved: Manifest, here: Manifest) -> list[str]:
+def check_infinite_weights(
+    where: str, targets: RestoreTargets, saved: Manifest, live: LiveState
+) -> None:
+    """Name the weights that forward cannot use here, on the ranks that hold their masters.
+
+    Args:
+        where: the checkpoint's path.
+        targets: filled.
+        saved: the checkpoint.
+        live: the engine that it is loaded into.
+
+    Raises:
+        CheckpointMismatchError: the masters would be infinite too.
+    """
+    here, keeps = live.describe(), live.keeps_masters()
+    found = infinite_weights(targets, saved, here, rounds_masters=not keeps)
+    if found and not keeps:
+        msg = (
+            f"{where}: numbers that {here.precision} cannot hold, to which the config has masters "
+            "rounded (zero_optimization.load_from_fp32_weights: false), so that these would become "
+            f"infinite: {list_names(found)}. Set it to true, or run in a precision whose type "
+            "holds them"
+        )
+        raise CheckpointMismatchError(msg)
+    if found:
+        log.warning(
+            "%s: numbers that %s cannot hold, so that these weights become infinite (their "
+            "masters do not): %s. Run in a precision whose type holds them",
+            where,
+            here.precision,
+            list_names(found),
+        )
+
+
+def infinite_weights(
+    targets: RestoreTargets, saved: Manifest, here: Manifest, *, rounds_masters: bool = False
+) -> list[str]:
     """Return the parameters of which this rank received a master that its weight cannot hold.
 
     Only where weights had a type of larger numbers when they were saved: in one of the same type
@@ -50,13 +91,18 @@ def infinite_weights(targets: RestoreTargets, saved: Manifest, here: Manifest) -
         targets: filled. ``weights`` are masters, where the engine has some.
         saved: the checkpoint. A parameter's ``dtype`` is that of its weight, not of its master.
         here: the live engine.
+        rounds_masters: masters will be rounded to the weights, and so are looked at whatever type
+            the weights had.
     """
     was = {p.name: getattr(torch, p.dtype) for p in saved.parameters}
-    types = {p.name: getattr(torch, p.dtype) for p in here.optimized if p.name in was}
-    narrower = {name for name, dtype in types.items() if can_overflow(was[name], dtype)}
+    types = {
+        p.name: getattr(torch, p.dtype)
+        for p in here.optimized
+        if p.name in was and (rounds_masters or can_overflow(was[p.name], getattr(torch, p.dtype)))
+    }
     found: dict[str, None] = {}
     for fragment in targets.fragments:
-        if fragment.name in narrower.difference(found):
+        if fragment.name in types and fragment.name not in found:
             end = fragment.offset + fragment.stop - fragment.start
             masters = targets.weights[fragment.buffer].detach()[fragment.offset : end]
             if _become_infinite(masters, types[fragment.name]):
@@ -66,6 +112,8 @@ def infinite_weights(targets: RestoreTargets, saved: Manifest, here: Manifest) -
 
 def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a finite master is infinite in a type; a bounded part of them at a time."""
+    if not can_overflow(masters.dtype, dtype):
+        return False
     for start, stop in spans(0, masters.numel(), _CHECKED_ELEMENTS):
         part = masters[start:stop].cpu()
         cast = part.to(dtype)

@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning_elastic_zero.engine.flat_buffers import inner_optimizer, refresh_low_precision
 from lightning_elastic_zero.engine.gradients import drop_gradients
-from lightning_elastic_zero.engine.muon import place_momentum
+from lightning_elastic_zero.engine.loss_scale import warn_of_momentum_scale
+from lightning_elastic_zero.engine.muon import MOMENTUM_KEY, place_momentum
 from lightning_elastic_zero.engine.partial_offload import (
     restore_backup_hyperparameters,
     stepping_optimizer,
@@ -52,4 +53,6 @@ def commit_optimizer(
     has_state = all(stateful)
     refresh_low_precision(optimizer, wrapper, has_state=has_state)
     commit_counters(engine, values)
+    if any(MOMENTUM_KEY in flat.states for flat in flats):
+        warn_of_momentum_scale(engine, values.loss_scaler)
     drop_gradients(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,15 +10,24 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.engine.flat_buffers import REPLICATED
+from lightning_elastic_zero.engine.muon import momentum_is_scaled
 from lightning_elastic_zero.engine.releases import LossScalerAccess, loss_scaler
 from lightning_elastic_zero.manifest import Plain
 from lightning_elastic_zero.tensor_state import numpy_to_python
 
+log = logging.getLogger(__name__)
+
 GRAD_SCALER = "grad_scaler"
 """The entry of torch's scaler, beside the fields of DeepSpeed's own."""
 
+MOMENTUM_SCALE = "momentum_scale"
+"""The entry of what the gradients were multiplied by that Muon's momentum is an average of."""
+
 LEARNED = ("cur_scale", "cur_iter", "last_overflow_iter")
 """What both of DeepSpeed's dynamic scalers, ZeRO's and that of stage 0, know of the run so far."""
+
+HYSTERESIS, FULL_HYSTERESIS = "cur_hysteresis", "delayed_shift"
+"""How many overflows ZeRO's scaler lets pass before it lowers the scale: from now, at first."""
 
 
 def loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
@@ -65,26 +75,91 @@ def loss_scaler_fields(engine: Any) -> dict[str, Plain]:  # noqa: ANN401 (untype
     grad_scaler = _grad_scaler(engine)
     if grad_scaler is not None:
         fields[GRAD_SCALER] = grad_scaler.state_dict()
+    if (scale := _momentum_scale(engine)) is not None:
+        fields[MOMENTUM_SCALE] = scale
     return fields
 
 
-def restore_loss_scaler(engine: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool) -> None:  # noqa: ANN401
     """Continue with a saved scale: as it was, or between two kinds, with what both know.
 
     A scale that is fixed does not become one that changes, or the other way round, and none is
-    taken from a run that did not scale.
+    taken from a run that did not scale. Where settings are not those configured here, a warning
+    names them.
+
+    Args:
+        engine: DeepSpeed's.
+        saved: ``loss_scaler_fields`` of the run that was saved.
+        settings: take the saved settings too, which a fixed scale is one of. torch's scaler has its
+            own among its state.
     """
-    if scaler := loss_scaler(engine.optimizer):
-        live = _numbers(scaler)
-        kind = _kind(live)
-        if kind == _kind(saved):
-            same_class = saved.get("class") == scaler.name
-            learned = LEARNED if kind[0] else ()
-            for key in live.keys() & (saved if same_class else saved.keys() & learned):
-                setattr(scaler.holder, key, saved[key])
+    scaler = loss_scaler(engine.optimizer)
+    if scaler and _kind(_numbers(scaler)) == _kind(saved):
+        changed = _restore_fields(scaler, saved, settings=settings)
+        if changed and engine.global_rank == 0:
+            log.warning(
+                "the loss scale goes on with settings that were saved, and not with those "
+                "configured here: %s; load_hyperparameters=False takes those configured here, for "
+                "the optimizer's groups too",
+                ", ".join(changed),
+            )
     grad_scaler, state = _grad_scaler(engine), saved.get(GRAD_SCALER)
     if grad_scaler is not None and state:
         grad_scaler.load_state_dict(state)
+
+
+def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Warn where Muon's restored momentum is one of gradients of another scale than those here.
+
+    DeepSpeed lets Muon average the scaled gradients in ZeRO, and unscaled ones with offload and in
+    stage 0; an average of the one outweighs the other, by the scale.
+
+    Args:
+        engine: DeepSpeed's, its scale restored.
+        saved: ``loss_scaler_fields`` of the run that was saved.
+    """
+    was, now = saved.get(MOMENTUM_SCALE), _momentum_scale(engine)
+    if was is None or now is None or was == now or engine.global_rank != 0:
+        return
+    effect = (
+        "it outweighs them for as many steps as it takes to decay"
+        if was > now
+        else "it counts as little as a fresh one"
+    )
+    log.warning(
+        "Muon's momentum was saved as an average of gradients that the loss scale multiplies by "
+        "%s, and here they are multiplied by %s, so that %s: resume in the precision of the save, "
+        "with its offload_optimizer, or pass load_optimizer_state=False to start a fresh one",
+        was,
+        now,
+        effect,
+    )
+
+
+def _momentum_scale(engine: Any) -> float | None:  # noqa: ANN401 (untyped library)
+    """Return by what the gradients are multiplied that Muon averages; None without Muon."""
+    scaled = momentum_is_scaled(engine.optimizer)
+    if scaled is None:
+        return None
+    return loss_scale(engine) if scaled else 1.0
+
+
+def _restore_fields(
+    scaler: LossScalerAccess, saved: Mapping[str, Any], *, settings: bool
+) -> list[str]:
+    """Restore the fields of a scaler of the same kind; return the settings that have changed."""
+    live, changed = _numbers(scaler), []
+    dynamic, _ = _kind(live)
+    same_class = saved.get("class") == scaler.name
+    learned = {*LEARNED, HYSTERESIS} if dynamic else set(LEARNED) - {"cur_scale"}
+    if dynamic and not same_class and FULL_HYSTERESIS in live:
+        setattr(scaler.holder, HYSTERESIS, live[FULL_HYSTERESIS])  # The other class has none.
+    for key in sorted(live.keys() & saved.keys()):
+        if key in learned or (settings and (same_class or key in LEARNED)):
+            setattr(scaler.holder, key, saved[key])
+            if key not in learned and live[key] != saved[key]:
+                changed.append(f"{key} {saved[key]} (here {live[key]})")
+    return changed
 
 
 def _numbers(scaler: LossScalerAccess) -> dict[str, Plain]:

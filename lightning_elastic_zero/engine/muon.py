@@ -39,6 +39,21 @@ def keeps_whole_momenta(optimizer: Any, wrapper: str, group: int) -> bool:  # no
     return in_memory and uses_muon(optimizer, group)
 
 
+def momentum_is_scaled(optimizer: Any) -> bool | None:  # noqa: ANN401 (untyped library)
+    """Whether momentum is an average of gradients that the loss scale multiplies; None without any.
+
+    ZeRO hands Muon its gradients before it divides them by the scale. With offload it divides them
+    first, and stage 0 steps Muon with those that it has divided.
+    """
+    inner = inner_optimizer(optimizer)
+    if not any(group.get("use_muon") for group in inner.param_groups):
+        return None
+    offloaded = any(
+        getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer")
+    )
+    return type(optimizer).__name__ in PARTITIONING and not offloaded
+
+
 def partitioned_momentum(
     optimizer: Any,  # noqa: ANN401 (untyped library)
     buffer: LiveFlatBuffer,
@@ -87,6 +102,8 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
     dtype: torch.dtype = buffer.master.dtype
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
         dtype = kept.dtype
+    elif buffer.swapped:  # Files have one type, in which DeepSpeed goes on after the first step.
+        dtype = buffer.swapped.dtype
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
         dtype = _gradient_dtype(optimizer)
     elif wrapper == "DeepSpeedZeroOptimizer_Stage3":

@@ -103,18 +103,18 @@ def allocate_states(
         fragments: what this rank holds in it.
         source: the checkpoint, its groups in the order of the live ones.
         momentum_dtype: of Muon's momentum (``muon.momentum_dtype``): received in it, a number that
-            is too large for it is refused while nothing has changed. Files keep the masters' type.
+            is too large for it is refused while nothing has changed.
     """
     master, live = buffer.values, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].state:
         if key.kind == "elementwise":
             dtype = _state_dtype(inner, key, source, master)
+            if key.name == MOMENTUM_KEY and momentum_dtype is not None:
+                dtype = momentum_dtype
             if buffer.swapped:
                 targets[key.name] = buffer.swapped.empty(dtype)
                 continue
-            if key.name == MOMENTUM_KEY and momentum_dtype is not None:
-                dtype = momentum_dtype
             has_place = _has_place(live.get(key.name), buffer.key, dtype)
             on_host = has_place or master.device.type == "cpu"
             targets[key.name] = (
@@ -307,7 +307,7 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:  # noqa: ANN401
     # Whole accumulation windows only: gradients inside a window are in no checkpoint.
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
-    restore_loss_scaler(engine, values.loss_scaler)
+    restore_loss_scaler(engine, values.loss_scaler, settings=values.hyperparameters is not None)
     if values.lr_scheduler is not None and engine.lr_scheduler is not None:
         scheduler = engine.lr_scheduler
         live = scheduler.state_dict()

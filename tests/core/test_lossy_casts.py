@@ -74,3 +74,23 @@ def test_other_parameters_are_not_looked_at() -> None:
     held = targets(("frozen", with_last(7e4)), ("new", with_last(7e4)))
     here = manifest("float16", "frozen", "new", frozen=("frozen",))
     assert infinite_weights(held, manifest("float32", "frozen"), here) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "number", "named"),
+    [
+        ("float16", "float16", 7e4, True),
+        ("bfloat16", "bfloat16", 3.4e38, True),
+        ("float16", "bfloat16", 3.4e38, True),
+        ("float16", "float16", 65504.0, False),
+        ("float32", "float32", 3.4e38, False),
+        ("float16", "float16", math.inf, False),
+    ],
+)
+def test_masters_that_will_be_rounded_are_looked_at_whatever_was_saved(
+    saved: str, here: str, number: float, named: bool
+) -> None:
+    """They were finite in a run that did not round them."""
+    held = targets(("a", with_last(number)))
+    wanted = manifest(saved, "a"), manifest(here, "a")
+    assert infinite_weights(held, *wanted, rounds_masters=True) == (["a"] if named else [])

@@ -89,6 +89,8 @@ class Setup:
     """The part of the optimizer that is offloaded (ZeRO-3)."""
     nvme: str = ""
     """Masters and optimizer states are in files (ZeRO-3): ``plain``, or ``pipelined``."""
+    fp32_gradients: bool = False
+    """Gradients are accumulated in fp32, whatever the weights' type (ZeRO-2 and 3)."""
     unpartitioned: bool = False
     """``B`` as DeepSpeed 0.18.4 has it (``wrapper_of_0_18_4``)."""
 
@@ -123,7 +125,8 @@ class Setup:
     @property
     def momentum_dtype(self) -> torch.dtype:
         """Of Muon's momentum: as gradients are communicated, where they are not made fp32 first."""
-        if self.zero == "3" or (self.zero in "12" and not self.offload):
+        in_files = self.nvme and not self.muon_in_memory
+        if (self.zero == "3" and not in_files) or (self.zero in "12" and not self.offload):
             return self.dtype
         return self.master_dtype
 
@@ -206,7 +209,7 @@ class Setup:
             types["bf16"] |= {**masters, "bf16_optimizer_states": not self.offload}
         if self.autocast:
             types["torch_autocast"] = {"enabled": True, "dtype": "float16"}
-        if self.zero == "B":
+        if self.zero == "B" or self.fp32_gradients:
             types["data_types"] = {"grad_accum_dtype": "fp32"}
         return types
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.engine._save_load_programs import Saved, load
-from tests.engine._setup import Setup
+from tests.engine._setup import QUICK_SCALER, Setup, engine_of
+from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
+from tests.outcome import log_heard
 
 pytestmark = pytest.mark.engine
 
@@ -60,6 +65,8 @@ def test_momentum_survives(
         (muon(3, "B", "bf16"), muon(2, "3", "bf16", offload=True)),
         (muon(3, "3", "bf16"), muon(2, "1", "bf16", offload=True)),
         (muon(1, "2", "bf16"), muon(1, "0")),
+        (muon(2, "B", "bf16"), muon(3, "3", "bf16", nvme="plain")),
+        (muon(2, "3", "bf16", nvme="plain", fp32_gradients=True), muon(1, "1", "bf16")),
     ],
     ids=str,
 )
@@ -67,6 +74,8 @@ def test_momentum_takes_the_type_of_its_stage(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Saved in bf16 it is fp32 in stage 0, or whatever the stage that loads it keeps; no other."""
+    if source.nvme or target.nvme:
+        skip_without("AsyncIOBuilder", pools)
     saved = saved_by(source)
     momenta = [value for key, value in saved.dump().items() if key.startswith("momentum_buffer/")]
     assert {momentum.dtype for momentum in momenta} == {source.momentum_dtype}
@@ -89,13 +98,82 @@ def test_momentum_takes_the_type_of_its_stage(
         muon(2, "1", offload=True),
         muon(2, "B", "bf16"),
         muon(2, "3", "bf16", offload=True),
+        muon(2, "3", "bf16", offload=True, fp32_gradients=True),
+        muon(2, "3", "bf16", nvme="plain", fp32_gradients=True),
     ],
     ids=str,
 )
 def test_it_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
+    if setup.nvme:
+        skip_without("AsyncIOBuilder", pools)
     saved = Saved(setup, str(tmp_path / "half.ckpt"))
     for continued in pools.run(setup.world, partial(same_world, setup, saved)):
         uninterrupted, resumed = continued.losses
         assert resumed == uninterrupted
         assert not continued.differing
+
+
+def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
+    """Load; return what this rank was warned of momentum."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with (
+        engine_of(setup, 7) as engine,
+        log_heard("lightning_elastic_zero", logging.WARNING) as said,
+    ):
+        load_checkpoint(engine, path, **options)
+    return [text for text in said if "momentum" in text]
+
+
+CONFIGURED = float(2 ** QUICK_SCALER["initial_scale_power"])
+REACHED = CONFIGURED / 2
+"""After two steps of three that overflow."""
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "scales"),
+    [
+        (muon(2, "2", "fp16"), muon(2, "2", "bf16"), (REACHED, 1.0)),
+        (muon(2, "2", "fp16"), muon(1, "3", "fp16", offload=True), (REACHED, 1.0)),
+        (muon(2, "2", "fp16"), muon(1, "0", "fp16"), (REACHED, 1.0)),
+        (muon(2, "2", "fp16"), muon(1, "3", "fp16"), None),
+        (muon(2, "2", "bf16"), muon(2, "1", "fp16"), (1.0, CONFIGURED)),
+        (muon(2, "2", "bf16"), muon(2, "0", "fp16"), None),
+    ],
+    ids=str,
+)
+def test_momentum_of_gradients_of_another_scale_is_told(
+    source: Setup,
+    target: Setup,
+    scales: tuple[float, float] | None,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """It is that many times too large for the gradients here, or too small, whose scale it has."""
+    path = saved_by(source).path
+    first, *others = pools.run(target.world, partial(warned_of_momentum, target, path))
+    assert not any(others)
+    if scales is None:
+        assert not first
+        return
+    (text,) = first
+    assert "multiplies by {}, and here they are multiplied by {}".format(*scales) in text
+    fresh = partial(warned_of_momentum, target, path, load_optimizer_state=False)
+    assert not any("multiplies" in text for said in pools.run(target.world, fresh) for text in said)
+
+
+def test_momentum_has_the_scale_of_its_gradients(saved_by: Callable[..., Saved]) -> None:
+    """In ZeRO without offload: so DeepSpeed has it, and the warning says it."""
+    scaled, divided = (
+        saved_by(setup).dump()
+        for setup in (muon(2, "2", "fp16"), muon(2, "2", "fp16", offload=True))
+    )
+    for held in (scaled, divided):
+        assert float(held["scaler/cur_scale"]) == REACHED
+        assert held["counter/skipped_steps"] == "2"
+    names = [key for key in scaled if key.startswith("momentum_buffer/")]
+    assert names
+    for name in names:
+        ratio = scaled[name].float().norm() / divided[name].float().norm()
+        assert torch.isclose(ratio, torch.tensor(REACHED), rtol=0.05)

@@ -18,8 +18,15 @@ import torch
 from torch import nn
 
 from tests.engine._model import Net
-from tests.engine._save_load_programs import Saved, evaluated_weights, found_after_load
-from tests.engine._setup import Setup, engine_of, inner_of, train
+from tests.engine._save_load_programs import (
+    Loading,
+    Saved,
+    evaluated_weights,
+    found_after_load,
+    refusal,
+)
+from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
+from tests.engine._skips import skip_without
 from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, refused
@@ -160,8 +167,23 @@ def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) 
         assert found.error == "CheckpointMismatchError", found.message
         assert "the optimizer state momentum_buffer of " in found.message
         assert "has the value 3.39999995e+38, saved as float32, and is kept as bf" in found.message
-    whole = Setup(2, "B", "bf16", optimizer="Muon")
-    pair = pools.run(2, partial(found_after_load, whole, Saved(source, path), {}))[0]
+    assert_momentum_kept(pools, Setup(2, "B", "bf16", optimizer="Muon"), Saved(source, path))
+
+
+def test_a_momentum_in_files_is_kept_whatever_type_gradients_have(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """Files (NVMe) have the masters' type."""
+    skip_without("AsyncIOBuilder", pools)
+    source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
+    pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
+    target = Setup(2, "3", "bf16", optimizer="Muon", nvme="plain")
+    assert_momentum_kept(pools, target, Saved(source, path))
+
+
+def assert_momentum_kept(pools: Pools, target: Setup, saved: Saved) -> None:
+    """Fail unless a run goes on with the large number of a momentum."""
+    pair = pools.run(2, partial(found_after_load, target, saved, {}))[0]
     assert pair is not None
     held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("momentum_buffer/")]
     assert any((v == torch.tensor(LARGE)).any() for v in held)
@@ -189,3 +211,21 @@ def test_weights_that_become_infinite_are_named(
     assert names == {"embedding.weight", "a.weight"}  # The second rank's part begins in that one.
     same = pools.run(target.world, partial(warnings_of_load, target, again))
     assert not any(told in text for said in same for text in said), same
+
+
+def round_masters(engine: Engine) -> None:
+    """Configure what DeepSpeed asks for at a load."""
+    engine._config.zero_config.load_from_fp32_weights = False
+
+
+@pytest.mark.parametrize("target", [Setup(2, "2", "fp16"), Setup(1, "3", "fp16")], ids=str)
+def test_masters_are_not_rounded_to_infinity(target: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Where the config has them rounded to the weights, the masters themselves were infinite."""
+    path = str(tmp_path / "large.ckpt")
+    pools.run(2, partial(save_large, Setup(2, "2"), path, 7e4))
+    load = partial(refusal, target, Loading(path), prepare=round_masters)
+    for found in pools.run(target.world, load):
+        assert found.error == "CheckpointMismatchError", found.message
+        assert "(zero_optimization.load_from_fp32_weights: false)" in found.message
+        assert "become infinite: embedding.weight" in found.message
+        assert found.unchanged

@@ -1,0 +1,116 @@
+"""The loss scale after a load: what the run has learned, and settings, of which a warning tells."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._oracle import scaler_of
+from tests.engine._save_load_programs import Saved
+from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.engine._worker_pool import Pools
+from tests.outcome import log_heard
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = {"scale_window": 5, "min_scale": 4.0, "delayed_shift": 3, "cur_hysteresis": 3}
+"""Others than those that were saved (``QUICK_SCALER``)."""
+
+
+def numbers(engine: Engine) -> dict[str, Any]:
+    """Return the numbers of an engine's loss scaler."""
+    fields = vars(scaler_of(engine))
+    return {key: value for key, value in fields.items() if isinstance(value, bool | int | float)}
+
+
+def save_with_fixed_scale(setup: Setup, path: str, scale: float) -> None:
+    """Save a run whose scale is fixed. Collective."""
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        scaler_of(engine).cur_scale = scale
+        train(engine, setup, 0, 1)
+        save_checkpoint(engine, path)
+
+
+def after_load(
+    setup: Setup,
+    path: str,
+    configured: Mapping[str, Any],
+    *,
+    steps: int = 0,
+    **options: Any,
+) -> tuple[dict[str, Any], list[str]]:
+    """Load, some steps after the start; return the scaler's numbers, and warnings of it."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(setup, 7) as engine:
+        for key, value in configured.items():
+            setattr(scaler_of(engine), key, value)
+        train(engine, setup, 100, 100 + steps)
+        with log_heard("lightning_elastic_zero", logging.WARNING) as said:
+            load_checkpoint(engine, path, **options)
+        return numbers(engine), [text for text in said if "loss scale" in text]
+
+
+def test_the_hysteresis_begins_anew_after_stage_0(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Stage 0 counts none: a run under way kept what its own overflows had left."""
+    saved, target = saved_by(Setup(2, "0", "fp16")), Setup(2, "2", "fp16")
+    fresh, under_way = (
+        pools.run(2, partial(after_load, target, saved.path, {}, steps=steps)) for steps in (0, 2)
+    )
+    assert under_way == fresh
+    for found, warned in fresh:
+        assert found["cur_hysteresis"] == found["delayed_shift"] == 2
+        assert repr(found["last_overflow_iter"]) == saved.dump()["scaler/last_overflow_iter"] == "1"
+        assert not warned
+
+
+def test_settings_are_those_saved_unless_hyperparameters_are_not(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """What was configured in their place is told, by rank 0; what the run has learned goes on."""
+    saved, target = saved_by(Setup(2, "2", "fp16")), Setup(2, "3", "fp16")
+    look = partial(after_load, target, saved.path)
+    as_saved = {
+        key.removeprefix("scaler/"): value
+        for key, value in saved.dump().items()
+        if key.startswith("scaler/") and "dtype" not in key
+    }
+    assert as_saved["cur_hysteresis"] == "1"
+    assert as_saved["scale_window"] == "2"
+    same = pools.run(2, partial(look, {}))
+    changed = pools.run(2, partial(look, SETTINGS))
+    assert [{k: repr(v) for k, v in found.items()} for found, _ in (*same, *changed)] == [
+        as_saved
+    ] * 4
+    assert [warned for _, warned in (*same, changed[1])] == [[], [], []]
+    (text,) = changed[0][1]
+    assert "delayed_shift 2 (here 3), min_scale 1 (here 4.0), scale_window 2 (here 5)" in text
+    assert "load_hyperparameters=False" in text
+    learned = ("cur_hysteresis", "cur_iter", "cur_scale", "last_overflow_iter")
+    for found, warned in pools.run(2, partial(look, SETTINGS, load_hyperparameters=False)):
+        assert {key: repr(found[key]) for key in learned} == {key: as_saved[key] for key in learned}
+        assert SETTINGS.items() - {("cur_hysteresis", 3)} <= found.items()
+        assert not warned
+
+
+@pytest.mark.parametrize("target", [Setup(1, "2"), Setup(1, "0", "bf16")], ids=str)
+def test_a_fixed_scale_is_a_setting(target: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Between the scalers of ZeRO and of stage 0 too."""
+    path = str(tmp_path / "fixed.ckpt")
+    pools.run(1, partial(save_with_fixed_scale, Setup(1, "1"), path, 128.0))
+    look = partial(after_load, target, path, {"cur_scale": 512.0})
+    ((found, (warned,)),) = pools.run(1, look)
+    assert found["cur_scale"] == 128.0
+    assert "cur_scale 128.0 (here 512.0)" in warned
+    ((found, none),) = pools.run(1, partial(look, load_hyperparameters=False))
+    assert found["cur_scale"] == 512.0
+    assert not none
