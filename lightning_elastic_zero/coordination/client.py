@@ -99,8 +99,8 @@ class StoreRanks:
             self._running.release()
         if step.failure is None:
             return step.values
-        # Where progress() raised it in the midst of work, it is no cause of itself. Not "from None":
-        # that hides what is being handled, such as the error for which a run saves and ends.
+        # Where progress() raised it in the midst of work, it is no cause of itself. "from None"
+        # would hide what is being handled, such as the error for which a run saves and ends.
         if own is None or own is step.failure:
             raise step.failure
         raise step.failure from own
