@@ -39,6 +39,8 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 STAGES = (0, 1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
+EXTRA_STATE = "_extra_state"
+"""Ends the name under which torch's ``state_dict`` has what ``get_extra_state`` returns."""
 
 Plain: TypeAlias = (
     "bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain] | None"

@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.extra_states import restore_extra_states
 from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
 from lightning_elastic_zero.checkpoint.fingerprint_check import (
     SavedState,
@@ -139,7 +140,14 @@ def _load(
         undo.pop_all()
         filled.targets.commit(filled.values)
         verdict = load.compare(step, scope, shared) if options.fingerprint else Verdict("", "")
-    bytes_read = ranks.gather(f"{step}: done", lambda: filled.bytes_read) or []
+
+    def finish() -> int:
+        # After all that must not fail: this calls the module's own code.
+        extra, warns = shared.extra_states, ranks.rank == 0
+        restore_extra_states(live.module(), extra, str(path), warns=warns)
+        return filled.bytes_read
+
+    bytes_read = ranks.gather(f"{step}: done", finish) or []
     seconds = time.monotonic() - began
     stats = CheckpointStats(
         first["path"],

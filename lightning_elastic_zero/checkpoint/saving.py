@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_elastic_zero.checkpoint.cancellation import Cancellation
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
+from lightning_elastic_zero.checkpoint.extra_states import with_extra_states
 from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.rank_consistency import (
     DIGESTS,
@@ -177,7 +178,7 @@ def collect(
             "the module's buffers": dict(state.module_buffers),
         }
     )
-    split = split_objects(client_state)
+    split = split_objects(with_extra_states(client_state, live.module(), options))
     if rank == 0:
         repair_target(target)
         check_replaceable(target, f"step-{manifest.progress.global_steps}")

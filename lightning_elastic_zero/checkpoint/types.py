@@ -51,6 +51,10 @@ class LiveState(Protocol):
         """Return the persistent module buffers, by reference."""
         ...
 
+    def module(self) -> torch.nn.Module:
+        """Return the module; its weights may be partitioned."""
+        ...
+
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
     ) -> None:

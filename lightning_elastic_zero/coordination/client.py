@@ -99,8 +99,11 @@ class StoreRanks:
             self._running.release()
         if step.failure is None:
             return step.values
-        # Where progress() raised it in the midst of work, it is no cause of itself.
-        raise step.failure from (None if own is step.failure else own)
+        # Where progress() raised it in the midst of work, it is no cause of itself. "from None"
+        # would hide what is being handled, such as the error for which a run saves and ends.
+        if own is None or own is step.failure:
+            raise step.failure
+        raise step.failure from own
 
     def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
         """Enter a step, do this rank's part and wait for the verdict; return what was raised."""

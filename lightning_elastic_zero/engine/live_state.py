@@ -284,6 +284,10 @@ class LiveEngine:
         """Return the persistent module buffers, by reference."""
         return persistent_buffers(self._engine.module)
 
+    def module(self) -> torch.nn.Module:
+        """Return the module; its weights may be partitioned."""
+        return self._engine.module  # type: ignore[no-any-return]
+
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
     ) -> None:

@@ -28,6 +28,7 @@ from lightning_elastic_zero.formats.path_suggestions import (
     describe_similar_paths,
 )
 from lightning_elastic_zero.formats.reader import (
+    EXTRA_STATES,
     WEIGHT,
     CheckpointReader,
     SharedState,
@@ -43,6 +44,7 @@ from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import NO_ENTRY
 
 __all__ = [
+    "EXTRA_STATES",
     "WEIGHT",
     "CheckpointReader",
     "RenamedReader",

@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -20,7 +20,7 @@ from lightning_elastic_zero.formats.overflow import ReadRun, check_no_overflow
 from lightning_elastic_zero.formats.torch_file import StoredRun
 from lightning_elastic_zero.large_pages import host_chunk
 from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
-from lightning_elastic_zero.manifest import Manifest, Plain
+from lightning_elastic_zero.manifest import EXTRA_STATE, Manifest, Plain
 from lightning_elastic_zero.storage import ignore_progress
 from lightning_elastic_zero.tensor_state import Scalar
 
@@ -40,6 +40,15 @@ Targets: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
 its 1-D tensors, which are named by what is read into them: ``WEIGHT``, or an element-wise state."""
 
 
+EXTRA_STATES = "lightning_elastic_zero.extra_states"
+"""The entry of our own format's client state that holds ``SharedState.extra_states``."""
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """What a checkpoint holds once, for all ranks, and what it kept for this one."""
@@ -53,6 +62,8 @@ class SharedState:
     read_client_entry: Callable[[int, tuple[str, ...]], Any] | None = None
     """Gives an entry of the client state, by its path, as a rank of the save had it; None where it
     had none. Only formats that keep what ranks have of their own have it."""
+    extra_states: Mapping[str, Any] = field(default_factory=dict)
+    """What modules' ``get_extra_state`` returned, by the names that ``state_dict`` has for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,12 @@ class RenamedReader(CheckpointReader):
         client = dict(state.client_state)
         if isinstance(weights := client.get(WEIGHTS), dict):
             client[WEIGHTS] = self._renamed(weights)
-        return replace(state, buffers=self._renamed(state.buffers), client_state=client)
+        return replace(
+            state,
+            buffers=self._renamed(state.buffers),
+            client_state=client,
+            extra_states=self._renamed(state.extra_states),
+        )
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent module buffers."""

@@ -135,6 +135,10 @@ class DeviceRun:
         """Return the one buffer."""
         return {"buffer": self.buffer}
 
+    def module(self) -> torch.nn.Module:
+        """Return a module that keeps nothing else."""
+        return torch.nn.Module()
+
     def check_optimizer(self, *_: object, **__: object) -> None:
         """Refuse nothing."""
 

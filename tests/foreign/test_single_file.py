@@ -203,7 +203,7 @@ def _with_gaps(tree: Tree) -> None:
 
 
 def _no_tensor(tree: Tree) -> None:
-    tree["state_dict"]["a._extra_state"] = "text"
+    tree["state_dict"]["a.words"] = "text"
 
 
 def _no_weights(tree: Tree) -> None:
@@ -229,7 +229,7 @@ CHANGED: dict[str, tuple[Callable[[Tree], None], str, tuple[str, ...]]] = {
         ("missing from the checkpoint: a.weight", "buffers missing from the checkpoint: average"),
     ),
     "with gaps": (_with_gaps, "UnsupportedError", ("'a.weight'", "gaps", ".contiguous()")),
-    "no tensor": (_no_tensor, "UnsupportedError", ("'a._extra_state' is a str",)),
+    "no tensor": (_no_tensor, "UnsupportedError", ("'a.words' is a str",)),
     "no weights": (_no_weights, "CheckpointFormatError", ("no `state_dict`", "'weights'")),
     "two optimizers": (
         _two_optimizers,

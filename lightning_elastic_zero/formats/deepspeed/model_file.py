@@ -10,7 +10,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.deepspeed.constants import OURS
 from lightning_elastic_zero.formats.open_files import ForeignFiles
-from lightning_elastic_zero.formats.reader import SharedState
+from lightning_elastic_zero.formats.reader import SharedState, is_extra_state
 from lightning_elastic_zero.formats.shared_tensors import duplicate_names
 from lightning_elastic_zero.manifest import Plain, Progress
 
@@ -74,7 +74,7 @@ class ModelFile:
         if int(tree.get("mp_world_size") or 1) != 1:
             msg = f"{where} was written with tensor parallelism: only ZeRO runs are resumed"
             raise UnsupportedError(msg)
-        module: Mapping[str, Any] = tree.get("module") or {}
+        module = _weights_and_buffers(tree)
         self.world_size = int(tree["dp_world_size"])
         self.shapes: Sequence[Mapping[str, Sequence[int]]] = tree["param_shapes"]
         self.buffers: tuple[str, ...] = tuple(n for n in tree["buffer_names"] if n in module)
@@ -169,8 +169,14 @@ class ModelFile:
             "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
             # Of the scheduler that the engine itself stepped.
             "lr_scheduler": tree.get("lr_scheduler") or None,
+            "extra_states": {n: s for n, s in (tree["module"] or {}).items() if is_extra_state(n)},
         }
         return SharedState(loss_scaler=loss_scaler, **self._files.load(self.name, held))
+
+
+def _weights_and_buffers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state dict without its extra states, some of which are tensors too."""
+    return {n: value for n, value in (tree.get("module") or {}).items() if not is_extra_state(n)}
 
 
 def _table(

@@ -22,6 +22,7 @@ from lightning_elastic_zero.formats.deepspeed.constants import (
 from lightning_elastic_zero.formats.elastic.client_state import Objects, join_objects
 from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.reader import (
+    EXTRA_STATES,
     WEIGHT,
     CheckpointReader,
     Location,
@@ -204,7 +205,8 @@ class ElasticReader(CheckpointReader):
             if "objects" in own:
                 where = f"rank {rank}'s own objects in {self.files.folder}"
                 client = join_objects(client, self._build(own["objects"], where))
-        return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of)
+        extra = client.pop(EXTRA_STATES, {})  # Both are of this call: nobody else sees it.
+        return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return rank 0's persistent module buffers."""

@@ -137,7 +137,12 @@ class FullStateReader(CheckpointReader):
             client_state=self.load_client_state(),
             loss_scaler={},
             lr_scheduler=None,
+            extra_states=self.load_extra_states(),
         )
+
+    def load_extra_states(self) -> dict[str, Any]:
+        """Return what modules had beside weights and buffers, where the format is known to."""
+        return {}
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers."""

@@ -24,7 +24,7 @@ from lightning_elastic_zero.formats.full_state.reader import FullStateReader
 from lightning_elastic_zero.formats.full_state.self_description import Members, members_of
 from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
 from lightning_elastic_zero.formats.open_files import ForeignFiles
-from lightning_elastic_zero.formats.reader import file_list_digest
+from lightning_elastic_zero.formats.reader import file_list_digest, is_extra_state
 from lightning_elastic_zero.formats.torch_file import is_dense
 from lightning_elastic_zero.manifest import Manifest
 
@@ -51,6 +51,7 @@ class SingleFileReader(FullStateReader):
         super().__init__(path, files, self._file)
         tree = self._file.tree
         weights, trainer = _parts(tree, path)
+        self._extra_states = {n: state for n, state in weights.items() if _is_extra_state(n)}
         weights = _checked(weights, path)
         self._average = _checked(tree[WEIGHTS], path) if CURRENT in trainer else None
         averaged = " with averaged weights (taken: the trained weights)"
@@ -112,6 +113,11 @@ class SingleFileReader(FullStateReader):
         found: dict[str, Any] = self._file.load_tree(self._full_state.trainer)
         return found
 
+    def load_extra_states(self) -> dict[str, Any]:
+        """Return what modules' ``get_extra_state`` returned."""
+        found: dict[str, Any] = self._file.load_tree(self._extra_states)
+        return found
+
 
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Split a tree into the weights, and all that is neither weights nor optimizer state.
@@ -159,12 +165,17 @@ def _refuse(path: Path, what: str) -> NoReturn:
     raise CheckpointFormatError(msg)
 
 
+def _is_extra_state(name: object) -> bool:
+    return isinstance(name, str) and is_extra_state(name)
+
+
 def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights, if each is a tensor of which ranges can be read.
+    """Return weights and buffers, if each is a tensor of which ranges can be read.
 
     Raises:
         UnsupportedError: one is not.
     """
+    weights = {name: tensor for name, tensor in weights.items() if not _is_extra_state(name)}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             what = f"a {type(tensor).__name__}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats import WEIGHT
+from lightning_elastic_zero.formats import EXTRA_STATES, WEIGHT
 from lightning_elastic_zero.formats.elastic.client_state import split_objects
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
@@ -62,7 +62,8 @@ def write_elastic_directory(
         check_optimizer(checkpoint, options)
         _check_hyperparameters(checkpoint)
     shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
-    split = split_objects(shared.client_state)
+    extra = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
+    split = split_objects({**shared.client_state, **extra})
     buffers = {**checkpoint.buffers, **_untold_buffers(checkpoint, options)}
     manifest = _manifest(checkpoint, tuple(buffers), weights_only=lean)
     stand_ins = _StandIns(checkpoint)

@@ -85,7 +85,8 @@ def write_lightning(
     With ``optimizer``, the optimizer's state is in it too, as torch's optimizers take it.
     """
     manifest = checkpoint.manifest
-    client = dict(checkpoint.reader.module_state(0, manifest.world_size).client_state)
+    shared = checkpoint.reader.module_state(0, manifest.world_size)
+    client, extra_states = dict(shared.client_state), dict(shared.extra_states)
     if not options.optimizer:
         client = {key: value for key, value in client.items() if key not in _NOT_ALONE}
     builder = TorchFileWriter()
@@ -94,7 +95,7 @@ def write_lightning(
         "global_step": manifest.progress.global_steps,
         "pytorch-lightning_version": manifest.writer.lightning or "2.5.0",
         **client,
-        "state_dict": _state_dict(builder, checkpoint, options),
+        "state_dict": {**_state_dict(builder, checkpoint, options), **extra_states},
     }
     if options.optimizer:
         check_optimizer(checkpoint, options)
