@@ -169,14 +169,20 @@ class ModelFile:
             "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
             # Of the scheduler that the engine itself stepped.
             "lr_scheduler": tree.get("lr_scheduler") or None,
-            "extra_states": {n: s for n, s in (tree["module"] or {}).items() if is_extra_state(n)},
+            "extra_states": {n: s for n, s in _module_of(tree).items() if is_extra_state(n)},
         }
         return SharedState(loss_scaler=loss_scaler, **self._files.load(self.name, held))
 
 
+def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a module's state dict, which some writers leave out."""
+    module: Mapping[str, Any] = tree.get("module") or {}
+    return module
+
+
 def _weights_and_buffers(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a module's state dict without its extra states, some of which are tensors too."""
-    return {n: value for n, value in (tree.get("module") or {}).items() if not is_extra_state(n)}
+    return {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
 
 
 def _table(
