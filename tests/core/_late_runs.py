@@ -102,6 +102,10 @@ class LateRun:
         )
         return large_on_devices(state, self.late, self.first)
 
+    def module(self) -> torch.nn.Module:
+        """Return a module that keeps nothing else."""
+        return torch.nn.Module()
+
     def contents(self) -> ShardContents:
         """Return what a rank of it writes, with small tensors on devices too."""
         state = small_on_devices(self.rank_state(), self.late, self.first)
