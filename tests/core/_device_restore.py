@@ -135,6 +135,10 @@ class DeviceRun:
         """Return the one buffer."""
         return {"buffer": self.buffer}
 
+    def keeps_masters(self) -> bool:
+        """Return that masters are restored as they were saved."""
+        return True
+
     def module(self) -> torch.nn.Module:
         """Return a module that keeps nothing else."""
         return torch.nn.Module()

@@ -75,6 +75,9 @@ class OnOneDevice:
         flat = FlatState((fragment,), self.master, {"exp_avg": self.moment}, {"step": self.step})
         return RankState((flat,), {}, {}, {}, {})
 
+    def module(self) -> torch.nn.Module:
+        return torch.nn.Module()
+
     def contents(self) -> ShardContents:
         return ShardContents(Path(), self.describe(), self.rank_state(), {})
 
