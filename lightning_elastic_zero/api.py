@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own)
+def save_checkpoint(
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
     client_state: Mapping[str, Any] | None = None,
@@ -101,7 +101,7 @@ def save_checkpoint(  # noqa: PLR0913 (what is written, each a choice of its own
         return save_engine(handle, path, ranks, client, options)
 
 
-def load_checkpoint(  # noqa: PLR0913 (what is restored, each a choice of its own)
+def load_checkpoint(
     engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
     path: str | os.PathLike[str],
     *,
@@ -186,7 +186,7 @@ def _ranks_to(
     return connect_ranks(times, name="elastic-zero api", call=call)
 
 
-def load_options(  # noqa: PLR0913 (what is restored, each a choice of its own)
+def load_options(
     *,
     load_optimizer_state: bool,
     load_hyperparameters: bool,

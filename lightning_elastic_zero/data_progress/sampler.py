@@ -28,7 +28,7 @@ class ElasticSampler(DistributedSampler[Any]):
     ``drop_last``, cut to one.
     """
 
-    def __init__(  # noqa: PLR0913 - a few more than a DistributedSampler has
+    def __init__(
         self,
         dataset: Dataset[Any] | Sized,
         plan: BatchPlan,

@@ -1,4 +1,4 @@
-"""Which module may import which, how long files and functions may be, and the tree as it is drawn.
+"""Which module may import which.
 
 The tables below are the rule, and CONTRIBUTING.md holds the same ones: to let a module import
 another one is to change both, and so a decision that is seen.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -178,10 +177,6 @@ LOADS_WITHOUT: dict[str, set[str]] = {
 }
 """What importing a module must not load, in a process of its own."""
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
-MEDIAN_FUNCTION_LINES = 15
-
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 
@@ -252,22 +247,6 @@ def is_or_is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-@cache
-def functions_of(source: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """List the functions and methods of a file."""
-    return [
-        node
-        for node in nodes_of(source)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-
-
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Count a function's lines, docstring included, decorators not."""
-    assert function.end_lineno is not None
-    return function.end_lineno - function.lineno + 1
-
-
 def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
     """Yield the nodes that run when a module is imported: no function's, none for type checkers."""
     waiting: list[ast.AST] = list(tree.body)
@@ -296,28 +275,6 @@ def test_every_module_has_its_row() -> None:
         f"{sorted(set(MAY_IMPORT) - units)}, which are not there. Write what a module may import "
         f"into MAY_IMPORT of {Path(__file__).name}, and what it is for into CONTRIBUTING.md."
     )
-
-
-def drawn_files() -> set[str]:
-    """Return the files of the tree that CONTRIBUTING.md draws, as paths below the package."""
-    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    drawn = text.split(f"```\n{PACKAGE}/\n")[1].split("```")[0]
-    folders: list[str] = []
-    found = set()
-    for line in drawn.splitlines():
-        indent, _, entry = line.partition("── ")
-        name = entry.split()[0]
-        folders[len(indent) // 4 :] = [name]
-        if name.endswith(".py"):
-            found.add("".join(folders))
-    return found
-
-
-def test_the_tree_is_drawn() -> None:
-    """CONTRIBUTING.md draws every file with its purpose, and none that is not there."""
-    files = {str(source.relative_to(ROOT)) for source in SOURCES}
-    without_purpose = {f for f in files if f.endswith("/__init__.py")}  # their folder's is enough
-    assert files - without_purpose <= drawn_files() <= files
 
 
 def test_the_table_is_the_one_of_the_page() -> None:
@@ -443,29 +400,6 @@ def test_package_init_is_lazy() -> None:
         if is_or_is_in(name, PACKAGE)
     }
     assert at_once <= EAGER
-
-
-def test_files_are_short() -> None:
-    """A file is one noun, and fits in a head."""
-    lengths = {s: len(s.read_text(encoding="utf-8").splitlines()) for s in SOURCES}
-    assert not {str(s): lines for s, lines in lengths.items() if lines > FILE_LINES}
-
-
-def test_functions_are_short() -> None:
-    """A function is one step of a story."""
-    assert_in_each_source(
-        lambda source: {
-            function.name: f"{lines_of(function)} lines, of at most {FUNCTION_LINES}"
-            for function in functions_of(source)
-            if lines_of(function) > FUNCTION_LINES
-        }
-    )
-
-
-def test_most_functions_are_very_short() -> None:
-    """The limit is for the exception: half of all functions stay far below it."""
-    lengths = [lines_of(function) for source in SOURCES for function in functions_of(source)]
-    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
 
 
 def test_importing_loads_no_more_than_needed() -> None:

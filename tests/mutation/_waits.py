@@ -1,7 +1,7 @@
 """Each wait, event and choice of a stream in snapshots, broken once: which test notices it.
 
-What is written is ``file``'s text as it stands, once in it; what is not found fails
-``tests/house/test_mutation_list.py``. ``python -m tests.mutation.waits`` breaks them one by one.
+What is written is ``file``'s text as it stands, once in it. ``python -m tests.mutation.waits``
+breaks them one by one.
 """
 
 from __future__ import annotations

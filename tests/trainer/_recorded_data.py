@@ -184,9 +184,7 @@ def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
     return None if any(index == 12 for _, index in samples) else default_collate(samples)
 
 
-def loaders_of(  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table
-    kind: str, length: int, size: int, noise: float, options: dict[str, Any]
-) -> Any:  # noqa: ANN401
+def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[str, Any]) -> Any:  # noqa: ANN401
     """Return the training loaders of a kind, of so many samples in batches of a size."""
     data = IndexedSamples(length, noise)
     made: Any = partial(DataLoader, batch_size=size, **options)

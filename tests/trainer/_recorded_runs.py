@@ -164,7 +164,7 @@ class RecordingNet(pl.LightningModule):
         return optimizer if made is None else {"optimizer": optimizer, "lr_scheduler": made}
 
 
-def schedule_of(net: RecordingNet, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:  # noqa: C901, PLR0911, PLR0912
+def schedule_of(net: RecordingNet, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return the scheduler that a run asks for."""
     rates = torch.optim.lr_scheduler
     made: Any

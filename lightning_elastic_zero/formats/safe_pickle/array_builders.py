@@ -172,7 +172,7 @@ def storage(data: bytes) -> torch.storage.TypedStorage:
     return held
 
 
-def rebuilt_tensor(  # noqa: PLR0913, PLR0917 (torch's own signature)
+def rebuilt_tensor(
     held: object,
     offset: object,
     size: object,
