@@ -1,4 +1,4 @@
-"""The command line and its YAML, as the README shows them."""
+"""The command line and its YAML."""
 
 from __future__ import annotations
 

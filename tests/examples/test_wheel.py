@@ -1,4 +1,4 @@
-"""The wheel that ``make wheel`` builds: what is in it, and that the README's lines run from it."""
+"""The wheel that ``make wheel`` builds: its content, and that the description's code runs from it."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def empty_environment(folder: Path, wheel: Path) -> Path:
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_the_lines_of_the_readme_run_from_it(wheel: Path, tmp_path: Path) -> None:
+def test_the_code_of_the_description_runs_from_it(wheel: Path, tmp_path: Path) -> None:
     """As they stand on two devices, and once more with another number, which resumes the run."""
-    lines, *_ = CODE.findall((ROOT / "README.md").read_text())
+    lines, *_ = CODE.findall((ROOT / "docs" / "description.md").read_text())
     assert len([line for line in lines.splitlines() if line]) == 8
     python = empty_environment(tmp_path / "env", wheel)
     folder = tmp_path / "work"

@@ -1,4 +1,4 @@
-"""A first run, as the README has it, says what is news and nothing else of ours."""
+"""A first run of the example prints two lines of this library and nothing else of it."""
 
 from __future__ import annotations
 
