@@ -1,4 +1,4 @@
-"""The wheel that ``make wheel`` builds: its content, and that the description's code runs from it."""
+"""The wheel of ``make wheel``: its content, and that the description's code runs from it."""
 
 from __future__ import annotations
 

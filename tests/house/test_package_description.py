@@ -32,7 +32,7 @@ def test_its_links_lead_somewhere() -> None:
 
 
 def test_the_readme_starts_like_the_description() -> None:
-    """Both have the same claim and status, and the description's code has the README's new lines."""
+    """Claim and status are the same; the description has the lines that the README adds."""
     readme = (ROOT / "README.md").read_text()
     assert description().splitlines()[:3] == readme.splitlines()[:3]
     (diff,) = re.findall(r"```diff\n(.*?)```", readme, re.DOTALL)
