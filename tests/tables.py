@@ -1,4 +1,4 @@
-"""Tables of what was tried: shown at the end of a run, and kept in docs/faults.md by hand.
+"""Tables of what was tried: shown at the end of a run, and kept in docs/results.md by hand.
 
 Each process that runs tests has its own; the one that shows them is sent the others' counts.
 """
