@@ -118,6 +118,8 @@ class TestSplit:
             torch.tensor([1 + 2j]).conj(),
             torch.empty(2, device="meta"),
             [np.float64(1)],
+            {torch.ones(1)},
+            {(1, torch.ones(1)): 1},
         ],
         ids=name_of_case,
     )

@@ -38,6 +38,7 @@ from lightning_elastic_zero.storage import (
     range_file,
 )
 from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
+from tests.core.bitwise_repr import bitwise_repr
 
 
 def open_unverified(path: Path) -> TorchFile | LegacyFile:
@@ -204,6 +205,10 @@ class TestReading:
     def test_loads_a_tree_as_torch_does(self, tmp_path: Path) -> None:
         """Whatever weights-only trees hold comes back as ``torch.load`` gives it."""
         flat = any_bits(1000)
+        learned = torch.nn.Parameter(torch.randn(3))
+        vars(learned).update(scale=torch.arange(2), kind="learned")
+        fields = OrderedDict(a=1)
+        vars(fields).update(kept=torch.arange(4))
         tree = OrderedDict(
             view=flat[10:20],
             strided=flat[::3].view(2, 167).t(),
@@ -214,7 +219,12 @@ class TestReading:
             nested=[{"a": (1, "b", None, torch.arange(3))}, torch.Size([2, 3])],
             empty=torch.zeros(0, 4),
             counter=Counter({"a": 2, "b": 3}),
-            parameter=torch.nn.Parameter(torch.randn(3)),
+            parameter=[learned, {"again": learned}],
+            frozen=torch.nn.Parameter(torch.zeros(2, 2).t(), requires_grad=False),
+            leaf=torch.ones(2, requires_grad=True),
+            computed=torch.ones(2, requires_grad=True) * 2,
+            buffer=torch.nn.Buffer(torch.ones(2)),
+            fields=fields,
         )
         record = write_tree(tmp_path, tree)
         expected = torch.load(tmp_path / record.name, weights_only=True)
@@ -224,6 +234,12 @@ class TestReading:
         assert type(found) is OrderedDict
         assert list(found) == list(expected)
         _assert_same(found, expected)
+        assert bitwise_repr(found) == bitwise_repr(expected)
+        (first, inner), leaf = found["parameter"], found["leaf"]
+        assert inner["again"] is first
+        (first.sum() + leaf.sum()).backward()
+        torch.optim.SGD([first, leaf], 1.0).step()
+        assert bits(first.detach()) == bits(learned.detach() - 1)
 
     @pytest.mark.parametrize("legacy", [False, True])
     def test_senseless_runs(self, tmp_path: Path, legacy: bool) -> None:

@@ -60,6 +60,8 @@ def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[st
 
     path = f"{folder}/numbers.ckpt"
     client = {"best": np.float32(0.1), "rates": [np.float64(1) / 3], "seen": {"n": np.int64(3)}}
+    client["learned"] = torch.nn.Parameter(torch.tensor(2.0))
+    client["leaf"] = [torch.ones(2, requires_grad=True)]
     with engine_of(setup, 0) as engine:
         _schedule(engine, cosine)
         train(engine, setup, 0, STEPS)

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.formats.torch_file import tensors_of
 from lightning_elastic_zero.formats.tree_path import TreePath, format_tree_path
 from lightning_elastic_zero.tensor_state import in_order, is_on_device
 
@@ -115,12 +116,19 @@ def is_plain(value: object) -> bool:
         # Of anything else ranges of bytes cannot be read.
         tensor: Any = value
         return _has_plain_fields(value) and _is_dense(tensor) and not tensor.is_conj()
-    if type(value) in (list, tuple, set):
+    if type(value) is set:
+        return all(map(_is_plain_key, value))
+    if type(value) in (list, tuple):
         return all(is_plain(v) for v in value)  # type: ignore[attr-defined]
     if type(value) in (dict, OrderedDict):
         items = value.items()  # type: ignore[attr-defined]
-        return _has_plain_fields(value) and all(is_plain(k) and is_plain(v) for k, v in items)
+        return _has_plain_fields(value) and all(_is_plain_key(k) and is_plain(v) for k, v in items)
     return False
+
+
+def _is_plain_key(value: object) -> bool:
+    """Whether a member of a set, or a key, is plain; tensors are found by identity there."""
+    return is_plain(value) and next(tensors_of(value), None) is None
 
 
 def _has_plain_fields(value: object) -> bool:

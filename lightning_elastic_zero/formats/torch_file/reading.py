@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,7 +300,7 @@ def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
 
 
 def tensors_of(tree: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in dicts, lists and tuples."""
+    """Yield the tensors in dicts, lists and tuples, and in attributes of dicts and tensors."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -308,23 +309,42 @@ def tensors_of(tree: object) -> Iterator[torch.Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from tensors_of(value)
+    if isinstance(tree, torch.Tensor | OrderedDict):
+        yield from tensors_of(vars(tree))
 
 
 def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:  # noqa: ANN401
     """Return a tree with other tensors in the place of those, by their ids.
 
-    Dicts, lists and tuples are new, and of the types that they were; all else is shared.
+    Dicts, lists and tuples are new, and of the types that they were; all else is shared. A tensor
+    that stays the same object in the tree is one object in the result, with the kind (parameter or
+    tensor), ``requires_grad`` and attributes of the original.
     """
+    return _with_copies(tree, dict(copies), set())
+
+
+def _with_copies(tree: Any, copies: dict[int, torch.Tensor], complete: set[int]) -> Any:  # noqa: ANN401
     if isinstance(tree, torch.Tensor):
+        if id(tree) in copies and id(tree) not in complete:
+            complete.add(id(tree))
+            copies[id(tree)] = copied = _of_same_kind(copies[id(tree)], tree)
+            vars(copied).update(_with_copies(vars(tree), copies, complete))
         return copies.get(id(tree), tree)
     if isinstance(tree, dict):
         # A copy keeps what a dict's own kind has besides its items.
         result = copy.copy(tree)
         for key, value in tree.items():
-            result[key] = with_copies(
-                value, copies
-            )  # A Counter would count what it is updated with.
+            # Not update(): a Counter would count.
+            result[key] = _with_copies(value, copies, complete)
+        if fields := getattr(tree, "__dict__", None):
+            vars(result).update(_with_copies(fields, copies, complete))
         return result
     if type(tree) in {list, tuple}:
-        return type(tree)(with_copies(value, copies) for value in tree)
+        return type(tree)(_with_copies(value, copies, complete) for value in tree)
     return tree
+
+
+def _of_same_kind(values: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    if isinstance(original, torch.nn.Parameter):
+        return torch.nn.Parameter(values, requires_grad=original.requires_grad)
+    return values.requires_grad_(original.requires_grad)
