@@ -313,3 +313,25 @@ def cast_like(value: Any, live: object) -> Any:  # noqa: ANN401 (any value)
     if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(value) == len(live):
         return type(value)(map(cast_like, value, live))
     return value
+
+
+def unplain(value: Any, live: object = None) -> Any:  # noqa: ANN401 (a hyperparameter)
+    """Undo ``plain``: a tagged number becomes a tensor again, also within dicts, lists and tuples.
+
+    Args:
+        value: what ``plain`` returned.
+        live: the value that it replaces, if there is one: tensors are created on its device, and
+            numbers take its NumPy types (``cast_like``).
+    """
+    if isinstance(value, dict) and value.keys() == {"tensor", "dtype"}:
+        device = live.device if isinstance(live, torch.Tensor) else None
+        dtype = getattr(torch, str(value["dtype"]))
+        return torch.tensor(value["tensor"], dtype=dtype, device=device)
+    if isinstance(value, dict):
+        held = live if isinstance(live, dict) else {}
+        return {key: unplain(v, held.get(key)) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        if not isinstance(live, (list, tuple)) or len(live) != len(value):
+            live = [None] * len(value)
+        return type(value)(map(unplain, value, live))
+    return cast_like(value, live)

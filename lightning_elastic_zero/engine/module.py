@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 
 from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Parameter, Plain
-from lightning_elastic_zero.tensor_state import cast_like, dtype_name
+from lightning_elastic_zero.manifest import Parameter
+from lightning_elastic_zero.tensor_state import dtype_name
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -148,16 +148,3 @@ def engine_precision(engine: Any) -> str:  # noqa: ANN401 (untyped library)
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
-
-
-def unplain(value: Plain, like: object) -> object:
-    """Undo ``plain``: a tagged number becomes a tensor again, on the device of the live one.
-
-    A number becomes one of NumPy's where the live one is.
-    """
-    if isinstance(value, dict) and value.keys() == {"tensor", "dtype"}:
-        device = like.device if isinstance(like, torch.Tensor) else None
-        return torch.tensor(
-            value["tensor"], dtype=getattr(torch, str(value["dtype"])), device=device
-        )
-    return cast_like(value, like)

@@ -218,7 +218,10 @@ def place_scalar(
         if live in INT_STEPS or package_of(inner) == BITSANDBYTES:
             return int(value)
         if live in ADAM_FAMILY and not isinstance(value, torch.Tensor):
-            value = torch.tensor(float(value))
+            # As torch counts, whatever the default type of tensors. Fused kernels take fp32 only.
+            exact = torch.tensor(value, dtype=torch.float64)
+            rounded = exact.float()
+            value = rounded if rounded == exact or group.get("fused") else exact
     if not isinstance(value, torch.Tensor):
         return value
     # torch keeps `step` on the host, but for fused and capturable steps; each flat buffer needs

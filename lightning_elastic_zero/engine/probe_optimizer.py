@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.optimizer_state import EXECUTION_KEYS
 from lightning_elastic_zero.manifest import Plain
+from lightning_elastic_zero.tensor_state import unplain
 
 WEIGHTS = (0.0, 1.0)
 """The twin's parameter: what differs between its states depends on the weights."""
@@ -35,7 +35,7 @@ def probe_after_a_step(
     settings.update({k: group[k] for k in EXECUTION_KEYS & group.keys()})
     flats = [*group["params"], *inner.state]
     device = flats[0].device if flats else "cpu"
-    parameter = torch.nn.Parameter(torch.tensor(WEIGHTS, device=device))
+    parameter = torch.nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float32, device=device))
     parameter.grad = torch.zeros_like(parameter)
     # Some look at what their constructor is told, and not at the group (Adagrad's first sums).
     asked = inspect.signature(type(inner)).parameters

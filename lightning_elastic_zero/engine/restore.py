@@ -12,7 +12,6 @@ from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
 from lightning_elastic_zero.engine.fragment_addresses import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.engine.initial_state import initial_values
 from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler
-from lightning_elastic_zero.engine.module import unplain
 from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.engine.optimizer_state import (
     ADAM_FAMILY,
@@ -26,7 +25,13 @@ from lightning_elastic_zero.group_matching import MEMBER_KEYS, regrouped
 from lightning_elastic_zero.large_pages import host_zeros
 from lightning_elastic_zero.layout import Fragment, spans
 from lightning_elastic_zero.manifest import Manifest, StateKey
-from lightning_elastic_zero.tensor_state import RestoreValues, Scalar, cast_like, same_bits
+from lightning_elastic_zero.tensor_state import (
+    RestoreValues,
+    Scalar,
+    cast_like,
+    same_bits,
+    unplain,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from lightning_elastic_zero.formats.elastic.client_state import (
 )
 from lightning_elastic_zero.formats.elastic.safe_load_check import check_loads_weights_only
 from lightning_elastic_zero.formats.tree_path import format_tree_path
-from lightning_elastic_zero.tensor_state import numpy_to_python, plain
+from lightning_elastic_zero.tensor_state import numpy_to_python, plain, unplain
 from tests.core.bitwise_repr import bitwise_repr
 from tests.core.strategies import plain_leaves, trees
 
@@ -220,6 +220,20 @@ class TestWithoutNumpy:
         assert bitwise_repr(plain({"lr": np.float32(0.5)}, "x")) == bitwise_repr({"lr": 0.5})
         with pytest.raises(UnsupportedError, match="x is a ndarray"):
             plain(np.ones(2), "x")
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            torch.tensor(0.1),
+            (torch.tensor(0.9, dtype=torch.float64), 0.999),
+            {"a": [torch.tensor(2**62 + 1), True, None, 2**70, 5e-324]},
+        ],
+        ids=["alone", "in a tuple", "nested"],
+    )
+    def test_tensors_among_hyperparameters(self, value: object) -> None:
+        """They come back as tensors, wherever they are."""
+        for live in (None, value):
+            assert bitwise_repr(unplain(plain(value, "x"), live)) == bitwise_repr(value)
 
 
 class TestReadable:

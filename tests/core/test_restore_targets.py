@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_elastic_zero.engine import initial_state
 from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
-from lightning_elastic_zero.engine.optimizer_state import split_state
+from lightning_elastic_zero.engine.optimizer_state import place_scalar, split_state
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
@@ -164,3 +164,19 @@ def test_a_live_state_takes_what_was_received(
     assert committed["prev"] is live
     assert all(torch.equal(committed[key], value) for key, value in wanted.items())
     assert live.data_ptr() == (there if copied else received["prev"].data_ptr())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [1003, 1003.0, 2**24 + 1, 246913578], ids=str)
+def test_a_step_does_not_take_the_default_type(value: float, default: torch.dtype) -> None:
+    """A Python step that torch's Adam takes over is the same number, fp32 where that holds it."""
+    inner = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        placed = place_scalar("step", value, inner, inner.param_groups[0], torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert isinstance(placed, torch.Tensor)
+    assert placed.item() == value
+    assert placed.dtype == (torch.float32 if value < 2**24 else torch.float64)

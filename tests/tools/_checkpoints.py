@@ -17,7 +17,7 @@ from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, StateKey, Writer
 from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name
+from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name, state_key
 
 SHAPES = {
     "layers.0.weight": (13, 7),
@@ -47,8 +47,11 @@ class WholeState:
     frozen: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     step: float = 3.0
+    """An int stays one; a float becomes a tensor, as torch's optimizers count."""
     steps: tuple[float, ...] = ()
     """By flat buffer, where they differ."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """Other states of one value, the same in all flat buffers."""
     groups: tuple[tuple[str, ...], ...] = ()
     rates: tuple[float, ...] = (1e-3, 5e-4)
     client: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +85,8 @@ def manifest_of(state: WholeState, stage: int, world_size: int, **changes: Any) 
     group_of = {name: i for i, names in enumerate(state.groups) for name in names}
     keys: tuple[StateKey, ...] = (
         *(StateKey(k, "elementwise", "float32") for k in STATES),
-        StateKey("step", "scalar", "float32"),
+        *(state_key(k, v, elementwise=False) for k, v in state.scalars.items()),
+        state_key("step", _counted(state.step), elementwise=False),
     )
     if changes.get("weights_only"):
         keys = ()
@@ -124,6 +128,10 @@ def manifest_of(state: WholeState, stage: int, world_size: int, **changes: Any) 
     return replace(manifest, **changes)
 
 
+def _counted(step: float) -> torch.Tensor | int:
+    return step if isinstance(step, int) else torch.tensor(step)
+
+
 def _cut(fragments: list[Fragment], whole: dict[str, torch.Tensor], numel: int) -> torch.Tensor:
     """Return a flat buffer: what its fragments say, and NaN as padding."""
     flat = torch.full((numel,), float("nan"))
@@ -148,7 +156,7 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
                 for key in STATES
             }
         )
-        scalars = {} if manifest.weights_only else {"step": torch.tensor(step)}
+        scalars = {} if manifest.weights_only else {"step": _counted(step), **state.scalars}
         flats.append(FlatState(tuple(mine), _cut(mine, state.masters, numel), states, scalars))
     # More ranks than elements: some have an empty piece.
     pieces = {name: t.new_empty(0) for name, t in state.frozen.items()}

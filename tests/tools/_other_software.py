@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,16 @@ def small_model(seed: int) -> nn.Module:
 
 
 def with_fsdp2(folder: str) -> None:
-    """The directory is what code with FSDP2 loads: model, optimizer's state and hyperparameters."""
+    """The directory is what code with FSDP2 loads: model, optimizer's state and hyperparameters.
+
+    An int step, as DeepSpeed's optimizers count, becomes what torch's optimizer counts with.
+    """
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    state = state_of(small_model(0))
+    state = replace(state_of(small_model(0)), step=2)
     source = write_elastic(Path(folder, "a.ckpt"), state, 1, 3)
     convert_checkpoint(source, Path(folder, "dcp"), "dcp")
     model = small_model(1)
@@ -144,7 +148,7 @@ def with_fsdp2(folder: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-3
     for name, parameter in model.named_parameters():
         held = optimizer.state[parameter]
-        assert float(held["step"]) == 2.0
+        assert torch.equal(held["step"], torch.tensor(2.0))
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(held[key].full_tensor(), state.states[name][key])
 

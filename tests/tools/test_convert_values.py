@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightning_elastic_zero.tensor_state import plain
+from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
+from tests.core.bitwise_repr import bitwise_repr
 from tests.foreign._fixtures import unpack
 from tests.tools._checkpoints import make_state, write_elastic
 from tests.tools._other_software import trained
@@ -144,3 +151,88 @@ def test_an_own_checkpoint_is_rounded_only_as_asked(tmp_path: Path, run: Run) ->
     assert torch.load(tmp_path / "w", weights_only=True)["scale"] == LARGEST
     code, _, err = run("convert", source, tmp_path / "x", "--to", "bf16")
     assert (code, "scale has the value 3.40282e+38" in err) == (2, True)
+
+
+SCALARS: dict[str, Any] = {
+    "seen": 246913578,
+    "large": 2**70 + 1,
+    "rate": 0.1,
+    "small": 5e-324,
+    "flag": True,
+    "nothing": None,
+    "nan": float("nan"),
+    "double": torch.tensor(0.1, dtype=torch.float64),
+    "long": torch.tensor(2**62 + 1),
+    "half": torch.tensor(1.5, dtype=torch.bfloat16),
+}
+"""What optimizers keep as one value, which narrower types would change."""
+
+RATES = {
+    "lr": torch.tensor(0.1),
+    "betas": (torch.tensor(0.9, dtype=torch.float64), 0.999),
+    "nested": [{"count": torch.tensor(3)}],
+}
+"""Hyperparameters that are tensors, as capturable optimizers have them."""
+
+
+def _scalars(path: Path) -> dict[str, str]:
+    with open_view(path) as view:
+        held = view.scalars("layers.0.weight")
+        return {key: bitwise_repr(held[key]) for key in SCALARS if key in held}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set the type of new tensors, as a training script may have done."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("to", ["dcp", "lightning", "elastic"])
+def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Numbers, None and 0-d tensors come back the same, whatever the default type of tensors."""
+    rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
+    state = replace(make_state(), scalars=SCALARS, hyperparameters=rates)
+    source = write_elastic(tmp_path / "a.ckpt", state)
+    options = ConvertOptions(optimizer=True, buffers=["mean"])
+    with default_dtype(dtype):
+        found = convert_checkpoint(source, tmp_path / to, to, options)
+        convert_checkpoint(tmp_path / to, tmp_path / "back.ckpt", "elastic", options)
+    wanted = {key: bitwise_repr(value) for key, value in SCALARS.items()}
+    assert _scalars(source) == _scalars(tmp_path / to) == _scalars(tmp_path / "back.ckpt") == wanted
+    assert not any(key in text for key in SCALARS for text in found.lost)
+    with open_view(tmp_path / "back.ckpt") as view:
+        held = view.manifest.groups[0].hyperparameters
+        assert {key: held[key] for key in rates} == rates
+
+
+def test_other_software_finds_tensors_as_rates(tmp_path: Path) -> None:
+    """A rate that was a tensor is one in what other software reads, not this library's tag."""
+    rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
+    source = write_elastic(tmp_path / "a.ckpt", replace(make_state(), hyperparameters=rates))
+    for to in ("lightning", "universal"):
+        convert_checkpoint(source, tmp_path / to, to, ConvertOptions(optimizer=True))
+    saved = torch.load(tmp_path / "lightning", weights_only=True)["optimizer_states"][0]
+    zero = tmp_path / "universal" / "universal" / "zero"
+    for group in (
+        saved["param_groups"][0],
+        torch.load(zero / "optimizer_state.pt", weights_only=True)["param_groups"][0],
+    ):
+        for key in rates:
+            assert bitwise_repr(group[key]) == bitwise_repr(RATES[key])
+
+
+def test_a_folder_of_safetensors_holds_every_scalar(tmp_path: Path) -> None:
+    """Tensors are in its files; Python's own numbers, and None, in its JSON, as they are."""
+    source = write_elastic(tmp_path / "a.ckpt", replace(make_state(), scalars=SCALARS))
+    convert_checkpoint(source, tmp_path / "s", "safetensors", ConvertOptions(optimizer=True))
+    tensors = load_file(tmp_path / "s" / "optimizer.safetensors")
+    numbers = json.loads((tmp_path / "s" / "optimizer.json").read_text())["state"]
+    for name in ("layers.0.weight", "scale"):
+        held = {k: numbers[name].get(k, tensors.get(f"state.{name}.{k}")) for k in SCALARS}
+        assert bitwise_repr(held) == bitwise_repr(SCALARS)

@@ -15,6 +15,7 @@ import torch
 
 from lightning_elastic_zero.storage import as_save_error
 from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tensor_state import Scalar, unplain
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
@@ -64,22 +65,23 @@ def write_dcp_directory(
             rows(("optimizer", "state", entry.name, entry.key), entry)
             for entry in checkpoint.states()
         ]
-        for path, number in _numbers(checkpoint):
-            flat = number.reshape(-1)
-            tensors.append(RowsSource(path, (), flat.dtype, lambda a, b, flat=flat: flat[a:b]))  # type: ignore[misc]
         objects = dict(_groups(checkpoint))
+        for path, value in _scalars(checkpoint):
+            if isinstance(value, torch.Tensor):
+                flat = value.reshape(-1)
+                tensors.append(RowsSource(path, (), flat.dtype, lambda a, b, flat=flat: flat[a:b]))  # type: ignore[misc]
+            else:
+                objects[path] = value
     with staged_export(target) as export, as_save_error(target):
         write_directory(export.path, tensors, objects, on_bytes)
         export.publish()
 
 
-def _numbers(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
-    """Yield scalar states as torch's optimizers have them: a counter is a fp32 tensor."""
+def _scalars(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...], Scalar]]:
+    """Yield scalar states as they are: torch's optimizers turn numbers into tensors on load."""
     for parameter in checkpoint.manifest.optimized:
         for key, value in checkpoint.scalars(parameter.name).items():
-            if value is not None:
-                number = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-                yield ("optimizer", "state", parameter.name, key), number
+            yield ("optimizer", "state", parameter.name, key), value
 
 
 def _groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -87,4 +89,4 @@ def _groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...],
         at = ("optimizer", "param_groups", index)
         yield (*at, "params"), list(group.names)
         for key, value in group.hyperparameters.items():
-            yield (*at, key), value
+            yield (*at, key), unplain(value)

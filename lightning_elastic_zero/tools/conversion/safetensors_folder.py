@@ -2,7 +2,8 @@
 
 ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and ``model.safetensors.index.json``.
 The optimizer's state is named as torch flattens it (``state.<parameter>.<key>``), in
-``optimizer.safetensors``; its groups are in ``optimizer.json``.
+``optimizer.safetensors``; its groups, and states that are Python numbers, are in
+``optimizer.json``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,16 @@ def write_safetensors_folder(
                 {**group.hyperparameters, "params": list(group.names)}
                 for group in checkpoint.manifest.groups
             ]
-            text = json.dumps({"param_groups": groups}, indent=1)
+            numbers = {
+                parameter.name: {
+                    key: value
+                    for key, value in checkpoint.scalars(parameter.name).items()
+                    if not isinstance(value, torch.Tensor)
+                }
+                for parameter in checkpoint.manifest.optimized
+            }
+            state = {name: held for name, held in numbers.items() if held}
+            text = json.dumps({"param_groups": groups, "state": state}, indent=1)
             write_durably(export.path / "optimizer.json", text.encode())
         export.drop_sums()
         export.publish()
@@ -59,8 +69,8 @@ def _states(checkpoint: OpenCheckpoint) -> Iterator[NamedSource]:
         yield NamedSource(name, entry.shape, source_of(checkpoint, entry))
     for parameter in checkpoint.manifest.optimized:
         for key, value in checkpoint.scalars(parameter.name).items():
-            if value is not None:
-                yield _number(f"state.{parameter.name}.{key}", torch.as_tensor(value))
+            if isinstance(value, torch.Tensor):
+                yield _number(f"state.{parameter.name}.{key}", value)
 
 
 def _number(name: str, value: torch.Tensor) -> NamedSource:

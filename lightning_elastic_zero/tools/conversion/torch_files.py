@@ -12,6 +12,7 @@ import torch
 
 from lightning_elastic_zero.formats.torch_file import TorchFileWriter
 from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tensor_state import unplain
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
@@ -122,5 +123,5 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
                 },
             }
         ids = list(range(first, len(state)))
-        groups.append({**group.hyperparameters, "params": ids})
+        groups.append({**unplain(group.hyperparameters), "params": ids})
     return {"state": state, "param_groups": groups}

@@ -32,6 +32,7 @@ from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.storage import write_durably
 from lightning_elastic_zero.storage.exports import StagedExport, staged_export
+from lightning_elastic_zero.tensor_state import unplain
 from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry
 from lightning_elastic_zero.tools.conversion.selection import (
     ConvertOptions,
@@ -153,7 +154,8 @@ def _version(manifest: Manifest) -> str:
 def _optimizer_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     groups = [
-        {**group.hyperparameters, "params": [index]} for index, group in enumerate(manifest.groups)
+        {**unplain(group.hyperparameters), "params": [index]}
+        for index, group in enumerate(manifest.groups)
     ]
     steps = (checkpoint.step(p.name) for p in manifest.optimized)
     step = next((step for step in steps if step is not None), None)
