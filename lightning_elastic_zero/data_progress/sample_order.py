@@ -52,22 +52,67 @@ def epoch_order(sampler: Sampler[Any], seed: int, epoch: int, length: int) -> li
 
 
 def digest_of(order: Sequence[Any] | torch.Tensor) -> str:
-    """Return a digest of an order, in hexadecimal; empty if samples are not named by plain data."""
+    """Return a digest of an order, in hexadecimal; empty if a sample's name has no content.
+
+    Python's, NumPy's and torch's numbers give the same digest, and so do lists, tuples, arrays and
+    tensors of them. Objects are described by what a pickle of them holds.
+    """
     if isinstance(order, torch.Tensor):
         return xxhash.xxh3_128_hexdigest(order.contiguous().numpy().tobytes())
-    if all(type(item) is int for item in order):
+    if not all(isinstance(item, (int, np.integer)) for item in order):
+        try:
+            order = [_plain(item) for item in order]
+        except (_NoContentError, RecursionError):
+            return ""
+    if all(isinstance(item, (int, np.integer)) for item in order):
         try:
             return xxhash.xxh3_128_hexdigest(np.asarray(order, dtype=np.int64).tobytes())
         except OverflowError:
             pass
-    return xxhash.xxh3_128_hexdigest(repr(order).encode()) if _is_plain(order) else ""
+    return xxhash.xxh3_128_hexdigest(repr(order).encode())
 
 
-def _is_plain(item: object) -> bool:
-    """Whether a value's ``repr`` is the same in every process."""
+class _NoContentError(Exception):
+    """A sample is named by an object that is the same in no other process."""
+
+
+def _plain(item: Any) -> Any:  # noqa: ANN401 - the name of a sample, of any kind
+    """Describe the name of a sample so that its ``repr`` is the same in every process."""
+    if item is None or type(item) in (int, float, complex, str, bytes):
+        return item
+    for number in (int, float):
+        if isinstance(item, number):
+            return number(item)
+    if isinstance(item, (torch.Tensor, np.ndarray, np.generic)):
+        return _plain(item.tolist())
     if isinstance(item, (list, tuple)):
-        return all(_is_plain(part) for part in item)
-    return isinstance(item, (str, bytes, bool, int, float, type(None)))
+        return [_plain(part) for part in item]
+    if isinstance(item, dict):
+        return "dict", sorted((repr(_plain(key)), _plain_repr(item[key])) for key in item)
+    if isinstance(item, (set, frozenset)):
+        return "set", sorted(map(_plain_repr, item))
+    return _pickled_parts(item)
+
+
+def _plain_repr(item: object) -> str:
+    return repr(_plain(item))
+
+
+def _pickled_parts(item: object) -> object:
+    """Describe an object by its class, and by what it is made of when it is unpickled."""
+    if isinstance(item, type) or hasattr(item, "__qualname__"):
+        return f"{item.__module__}.{item.__qualname__}"
+    try:
+        reduced = item.__reduce_ex__(4)
+    except Exception as error:  # users' objects may raise anything
+        raise _NoContentError from error
+    if isinstance(reduced, str):
+        return reduced
+    make, args, *state = reduced
+    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
+    if list(args) == [type(item)] and not any(part for part in parts):
+        raise _NoContentError
+    return [_plain(make), _plain(args), _plain(parts)]
 
 
 def _seed_generators(sampler: object, seed: int, epoch: int) -> None:

@@ -124,9 +124,9 @@ class ElasticSampler(DistributedSampler[Any]):
             for micro_batch, size in enumerate(sizes):
                 batch = samples[begin : begin + size]
                 begin += size
-                if self.seed_workers and type(batch[0]) is int:
+                if self.seed_workers:
                     place = (epoch, step, micro_batch, self.rank)
-                    batch[0] = _SeedingIndex.make(batch[0], derive_seed(self.seed, *place))
+                    batch[0] = _seeding(batch[0], derive_seed(self.seed, *place))
                 yield batch
 
     def _of_step(self, order: Sequence[Any] | torch.Tensor, step: int) -> list[Any]:
@@ -139,7 +139,7 @@ class ElasticSampler(DistributedSampler[Any]):
         return [order[place % self.length] for place in places]
 
     def order_digest(self, epoch: int) -> str:
-        """Return a digest of an epoch's order; empty where samples are not named by plain data."""
+        """Return a digest of an epoch's order; empty where it has none."""
         order = self._order(epoch)
         if self._latest_digest is None:  # once for each order: every save records it
             self._latest_digest = digest_of(order)
@@ -195,28 +195,32 @@ class ElasticBatchSampler(BatchSampler):
         return self.elastic.micro_batches()
 
 
-class _SeedingIndex(int):
-    """The first index of a micro-batch, which seeds the worker process that it arrives in.
+class _SeedingName:
+    """The first sample's name in a micro-batch, which seeds the worker process that it arrives in.
 
-    A loader sends its workers pickled lists of indices. This one, when it is unpickled, seeds the
-    worker's random numbers and becomes a plain ``int``: the samples that are fetched next are drawn
-    alike after any restart, with any number of workers, persistent or not.
+    A loader sends its workers pickled lists of names. This one, when it is unpickled, seeds the
+    worker's random numbers and becomes what the sampler gave: the samples that are fetched next are
+    drawn alike after any restart, with any number of workers, persistent or not.
     """
 
+    item: Any
     seed: int
 
-    @classmethod
-    def make(cls, index: int, seed: int) -> _SeedingIndex:
-        made = cls(index)
-        made.seed = seed
-        return made
-
-    @override
-    def __reduce__(self) -> tuple[Callable[[int, int], int], tuple[int, int]]:
-        return _seed_on_unpickle, (int(self), self.seed)
+    def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
+        return _seed_on_unpickle, (self.item, self.seed)
 
 
-def _seed_on_unpickle(index: int, seed: int) -> int:
-    """Seed the process that unpickles an index; give the index."""
+class _SeedingIndex(_SeedingName, int):
+    """One that is an index in this process too, for loaders that look at it."""
+
+
+def _seeding(item: Any, seed: int) -> _SeedingName:  # noqa: ANN401 - a sample's name
+    made = _SeedingIndex(item) if type(item) is int else _SeedingName()
+    made.item, made.seed = item, seed
+    return made
+
+
+def _seed_on_unpickle(item: Any, seed: int) -> Any:  # noqa: ANN401 - a sample's name
+    """Seed the process that unpickles a sample's name; return the name."""
     seed_host_rng(seed)
-    return index
+    return item

@@ -18,7 +18,7 @@ from lightning_elastic_zero.trainer.dataloaders import (
     resumable_part_of,
 )
 from lightning_elastic_zero.trainer.lightning_internals import repeats_shorter_loaders
-from lightning_elastic_zero.trainer.sample_order_check import REPRODUCIBLE
+from lightning_elastic_zero.trainer.sample_order_check import NO_DIGEST, REPRODUCIBLE
 from lightning_elastic_zero.trainer.stateful_loaders import (
     ends_before_data,
     load_state_at_epoch_end,
@@ -196,14 +196,18 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
 
 def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -> str:
     """Return whose samplers put an epoch in another order than when it was saved; else empty."""
-    names = []
+    names, unknown = [], []
     for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
         elastic = elastic_sampler_of(loader)
-        if elastic is None or was is None or was[0] != epoch or not was[1]:
+        if elastic is None or was is None or was[0] != epoch:
             continue
         _restore_seed(elastic, pending, index)
-        if elastic.order_digest(epoch) != was[1]:
+        if not was[1]:
+            unknown.append(type(elastic.sampler or elastic).__name__)
+        elif elastic.order_digest(epoch) != was[1]:
             names.append(type(elastic.sampler or elastic).__name__)
+    if unknown:
+        return f"{' and '.join(unknown)} {NO_DIGEST}"
     if not names:
         return ""
     return (

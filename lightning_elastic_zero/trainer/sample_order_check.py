@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.coordination import Ranks
 from lightning_elastic_zero.errors import UnsupportedError
@@ -16,6 +17,12 @@ REPRODUCIBLE = (
     "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
 )
 """What makes a sampler's order that of every rank, and of a restart."""
+
+NO_DIGEST = (
+    "names samples by objects without content that could be compared between processes, so that "
+    "another order would go unnoticed. Name them by numbers, texts, or tuples or objects of these"
+)
+"""Why the order of a sampler has no digest, and what helps."""
 
 
 class SampleOrderCheck:
@@ -34,7 +41,8 @@ class SampleOrderCheck:
         """Compare, before the first batch of an epoch that is trained on; collective.
 
         Raises:
-            UnsupportedError: ranks would train on the same sample twice, and never on others.
+            UnsupportedError: ranks would train on the same sample twice, and never on others; or
+                it cannot be seen whether they would.
         """
         if batch_idx and self._is_done:
             return
@@ -48,9 +56,15 @@ class SampleOrderCheck:
             lambda: [sampler.order_digest(sampler.epoch) for sampler in own],
         )
         for sampler, *digests in zip(own, *of_ranks, strict=True):
-            if len({*digests}) > 1:
+            name = type(sampler.sampler).__name__
+            if not all(digests):
+                msg = f"{name} {NO_DIGEST}"
+                if len(digests) > 1:
+                    raise UnsupportedError(msg)
+                rank_zero_warn(f"A checkpoint inside an epoch will be refused on resume: {msg}")
+            elif len({*digests}) > 1:
                 msg = (
-                    f"{type(sampler.sampler).__name__} gives each rank another order of the "
+                    f"{name} gives each rank another order of the "
                     f"samples: ranks would share out different epochs. {REPRODUCIBLE}"
                 )
                 raise UnsupportedError(msg)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import random
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,7 +187,6 @@ class Draws(Dataset[Any]):
         return 24
 
     def __getitem__(self, index: int) -> Any:  # noqa: ANN401
-        assert type(index) is int
         return index, torch.rand(1).item(), random.random(), float(np.random.rand())  # noqa: NPY002
 
 
@@ -207,7 +208,55 @@ def test_workers_draw_by_place(plan: BatchPlan) -> None:
     whole = drawn(1, 0)
     assert drawn(2, 0) == whole
     assert drawn(2, 2) == whole[2 * plan.global_batch_size :]
+    assert {type(sample[0]) for sample in whole} == {int}
     assert len({sample[1] for sample in whole}) == len(whole)
+
+
+class Named(Sampler[Any]):
+    """A sampler that names its samples by something else than Python's integers."""
+
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.kind, torch.randperm(24).tolist())
+
+
+def _mixed(index: int) -> Any:  # noqa: ANN401 - an index of any kind
+    return index if index % 2 else np.int64(index)
+
+
+@pytest.mark.parametrize(
+    "kind", [np.int64, torch.tensor, str, lambda index: (index, "crop"), _mixed, np.atleast_1d]
+)
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_workers_draw_by_place_whatever_names_a_sample(
+    kind: Callable[[int], Any], batch_size: int | None
+) -> None:
+    """Each index arrives in the worker as the sampler gave it, and the draws are resumed."""
+    plan = BatchPlan(4, 1, 4 // (batch_size or 1))
+
+    def drawn(workers: int, first: int) -> list[Any]:
+        options: Any = {"sampler": Named(kind), "seed_workers": True}
+        sampler = ElasticSampler(Draws(), plan, 0, **options)
+        sampler.start_at(1, first)
+        loader: DataLoader[Any] = DataLoader(
+            Draws(), batch_size, sampler=sampler, num_workers=workers, collate_fn=_as_given
+        )
+        return [sample for given in loader for sample in ([given] if batch_size is None else given)]
+
+    whole = drawn(1, 0)
+    assert {type(sample[0]) for sample in whole} == {type(kind(index)) for index in (0, 1)}
+    rest = whole[2 * plan.global_batch_size :]
+    assert repr(drawn(2, 2)) == repr(rest)
+    assert len({sample[1] for sample in whole}) == len(whole)
+
+
+def _as_given(samples: Any) -> Any:  # noqa: ANN401 - a batch, or a sample
+    return samples
 
 
 def test_the_seeding_index_stays_an_index_here() -> None:
@@ -304,14 +353,54 @@ def test_without_options_it_is_torchs_own() -> None:
     assert {type(index) for index in ours} == {int}
 
 
+@dataclass(frozen=True)
+class Clip:
+    """A sample that is named by an object."""
+
+    video: str
+    frame: int
+
+
+class Opaque:
+    """An object that cannot be pickled, so no worker could receive it."""
+
+    def __reduce__(self) -> str:
+        raise TypeError
+
+
 def test_a_digest_tells_orders_apart() -> None:
-    """Of indices and other plain names; of objects, whose repr is a process's own, it is empty."""
+    """Of indices, texts, containers and objects; it is empty where an object has no content."""
     assert digest_of([3, 1, 2]) == digest_of(torch.tensor([3, 1, 2])) != digest_of([1, 2, 3])
     assert digest_of(["a", ("b", 1)]) == digest_of(["a", ("b", 1)]) != digest_of(["a", ("b", 2)])
     assert digest_of([1 << 70]) == digest_of([1 << 70])
     assert digest_of([1.5, 2]) != digest_of([1, 2])
     assert digest_of([1, "a"]) == digest_of([1, "a"]) != ""
-    assert digest_of([object()]) == digest_of([("a", object())]) == ""
+    assert digest_of([Clip("a", 1)]) == digest_of([Clip("a", 1)]) != digest_of([Clip("a", 2)])
+    assert digest_of([Path("a")]) == digest_of([Path("a")]) != digest_of([Path("b")])
+    assert digest_of([{1, 2, 300}]) == digest_of([{300, 2, 1}]) != digest_of([{1, 2}])
+    assert digest_of([{"a": 1, "b": 2}]) == digest_of([{"b": 2, "a": 1}]) != digest_of([{"a": 1}])
+    assert digest_of([slice(0, 4)]) == digest_of([slice(0, 4)]) != digest_of([slice(0, 5)])
+    assert digest_of([object()]) == digest_of([("a", object())]) == digest_of([Opaque()]) == ""
+    endless: list[Any] = []
+    endless.append(endless)
+    assert digest_of([endless]) == ""
+
+
+@given(st.lists(st.integers(-(1 << 40), 1 << 40), min_size=1, max_size=20))
+def test_a_digest_does_not_depend_on_the_kind_of_index(order: list[int]) -> None:
+    """Python's, NumPy's and torch's integers name the same samples, also within containers."""
+    kinds: list[list[Any]] = [
+        [np.int64(index) for index in order],
+        [torch.tensor(index) for index in order],
+        [np.array(index) for index in order],
+        [(int, np.int64, torch.tensor)[place % 3](index) for place, index in enumerate(order)],
+    ]
+    for kind in kinds:
+        assert digest_of(kind) == digest_of(order) != digest_of([*order, 0])
+        assert digest_of([tuple(kind)]) == digest_of([tuple(order)]) != digest_of([(*order, 0)])
+        assert digest_of([{"at": (kind, "x")}]) == digest_of([{"at": (order, "x")}])
+    for whole in (np.array(order), torch.tensor(order), tuple(order)):
+        assert digest_of([whole]) == digest_of([order])
 
 
 class _OfAll(Sampler[int]):
@@ -403,9 +492,9 @@ def test_a_fingerprint_tells_what_an_order_depends_on() -> None:
     }
 
 
-def test_samples_that_are_no_indices_seed_no_worker() -> None:
-    """They are given as they are, one by one."""
-    sampler = sampler_of(2, BatchPlan(2, 1, 2), 0, sampler=Asked(range(2)), seed_workers=True)
+def test_samples_that_are_no_indices_are_given_as_they_are() -> None:
+    """One by one, by a loader whose workers are not seeded."""
+    sampler = sampler_of(2, BatchPlan(2, 1, 2), 0, sampler=Asked(range(2)))
     batches = ElasticBatchSampler(sampler)
     assert sorted(map(tuple, batches)) == [("0",), ("1",)]
     assert (batches.sampler, batches.batch_size, batches.drop_last) == (sampler, 1, False)

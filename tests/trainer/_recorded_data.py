@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -37,6 +38,7 @@ class IndexedSamples(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        index = operator.index(index)
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(WIDTH, generator=generator)
         return x + self.noise * torch.randn(WIDTH), index
@@ -89,6 +91,35 @@ class OwnGenerator(Sampler[int]):
             case _:
                 begin = comm.get_rank()
         return iter([(begin + index) % self.length for index in range(self.length)])
+
+
+class NumPyIndices(Sampler[Any]):
+    """A sampler that yields NumPy's integers, in an order that no seed of ours can repeat."""
+
+    def __init__(self, length: int, kind: str) -> None:
+        self.length, self.kind = length, kind
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.kind == "numpy indices, unseeded":
+            return iter(np.random.default_rng().permutation(self.length))
+        indices = np.random.permutation(self.length)  # noqa: NPY002 - as users write it
+        return map(Anonymous, indices) if self.kind == "anonymous" else iter(indices)
+
+
+class Anonymous:
+    """An index that no other process can tell from another one."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __index__(self) -> int:
+        return int(self.index)
+
+    def __reduce__(self) -> str:
+        raise TypeError
 
 
 class Stream(IterableDataset[Any]):
@@ -211,6 +242,8 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
             return made(data, sampler=range(length))
         case "numpy" | "random" | "torch" | "counts" | "ranks" | "ranks, later" | "changed":
             return made(data, sampler=OwnGenerator(length, kind))
+        case "numpy indices" | "numpy indices, unseeded" | "anonymous":
+            return made(data, sampler=NumPyIndices(length, kind))
         case "user's loader":
             return DataLoader(data, batch_sampler=PlaceLess(length, size))
         case "no length":

@@ -153,6 +153,33 @@ def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Pa
     assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
 
 
+def test_an_order_of_other_indices_is_compared_as_well(worlds: Pools, tmp_path: Path) -> None:
+    """NumPy's integers: the same order goes on, with the same draws in workers; another is not."""
+    workers = {"num_workers": 1}
+    run = RunSpec(kind="numpy indices", noise=0.1, loader=workers, epochs=1)
+    whole, resumed = saved(run, worlds, tmp_path)
+    for seen in worlds.run(2, partial(fit, resumed)):
+        assert seen.steps == from_step(whole.steps, 3)
+        assert seen.losses == from_step(whole.losses, 3)
+    run = RunSpec(kind="numpy indices, unseeded", epochs=1, save=(SAVE,), root=str(tmp_path))
+    worlds.run(1, partial(fit, run))
+    for world in (1, 2):
+        for message in worlds.run(world, partial(error_of, run.resumed(SAVE))):
+            assert "NumPyIndices put epoch 0 in another order than when it was saved" in message
+
+
+def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """Between ranks at the start, and on resume; on one device a warning says so before."""
+    run = RunSpec(kind="anonymous", epochs=1, save=(SAVE,), root=str(tmp_path))
+    for message in worlds.run(2, partial(error_of, run)):
+        assert message.startswith("UnsupportedError: NumPyIndices names samples by objects without")
+    seen = worlds.run(1, partial(fit, run))[0]
+    said = "will be refused on resume: NumPyIndices names samples by objects without content"
+    assert sum(said in text for text in seen.messages) == 1
+    (message,) = worlds.run(1, partial(error_of, run.resumed(SAVE)))
+    assert "3 optimizer steps of it, and NumPyIndices names samples by objects without" in message
+
+
 def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_path: Path) -> None:
     """It goes on where it counts alike; where it does not, that is said: data may change there."""
     run = RunSpec(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
