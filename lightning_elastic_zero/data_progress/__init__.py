@@ -6,7 +6,7 @@ are given.
 
 from __future__ import annotations
 
-from lightning_elastic_zero.data_progress.batch_plan import BatchPlan, plan_batches
+from lightning_elastic_zero.data_progress.batch_plan import BatchPlan, ceil_div, plan_batches
 from lightning_elastic_zero.data_progress.loop_counters import (
     EPOCHS,
     LOADER_STATES,
@@ -35,6 +35,7 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticSampler",
     "Position",
+    "ceil_div",
     "collect_rng_states",
     "derive_seed",
     "fit_loop_at",

@@ -157,7 +157,7 @@ class BatchController:
             self._global_batch_size,
             allow_uneven=self._allow_uneven,
         )
-        self._resumer.set_batches(batches, trainer)
+        self._resumer.set_batches(batches)
         self._is_resolved = True
 
     def _read_batch_size(self, user_config: Any) -> None:

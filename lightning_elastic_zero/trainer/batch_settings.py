@@ -10,8 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from typing_extensions import override
 
-from lightning_elastic_zero.data_progress import BatchPlan, plan_batches
+from lightning_elastic_zero.data_progress import BatchPlan, ceil_div, plan_batches
 from lightning_elastic_zero.errors import UnsupportedError
 
 
@@ -126,14 +127,15 @@ def resolve_batch_settings(
 ) -> BatchSettings:
     """Set the trainer's accumulation from the global batch, and what counts batches with it.
 
-    With a global batch, the integers ``limit_train_batches`` and ``val_check_interval`` count
-    global batches: the same number of samples on any number of devices.
+    A fraction of an epoch, in ``limit_train_batches``, is a fraction of its optimizer steps. With a
+    global batch, the integer counts global batches: the same samples on any number of devices.
 
     Raises:
         UnsupportedError: the global batch cannot be cut, or the accumulation was given too.
     """
     given = int(settings.get(trainer, "accumulate_grad_batches"))
     if global_batch_size is None:
+        _limit_epoch(trainer, settings, given, is_planned=False)
         return BatchSettings(loader_batch_size, None, world_size, given)
     if loader_batch_size is None:
         msg = (
@@ -161,7 +163,7 @@ def resolve_batch_settings(
             "accumulate_grad_batches out"
         )
         raise UnsupportedError(msg)
-    _scale_settings(trainer, settings, plan.accumulate)
+    _limit_epoch(trainer, settings, plan.accumulate, is_planned=True)
     settings.make(trainer, "accumulate_grad_batches", plan.accumulate)
     even = "" if plan.is_even else "up to "
     rank_zero_info(
@@ -177,14 +179,44 @@ def _s(count: int, ending: str = "s") -> str:
     return "" if count == 1 else ending
 
 
-def _scale_settings(trainer: pl.Trainer, settings: UserSettings, accumulate: int) -> None:
-    """Turn counts of global batches into counts of micro-batches, which is what Lightning takes.
+class StepFraction(float):
+    """A fraction of an epoch, of which Lightning takes whole optimizer steps.
 
-    Where validation is a matter of time, Lightning's trainer has no ``val_check_interval``.
+    Lightning multiplies ``limit_train_batches`` with the length of each training loader, in
+    micro-batches, and rounds down. The product here has the steps that it has where each batch is
+    a step.
     """
-    for name in ("limit_train_batches", "val_check_interval"):
-        if type(value := settings.get(trainer, name)) is int:
-            settings.make(trainer, name, value * accumulate)
+
+    accumulate: int
+
+    @classmethod
+    def make(cls, fraction: float, accumulate: int) -> StepFraction:
+        """Return the fraction, where a step has so many micro-batches."""
+        made = cls(fraction)
+        made.accumulate = accumulate
+        return made
+
+    @override
+    def __rmul__(self, batches: float) -> float:
+        steps = ceil_div(int(batches), self.accumulate)
+        if not (limit := int(steps * float(self))):
+            msg = (
+                f"limit_train_batches={self} of an epoch of {steps} optimizer steps is less than "
+                f"one step. Use {1 / steps:.3g} or more, or limit_train_batches=1"
+            )
+            raise UnsupportedError(msg)
+        return min(batches, limit * self.accumulate)
+
+
+def _limit_epoch(
+    trainer: pl.Trainer, settings: UserSettings, accumulate: int, *, is_planned: bool
+) -> None:
+    """Let ``limit_train_batches`` count optimizer steps, where Lightning counts micro-batches."""
+    limit = settings.get(trainer, "limit_train_batches")
+    if type(limit) is int and is_planned:
+        settings.make(trainer, "limit_train_batches", limit * accumulate)
+    elif type(limit) is float and 0.0 < limit < 1.0:
+        settings.make(trainer, "limit_train_batches", StepFraction.make(limit, accumulate))
 
 
 def scale_scheduler_frequency(configs: list[Any], accumulate: int) -> None:

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position, validation_counters_at
 from lightning_elastic_zero.trainer.dataloader_resume import PendingResume
-from lightning_elastic_zero.trainer.epoch_length import prefetch_next_batch
 from lightning_elastic_zero.trainer.lightning_internals import (
     combined_loader,
     data_fetcher,
@@ -27,7 +26,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     step_scheduler,
     training_loaders,
 )
-from lightning_elastic_zero.trainer.step_intervals import StepIntervals
+from lightning_elastic_zero.trainer.step_intervals import StepIntervals, prefetch_next_batch
 
 
 class LoopRestorer:

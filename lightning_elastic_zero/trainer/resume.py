@@ -43,7 +43,6 @@ from lightning_elastic_zero.trainer.dataloaders import (
     elastic_sampler_of,
     with_own_generator,
 )
-from lightning_elastic_zero.trainer.epoch_length import EpochLength
 from lightning_elastic_zero.trainer.epoch_metrics import SavedMetrics
 from lightning_elastic_zero.trainer.lightning_internals import combined_loader, training_loaders
 from lightning_elastic_zero.trainer.loop_restore import LoopRestorer
@@ -67,8 +66,7 @@ class RunResumer:
         """The trainer's settings as the user has them."""
         self.recorder = RunRecorder()
         """Where the run stands, and what belongs to that moment."""
-        self._epoch_length: EpochLength | None = None
-        self._step_intervals = StepIntervals(self.settings)
+        self._step_intervals = StepIntervals()
         self.batches: BatchSettings | None = None
         """How steps are made of samples."""
         self._pending: PendingResume | None = None
@@ -77,12 +75,11 @@ class RunResumer:
         self._loaders_made = 0
         self._seeds: list[int | None] = []
 
-    def set_batches(self, batches: BatchSettings, trainer: pl.Trainer) -> None:
+    def set_batches(self, batches: BatchSettings) -> None:
         """Begin a fit whose steps are made of these batches."""
         self.batches = batches
         self._pending = None
         self.recorder = RunRecorder(batches)
-        self._epoch_length = EpochLength(self.settings, trainer, batches)
         self._loaders_made, self._seeds = 0, []
 
     @property
@@ -92,12 +89,11 @@ class RunResumer:
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
         """Make a loader one that can be resumed; Lightning prepared it before."""
-        if self.batches is None or self._epoch_length is None:
+        if self.batches is None:
             return loader
         if not trainer.training:
             return with_own_generator(loader, _seed(), rank)
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
-            self._epoch_length.forget()
             self._loaders_made = 0  # they are made anew
         loader = elastic_loader(loader, self.batches, rank, _seed())
         if (elastic := elastic_sampler_of(loader)) is None:
@@ -107,7 +103,6 @@ class RunResumer:
             kept = self._seeds[self._loaders_made : self._loaders_made + 1]
             elastic.seed = kept[0] if kept and kept[0] is not None else elastic.seed
         self._loaders_made += 1
-        self._epoch_length.round_to_whole_steps(loader, trainer)
         return loader
 
     def _check_first(self, elastic: ElasticSampler) -> None:

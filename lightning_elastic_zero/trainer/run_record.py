@@ -18,7 +18,6 @@ from lightning_elastic_zero.data_progress import (
 )
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings
 from lightning_elastic_zero.trainer.dataloaders import elastic_sampler_of
-from lightning_elastic_zero.trainer.epoch_length import prefetch_next_batch
 from lightning_elastic_zero.trainer.epoch_metrics import EpochMetrics
 from lightning_elastic_zero.trainer.lightning_internals import (
     is_fitting,
@@ -32,6 +31,7 @@ from lightning_elastic_zero.trainer.stateful_loaders import LoaderStates
 from lightning_elastic_zero.trainer.step_intervals import (
     optimizer_steps_in,
     pending_micro_batches,
+    prefetch_next_batch,
 )
 
 STATE_KEY = "lightning_elastic_zero"
@@ -142,7 +142,7 @@ class RunRecorder:
             planned_steps=_planned_steps(trainer),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
             orders=tuple(s.latest_order() if s is not None else None for s in elastic),
-            settings={name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS},
+            settings=_batch_counts(trainer, batches),
         )
 
     def state_dict(
@@ -205,6 +205,16 @@ def _logger_step(trainer: pl.Trainer) -> int:
     current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     ending = current["completed"] < current["processed"] or trainer.validating
     return logged_steps(trainer) + ending
+
+
+def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
+    """Return the settings that count batches; integers in micro-batches of one rank."""
+    found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
+    counts = {name: float(v) if isinstance(v, float) else v for name, v in found.items()}
+    interval = counts["val_check_interval"]
+    if type(interval) is int and batches is not None and batches.plan is not None:
+        counts["val_check_interval"] = interval * batches.accumulate
+    return counts
 
 
 def _planned_steps(trainer: pl.Trainer) -> int | None:

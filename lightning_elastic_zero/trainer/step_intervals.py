@@ -12,12 +12,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_elastic_zero.trainer.batch_settings import UserSettings
+from lightning_elastic_zero.data_progress import ceil_div
+from lightning_elastic_zero.trainer.dataloaders import length_of
+from lightning_elastic_zero.trainer.lightning_internals import (
+    data_fetcher,
+    fetch,
+    prefetches,
+    training_loaders,
+)
 
 
 def optimizer_steps_in(batches: float, accumulate: int) -> int:
     """Return the optimizer steps that so many micro-batches of an epoch make, to its end."""
-    return -(-int(batches) // accumulate)
+    return ceil_div(int(batches), accumulate)
 
 
 def pending_micro_batches(trainer: pl.Trainer) -> int:
@@ -29,19 +36,64 @@ def pending_micro_batches(trainer: pl.Trainer) -> int:
     return 0 if is_over else int(done % trainer.accumulate_grad_batches)
 
 
-def align_validation_interval(trainer: pl.Trainer) -> None:
-    """Align a fraction of an epoch, after which to validate, with an optimizer step.
+def prefetch_next_batch(trainer: pl.Trainer) -> bool:
+    """Fetch the next batch before this one is trained on, as of data without a limit.
 
-    It is then the same step on every number of devices.
+    Of data that have a limit and no length, Lightning takes ``limit_train_batches`` for the length,
+    and learns of data that end before it when it asks for one batch more: too late to take a step
+    of the window that is open, or to validate. No batch beyond the limit is fetched: it would be
+    lost to a stream that goes on.
+
+    Returns:
+        Whether a batch was fetched, or tried to be, just now: the first time in an epoch.
+    """
+    fit: Any = trainer.fit_loop
+    fetcher, limit = data_fetcher(trainer), fit.max_batches
+    progress = fit.epoch_loop.batch_progress
+    at = progress.current.ready
+    if limit == float("inf") or at >= limit or not prefetches(fetcher):
+        return False
+    if all(length_of(loader) is not None for loader in training_loaders(trainer)):
+        return False
+    is_first = fetcher.length is not None
+    if is_first:
+        fetcher.length = None
+        try:
+            fetcher.batches.append(fetch(fetcher))
+        except StopIteration:
+            progress.is_last_batch = True
+    if at + 1 == limit:
+        fetcher.iterator = iter(())
+    return is_first
+
+
+def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:
+    """Set after how many micro-batches to validate, where Lightning has set it for its own units.
+
+    A fraction of an epoch is aligned with an optimizer step; with a global batch an integer counts
+    such batches. ``trainer.val_check_interval`` stays as it is: callbacks decide by it.
+
+    Raises:
+        ValueError: an epoch has fewer steps.
     """
     # Where validation is a matter of time, there is no such attribute.
     interval = getattr(trainer, "val_check_interval", None)
     accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-    if not isinstance(interval, float) or batches == float("inf"):
-        return
-    trainer.val_check_batch = (
-        max(1, int(optimizer_steps_in(batches, accumulate) * interval)) * accumulate
-    )
+    is_endless = batches == float("inf")
+    if isinstance(interval, int) and is_planned:
+        is_by_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        if is_by_epoch and not is_endless and interval > optimizer_steps_in(batches, accumulate):
+            msg = (
+                f"`val_check_interval` ({interval}) must be less than or equal to the number of "
+                f"the optimizer steps of an epoch ({optimizer_steps_in(batches, accumulate)}). If "
+                "you want to disable validation set `limit_val_batches` to 0.0 instead. If you "
+                "want to validate based on all optimizer steps, set `check_val_every_n_epoch=None`."
+            )
+            raise ValueError(msg)
+        trainer.val_check_batch = interval * accumulate
+    elif isinstance(interval, float) and not is_endless:
+        steps = max(1, int(optimizer_steps_in(batches, accumulate) * interval))
+        trainer.val_check_batch = steps * accumulate
 
 
 class StepIntervals:
@@ -50,8 +102,7 @@ class StepIntervals:
     What Lightning compares with its count of micro-batches is another number then, for that batch.
     """
 
-    def __init__(self, given: UserSettings) -> None:
-        self._user_settings = given
+    def __init__(self) -> None:
         self._is_planned = False
         self._frequencies: list[tuple[Any, int]] = []
         self._interval: int | float | None = None
@@ -60,14 +111,15 @@ class StepIntervals:
         """Begin a fit whose loaders are made; of a planned global batch integers count batches."""
         self._is_planned = is_planned
         self._frequencies, self._interval = [], None
-        align_validation_interval(trainer)
+        _set_validation_interval(trainer, is_planned=is_planned)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
         """Compute what is due after the batch that is about to be trained on."""
         self.restore(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready == 1:
-            align_validation_interval(trainer)  # Lightning sets it anew where it makes loaders anew
+            # Lightning sets it anew where it makes loaders anew.
+            _set_validation_interval(trainer, is_planned=self._is_planned)
         self._apply(trainer, is_last=progress.is_last_batch, steps=trainer.global_step + 1)
 
     def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
@@ -125,7 +177,7 @@ class StepIntervals:
 
         An integer without a global batch counts micro-batches, as in Lightning.
         """
-        interval = self._user_settings.get(trainer, "val_check_interval")
+        interval = getattr(trainer, "val_check_interval", None)
         live = trainer.val_check_batch
         if not isinstance(live, int) or interval is None:
             return  # by the clock, or at the end of data of which nothing is known

@@ -266,6 +266,9 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "two, as long as the longer":
             two = [made(data, shuffle=True), made(IndexedSamples(29, 0.0), shuffle=True)]
             return CombinedLoader(two, "max_size")
+        case "two, as long as the shorter":
+            two = [made(data, shuffle=True), made(IndexedSamples(24, 0.0), shuffle=True)]
+            return CombinedLoader(two, "min_size")
         case "own batches":
             return DataLoader(data, batch_sampler=OwnBatchSampler(length, size))
         case "torchdata":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +60,8 @@ class RunSpec:
     noise: float = 0.0
     """Drawn for each sample as it is fetched: in the process that fetches it."""
     seed: int = 3
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    """Made in the rank, before the one that records."""
 
     def resumed(self, moment: str, **changes: Any) -> RunSpec:
         """Return the run that goes on from what this one saved at a moment, and saves nothing."""
@@ -311,7 +313,7 @@ def _fit(run: RunSpec) -> RunRecord:
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
     net, watch = RecordingNet(run), EventRecorder(run)
-    trainer = trainer_of(run, [watch])
+    trainer = trainer_of(run, [*(make() for make in run.callbacks), watch])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
     trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     if "after" in run.save:

@@ -132,7 +132,7 @@ def test_lightning_and_deepspeed_count_the_same_steps(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -> None:
-    """Seven batches and windows of two: six are trained on, and both count three steps."""
+    """Seven batches and windows of two: the last step is of one, and both count four steps."""
     fit = partial(
         trained,
         stage,
@@ -144,7 +144,7 @@ def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -
         use_distributed_sampler=False,
     )
     for _, counted in worlds.run(2, fit):
-        assert counted[-1] == (9, 9)
+        assert counted[-1] == (12, 12)
         assert all(lightning == deepspeed for lightning, deepspeed in counted)
 
 

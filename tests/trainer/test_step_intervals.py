@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import RunSpec, fit
+from tests.trainer._recorded_runs import RunSpec, error_of, fit, fits
 
 pytestmark = pytest.mark.engine
 
@@ -90,3 +92,72 @@ def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
     run = replace(RUN, kind="goes on", length=100, global_batch=None, trainer=trainer)
     seen = worlds.run(2, partial(fit, run))[0]
     assert sorted(index for ids in seen.steps.values() for index in ids) == list(range(12))
+
+
+ONE = RunSpec(length=60, global_batch=6, batch_size=6, epochs=2, validate=True)
+"""On one rank each batch is a step; with batch_size=2 a step has three micro-batches."""
+
+EPOCHS: dict[str, RunSpec] = {
+    "a fraction": replace(ONE, length=180, epochs=1, trainer={"limit_train_batches": 0.7}),
+    "a fraction of the shorter loader": replace(
+        ONE, kind="two, as long as the shorter", trainer={"limit_train_batches": 0.5}
+    ),
+    "a number": replace(ONE, trainer={"limit_train_batches": 3}),
+    "validated at every step": replace(
+        ONE, trainer={"limit_train_batches": 2, "val_check_interval": 1}
+    ),
+    "validated once an epoch": replace(
+        ONE, trainer={"limit_train_batches": 2, "val_check_interval": 1.0}
+    ),
+    "validated every second step": replace(
+        ONE, trainer={"limit_train_batches": 4, "val_check_interval": 2}
+    ),
+    "a user's batches": replace(
+        ONE, kind="own batches", length=52, trainer={"use_distributed_sampler": False}
+    ),
+}
+
+
+def test_the_accumulation_changes_no_epoch(worlds: Pools, tmp_path: Path) -> None:
+    """Steps, validations and the moments at which callbacks save are those of one micro-batch."""
+    runs = []
+    for case, run in EPOCHS.items():
+        for size in (6, 2):
+            folder = tmp_path / case / f"{size}"
+            saves = partial(ModelCheckpoint, folder, "{step}", save_top_k=-1)
+            runs.append(replace(run, batch_size=size, callbacks=(saves,)))
+    seen = worlds.run(1, partial(fits, runs))[0]
+    for case, one, three in zip(EPOCHS, seen[::2], seen[1::2], strict=True):
+        assert three.events == one.events, case
+        assert three.steps == one.steps, case
+        saved = [sorted(path.name for path in tmp_path.glob(f"{case}/{n}/*")) for n in (6, 2)]
+        assert saved[0] == saved[1], case
+    lengths = [len({*one.steps}) for one in seen[::2]]
+    assert lengths == [21, 4, 6, 4, 4, 8, 18]  # as with Lightning's other strategies
+
+
+def test_the_same_without_a_global_batch(worlds: Pools) -> None:
+    """A fraction is of optimizer steps; Lightning's integers count micro-batches."""
+    run = replace(EPOCHS["a fraction"], global_batch=None)
+    three = {"limit_train_batches": 0.7, "accumulate_grad_batches": 3}
+    runs = [run, replace(run, batch_size=2, trainer=three)]
+    one, other = worlds.run(1, partial(fits, runs))[0]
+    assert one.steps == other.steps
+    assert len(one.steps) == 21
+
+
+def test_an_interval_beyond_the_epoch_is_refused(worlds: Pools) -> None:
+    """As Lightning does, and with any accumulation."""
+    run = replace(ONE, trainer={"limit_train_batches": 2, "val_check_interval": 3})
+    for size in (6, 2):
+        for message in worlds.run(1, partial(error_of, replace(run, batch_size=size))):
+            assert message.startswith("ValueError")
+            assert "`val_check_interval` (3) must be less than or equal" in message
+
+
+def test_a_fraction_of_less_than_a_step_is_refused(worlds: Pools) -> None:
+    """With the smallest that is enough."""
+    run = replace(ONE, batch_size=2, trainer={"limit_train_batches": 0.05})
+    for message in worlds.run(1, partial(error_of, run)):
+        assert message.startswith("UnsupportedError")
+        assert "limit_train_batches=0.05 of an epoch of 10 optimizer steps" in message
