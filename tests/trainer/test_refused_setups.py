@@ -1,8 +1,7 @@
-"""What cannot be saved and resumed is refused at setup, by the sentence that the docs have."""
+"""Unsupported configurations are refused at setup, by name and with a remedy."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,6 @@ from tests.trainer._refused_setups import (
     Refused,
     said_of_all,
 )
-
-PAGE = Path(__file__).parents[2] / "docs" / "configurations.md"
 
 
 def refuse_all(
@@ -84,18 +81,3 @@ def test_an_engine_is_refused(case: str, fork_server: ForkServer, tmp_path: Path
         assert heading.endswith("lightning_elastic_zero cannot save and resume this run")
         assert f"\n{found}" == reasons
     assert not list(tmp_path.iterdir())
-
-
-def sentences() -> set[str]:
-    """Return all sentences of the tables; one for all names of optimizers with few bits."""
-    of_trainers = [BY_TRAINER, NEWER, *OF_OTHER_PACKAGES.values()]
-    found = {case.sentence for cases in of_trainers for case in cases.values()}
-    found = found.union(*(reasons for _, reasons in BY_SAVE.values()))
-    return {re.sub(r"\w+\.\w+(?=: its state is quantized)", "PACKAGE.NAME", s) for s in found}
-
-
-def test_the_docs_have_each_sentence() -> None:
-    """Word for word, and no other: what a user gets is what the page says."""
-    section = PAGE.read_text().partition("## What is refused")[2].partition("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
-    assert {row[-1].removesuffix(" |") for row in rows} == sentences()
