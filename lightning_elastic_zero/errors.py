@@ -4,7 +4,8 @@
 
     ElasticZeroError
     ├── UnsupportedError            this engine, model or option cannot be saved or resumed
-    ├── CheckpointNotFoundError     there is no published checkpoint at that path
+    ├── CheckpointNotFoundError     there is no published checkpoint at that path;
+    │                               also a FileNotFoundError
     ├── CheckpointFormatError       something is there, but it is no checkpoint that can be read
     ├── CheckpointMismatchError     a sound checkpoint of another model, or one that lacks something
     ├── CheckpointCorruptedError    bytes are not those that were written
@@ -26,8 +27,8 @@ class UnsupportedError(ElasticZeroError):
     """This engine, model or option cannot be saved or resumed by the library."""
 
 
-class CheckpointNotFoundError(ElasticZeroError):
-    """There is no published checkpoint at the path."""
+class CheckpointNotFoundError(ElasticZeroError, FileNotFoundError):
+    """There is no published checkpoint at the path; Lightning raises a ``FileNotFoundError``."""
 
 
 class CheckpointFormatError(ElasticZeroError):

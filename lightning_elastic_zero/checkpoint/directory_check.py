@@ -44,6 +44,9 @@ class CheckedDirectory:
     """Seconds in which the slowest host wrote ``TRIAL_BYTES`` and brought them to the disk; 0 where
     nothing was written: there is one host, or the same device was tried before."""
 
+    made: tuple[str, ...]
+    """Directories that this check created, the outermost first."""
+
 
 def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDirectory]:
     """Check that all ranks share each directory and that checkpoints can be published there.
@@ -78,9 +81,10 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
     step = f"check {directory}"
     with ExitStack() as opened:
 
-        def make() -> tuple[str, bool]:
+        def make() -> tuple[str, bool, list[str]]:
             # It stays: others may begin to use it now.
             with as_save_error(directory):
+                missing = [p for p in (directory, *directory.parents) if not p.exists()]
                 directory.mkdir(parents=True, exist_ok=True)
                 device = directory.stat().st_dev
             is_new = device not in _tried_devices
@@ -88,16 +92,16 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
             if is_new:
                 _try_out(directory, folder / "abilities")
                 _tried_devices.add(device)
-            return str(folder), is_new
+            return str(folder), is_new, [str(p) for p in reversed(missing)]
 
         # The other ranks get lists, as JSON has no tuples.
-        name, is_new = ranks.broadcast(step, make)
+        name, is_new, made = ranks.broadcast(step, make)
         folder, seconds = Path(name), [0.0]
         if unseen := find_unseen(ranks, folder, leavers, step):
             raise SaveError(unseen)
         if is_new and len(leavers) > 1:
             seconds = ranks.all_gather(f"{step}: write", lambda: _write(folder, ranks, leavers))
-    return CheckedDirectory(str(directory), len(leavers), max(seconds))
+    return CheckedDirectory(str(directory), len(leavers), max(seconds), tuple(made))
 
 
 def find_unseen(ranks: Ranks, folder: Path, leavers: Collection[int], step: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint import (
@@ -106,6 +108,12 @@ class CheckpointLoader:
                 taken = LiveEngine(engine).copy_full_weights(extra)
                 weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
             module = trainer.lightning_module
+            if is_overridden("load_state_dict", module, nn.Module):
+                rank_zero_warn(
+                    f"{type(module).__name__}.load_state_dict was not called: a load writes into "
+                    "DeepSpeed's buffers. Use the strategy's option rename for layers that had "
+                    "other names, and on_load_checkpoint for everything else"
+                )
             strict = options.strict and options.strict_optimizer
             state = weight_averaging.with_module_weights(
                 state, module, fitting=fitting, strict=strict

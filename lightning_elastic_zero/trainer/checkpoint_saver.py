@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class CheckpointSaver:
         self._save_module_weights = check_flag("save_module_weights", save_module_weights)
         self._warned_objects: set[str] | None = None if load_options.allow_pickle else set()
         self._state_dict_tracker = StateDictTracker()
+        self._made_directories: list[str] = []
         self._world_size = 1
         self._device = torch.device("cpu")
         self._hooks = ModelCheckpointHooks(
@@ -87,6 +88,7 @@ class CheckpointSaver:
         used = [] if trainer.fast_dev_run else [c.dirpath for c in callbacks if _saves(c)]  # type: ignore[attr-defined]
         for checked in check_directories(used, self._get_ranks()):
             _tell(checked)
+            self._made_directories += checked.made if rank == 0 else ()
         # Only one rank's may differ, of a layout that this library does not know.
         self._get_ranks().run_all(
             "compare where weights lie", lambda: LiveEngine(engine).verify_addresses(fresh=True)
@@ -103,7 +105,12 @@ class CheckpointSaver:
         self._hooks.end()
         if is_fitting(trainer):
             self._last_fit.end(trainer)
-        return self._manager.stop(interrupted=is_interrupted(trainer))
+        failure = self._manager.stop(interrupted=is_interrupted(trainer))
+        for made in reversed(self._made_directories):
+            with suppress(OSError):  # Something was saved there.
+                Path(made).rmdir()
+        self._made_directories = []
+        return failure
 
     def track(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the weights that hooks see, and remember them: the engine saves its own."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from torch import distributed
 
+from lightning_elastic_zero import CheckpointNotFoundError
 from lightning_elastic_zero.trainer.checkpoint_saver import _saves
 from tests.engine._worker_pool import Pools
 from tests.outcome import error_text
@@ -55,3 +57,32 @@ def test_a_directory_that_cannot_be_made(worlds: Pools, tmp_path: Path) -> None:
     quick: dict[str, Any] = {"fast_dev_run": True}
     for said in worlds.run(2, partial(errors_in_a_file, str(tmp_path), quick)):
         assert said == "nothing was raised"
+
+
+def fit_from_nowhere(root: str) -> tuple[bool, str, list[str]]:
+    """Resume what is not there; return whether stock handlers catch it, its text, what is left."""
+    checkpoints = ModelCheckpoint(dirpath=f"{root}/run/checkpoints")
+    trainer = quiet_trainer(elastic(), checkpoints, max_epochs=1)
+    try:
+        trainer.fit(RegressionNet(), Data(), ckpt_path=f"{root}/nowhere.ckpt")
+    except FileNotFoundError as error:
+        caught, text = isinstance(error, CheckpointNotFoundError), str(error)
+    distributed.barrier()
+    return caught, text, [entry.name for entry in Path(root).rglob("*")]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_missing_checkpoint_leaves_no_trace(
+    there_before: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """A missing ckpt_path is a FileNotFoundError on all ranks, as with Lightning's strategies.
+
+    Directories that only this fit has made are removed; others stay.
+    """
+    if there_before:
+        (tmp_path / "run").mkdir()
+    for caught, text, left in worlds.run(2, partial(fit_from_nowhere, str(tmp_path))):
+        assert caught
+        assert f"{tmp_path}/nowhere.ckpt" in text
+        assert left == (["run"] if there_before else [])

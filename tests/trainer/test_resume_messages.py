@@ -6,13 +6,27 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_elastic_zero import ConvertOptions, convert_checkpoint
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step, warned_by_default
+from tests.outcome import warnings_heard
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import (
+    RecordingNet,
+    RunRecord,
+    RunSpec,
+    fit,
+    fits,
+    from_step,
+    trainer_of,
+    warned_by_default,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -52,6 +66,32 @@ def test_a_rate_that_gives_way_to_the_saved_one_is_said(worlds: Pools, tmp_path:
     loaded = "(saved on 1 device with ZeRO-2) on 2 devices at step 8, epoch 1: "
     assert all(len(said(seen, loaded)) == 1 for seen in first), first[0].messages
     assert said(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
+
+
+class Overriding(RecordingNet):
+    """A module with a ``load_state_dict`` of its own."""
+
+    @override
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+def warnings_of_override(run: RunSpec) -> list[str]:
+    """Resume and evaluate a module with an override; return what is said of it."""
+    with warnings_heard("load_state_dict") as said_of_it:
+        trainer_of(run, []).fit(Overriding(run), run.loaders(), ckpt_path=run.ckpt_path)
+        val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
+        trainer_of(run, []).validate(Overriding(run), val, ckpt_path=run.ckpt_path, verbose=False)
+    return said_of_it
+
+
+def test_an_override_that_is_not_called_is_said(worlds: Pools, tmp_path: Path) -> None:
+    """Each load names the module whose ``load_state_dict`` it does not call."""
+    run = RunSpec(root=str(tmp_path), batch_size=12, epochs=1)
+    worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))
+    (texts,) = worlds.run(1, partial(warnings_of_override, run.resumed("step 0.2")))
+    assert len(texts) == 2
+    assert all("Overriding.load_state_dict was not called" in text for text in texts)
 
 
 def test_where_an_epoch_has_ended_the_next_one_is_named(worlds: Pools, tmp_path: Path) -> None:

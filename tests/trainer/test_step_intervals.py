@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.engine._worker_pool import Pools
-from tests.trainer._recorded_runs import RunSpec, error_of, fit, fits
+from tests.trainer._recorded_runs import RunSpec, error_of, fit, fits, from_step
 
 pytestmark = pytest.mark.engine
 
@@ -40,6 +40,10 @@ CASES: dict[str, tuple[RunSpec, list[int]]] = {
     "a limit beyond the data, each batch a step": (
         replace(RUN, global_batch=None, length=6, trainer={"limit_train_batches": 7}),
         [3, 6],
+    ),
+    "a limit on map-style data": (
+        replace(RUN, **LIKE_LIGHTNING, kind="plain", length=48, trainer=two(limit_train_batches=3)),
+        [2, 4],
     ),
     "less than a window": (replace(RUN, length=4), [1, 2]),
     "a limit within a window": (
@@ -161,3 +165,22 @@ def test_a_fraction_of_less_than_a_step_is_refused(worlds: Pools) -> None:
     for message in worlds.run(1, partial(error_of, run)):
         assert message.startswith("UnsupportedError")
         assert "limit_train_batches=0.05 of an epoch of 10 optimizer steps" in message
+
+
+def test_a_window_that_a_limit_cuts_is_resumed(worlds: Pools, tmp_path: Path) -> None:
+    """Without a global batch, from before the short step, after it and from the epoch's end."""
+    run = replace(
+        RUN, kind="plain", length=48, **LIKE_LIGHTNING, trainer=two(limit_train_batches=5)
+    )
+    moments = ("step 0.2", "inside 0.1", "step 0.3", "validated 3", "epoch 0", "step 1.1")
+    saving = replace(run, save=moments, root=str(tmp_path), dropout=0.3)
+    whole = worlds.run(2, partial(fit, saving))[0]
+    assert [len(ids) for ids in whole.steps.values()] == [4, 4, 2] * 2
+    resumed = worlds.run(2, partial(fits, [saving.resumed(moment) for moment in moments]))[0]
+    for moment, seen in zip(moments, resumed, strict=True):
+        first = min(seen.steps)
+        assert seen.steps == from_step(whole.steps, first), moment
+        assert seen.losses == from_step(whole.losses, first), moment
+        assert seen.rates == from_step(whole.rates, first), moment
+        assert seen.events == whole.events[len(whole.events) - len(seen.events) :], moment
+        assert seen.loops["end"] == whole.loops["end"], moment
