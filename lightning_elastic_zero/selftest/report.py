@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+from unicodedata import combining, east_asian_width
 
 Result = Literal["holds", "FAILS", "does without", "measured", "not checked"]
 """How a check ended: ``does without`` is what the library needs less, and has another way for."""
@@ -80,14 +81,27 @@ def shorten(text: str) -> str:
 def _table(head: tuple[str, ...], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     cells = [[_cell(text) for text in row] for row in (head, *rows)]
     # The last column is as wide as it is: sentences would fill all others' lines with blanks.
-    widths = [max(len(row[at]) for row in cells) for at in range(len(head) - 1)]
+    widths = [max(_columns(row[at]) for row in cells) for at in range(len(head) - 1)]
     for index, row in enumerate(cells):
-        padded = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
+        padded = [
+            text + " " * (width - _columns(text)) for text, width in zip(row, widths, strict=False)
+        ]
         yield f"| {' | '.join([*padded, row[-1]])} |"
         if not index:
             yield f"|{'|'.join('-' * (width + 2) for width in (*widths, max(len(row[-1]), 1)))}|"
 
 
 def _cell(text: str) -> str:
-    """Return a text that stays in its cell."""
-    return shorten(text).replace("|", "\\|")
+    """Return a text that stays in its cell, with what Markdown would read as its end escaped."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in shorten(text)
+    )
+    return shown.translate(str.maketrans({"\\": "\\\\", "|": "\\|"}))
+
+
+def _columns(text: str) -> int:
+    """Return how many columns a text takes in a terminal."""
+    return sum(
+        0 if combining(char) else 2 if east_asian_width(char) in "FW" else 1 for char in text
+    )

@@ -163,7 +163,6 @@ NOT_ON_DISK = {
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
     ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "_with_copies", "copy.copy"),
-    ("selftest/report.py", "_cell", "shorten(text).replace"),
     ("json_records.py", "dump_with_digest", "text.replace"),
     ("json_records.py", "dump_with_digest", "mark.replace"),
     ("json_records.py", "has_valid_digest", "text.replace"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -253,14 +254,37 @@ def test_it_holds_where_nothing_fails(rows: list[Row]) -> None:
 
 @QUICK
 @given(st.lists(ROWS, max_size=5))
+@example([Row("\\|", "holds", "\\\\|"), Row("|", "holds", "\\")])
+@example([Row("a\x00b", "holds", "\x1b[31m"), Row("\udc80", "holds", "\u202e")])
 def test_a_row_is_a_line_of_the_table(rows: list[Row]) -> None:
-    """Whatever is in a cell stays in it: as many rows and columns as there are."""
+    """Whatever is in a cell stays in it, and is read from it again: pipes, backslashes, lines."""
     lines = list(report_lines(SelftestReport({}, tuple(rows))))
     table = lines[lines.index("", 2) + 1 :]
     assert len(table) == len(rows) + 2
     for line in table:
-        assert line.replace("\\\\", "").replace("\\|", "").count("|") == 4
         assert line.splitlines() == [line]
+        assert line.isprintable()
+        assert len(cells_of(line)) == 3
+    for line, row in zip(table[2:], rows, strict=True):
+        if row.what.isprintable() and row.details.isprintable():
+            wanted = [" ".join(text.split()) for text in (row.what, row.result, row.details)]
+            assert cells_of(line) == wanted
+
+
+def cells_of(line: str) -> list[str]:
+    """Return the cells of a line of a Markdown table, in which a backslash escapes."""
+    assert line.startswith("|")
+    parts = re.findall(r"((?:\\.|[^\\|])*)\|", line[1:])
+    assert sum(len(part) + 1 for part in parts) == len(line) - 1
+    return [re.sub(r"\\(.)", r"\1", part).strip() for part in parts]
+
+
+@pytest.mark.parametrize(("wide", "columns"), [("日本語", 6), ("e\u0301tude", 5)])
+def test_columns_stand_below_each_other(wide: str, columns: int) -> None:
+    """In a terminal, where some characters take two columns, and accents take none."""
+    rows = (Row(wide, "holds"), Row("a longer name", "holds"))
+    *_, first, second = report_lines(SelftestReport({}, rows))
+    assert first.index("|", 1) - len(wide) + columns == second.index("|", 1)
 
 
 def test_nothing_that_was_not_run_holds(tmp_path: Path) -> None:
