@@ -27,15 +27,12 @@ AT_ONCE = 5_000
 """Cases of a process: Hypothesis keeps some 20 KB of each, which count as ``SPARE_BYTES``."""
 
 
-def fuzz(program: str, count: int, folder: Path) -> None:
-    """Try cases of a program in processes of their own, each with other cases.
-
-    ``FUZZ_SEED`` in the environment, a number, chooses other cases altogether.
+def fuzz(program: str, count: int, first: int, folder: Path) -> None:
+    """Try cases of a program in processes of their own, each with other cases, from a seed on.
 
     Raises:
         AssertionError: a process did not end well; with the case that it tried last.
     """
-    first = int(os.environ.get("FUZZ_SEED", "0"))
     for at in range(0, count, AT_ONCE):
         _fuzz(program, min(AT_ONCE, count - at), first + at, folder / "case")
 

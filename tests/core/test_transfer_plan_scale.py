@@ -64,7 +64,7 @@ def test_a_plan_does_not_grow_with_the_cluster(
     assert len(plan.transfers) <= (2 * len(table) if stage == 3 else 60)
 
 
-@pytest.mark.rotating(4)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
 def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:
@@ -79,7 +79,7 @@ def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -
     assert sum(t.stop - t.start for t in plan.transfers) == numel
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
 def test_zero_2_touches_the_few_ranks_that_its_partitions_overlap(rank: int) -> None:
     """A partition of 1/768 overlaps at most three of 1/1024, in each of the two groups."""
@@ -89,7 +89,7 @@ def test_zero_2_touches_the_few_ranks_that_its_partitions_overlap(rank: int) -> 
     assert len(plan.transfers) <= 8
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
 def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None:
     """A rank's pieces of all 723 parameters lie in the shards of the same few ranks."""
@@ -99,7 +99,7 @@ def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None
     assert len(plan.files) <= 6
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
 def test_across_stages_a_plan_is_no_longer_than_it_must_be(rank: int) -> None:
     """From ZeRO-2 to 3 a piece is one run, or two; from 3 to 2 a parameter one per saved rank."""

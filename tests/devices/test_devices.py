@@ -29,7 +29,7 @@ from tests.trainer._fits import FitSpec
 from tests.trainer._half_precision import HalfFit, Held, differing, wanted_of
 from tests.trainer._half_precision import fit as half_precision_fit
 
-pytestmark = [pytest.mark.engine, pytest.mark.device, pytest.mark.rotating_tests(1)]
+pytestmark = [pytest.mark.engine, pytest.mark.device]
 
 PRECISIONS = [
     *(Setup(1, zero, precision) for zero in "0123" for precision in ("bf16", "fp16")),
@@ -71,6 +71,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setup", [*PRECISIONS, *OFFLOADED, *FUSED], ids=str)
 def test_a_run_goes_on_bit_for_bit(
     setup: Setup, device_pools: Pools, on_device: OnDevice[Continued], tmp_path: Path
@@ -103,6 +104,7 @@ def test_another_number_of_devices(
     assert_same(on_device(target.world, partial(load, target, saved, steps_before=1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("on_processors", "there"),
     [
@@ -130,6 +132,7 @@ def test_two_cpu_ranks_to_one_device_and_back(
     assert_same(pools.run(2, partial(load, on_processors, second, steps_before=1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setup", "snapshot_bytes"),
     [
@@ -161,6 +164,7 @@ def test_a_save_behind_training(
         assert pinned == [device == "cuda"] * setup.world
 
 
+@pytest.mark.long
 def test_a_fit_goes_to_the_device_and_back(
     pools: Pools, on_device: OnDevice[FingerprintResult], tmp_path: Path
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_fit_goes_to_the_device_and_back(
         assert told.saved == recorded_fingerprint(Path(root) / "last.ckpt") != told.live
 
 
+@pytest.mark.long
 def test_a_fit_in_fp16_goes_to_the_device_and_back(
     pools: Pools, on_device: OnDevice[tuple[Held, Held]], tmp_path: Path
 ) -> None:
@@ -193,6 +198,7 @@ def test_a_fit_in_fp16_goes_to_the_device_and_back(
         plan, ends = resumed, found
 
 
+@pytest.mark.long
 def test_the_stall_is_measured_beside_a_copy(
     device: str, on_device: OnDevice[Stall], tmp_path: Path
 ) -> None:

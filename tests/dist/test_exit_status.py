@@ -48,7 +48,7 @@ def ends() -> dict[str, list[int]]:
     return statuses(dict.fromkeys(STATUS, 1), 280)
 
 
-@pytest.mark.rotating_tests(1, group="in fresh processes")
+@pytest.mark.long
 @pytest.mark.parametrize("program", STATUS)
 def test_a_rank_exits_with_its_own_status(program: str, ends: dict[str, list[int]]) -> None:
     """Also where a worker of gloo has not let go of the last collective's tensors yet."""

@@ -17,8 +17,6 @@ from tests.dist.test_coordination import notes
 from tests.engine._worker_pool import ForkServer
 from tests.timeouts import PROMPT_TIMEOUT_S
 
-pytestmark = pytest.mark.rotating_tests(2)
-
 
 @pytest.fixture(scope="module")
 def first_lost(fork_server: ForkServer) -> list[RankResult]:
@@ -37,6 +35,7 @@ def test_a_step_that_rank_0_missed_fails_on_all_ranks(
         assert note["seconds"] < PROMPT_TIMEOUT_S
 
 
+@pytest.mark.long
 def test_when_rank_0_goes_on_the_ranks_are_in_step(first_lost: list[RankResult]) -> None:
     """The very next step succeeds; where some try again at once, all have made as many tries."""
     assert notes(first_lost, "after at work") == [[]] * WORLD
@@ -54,6 +53,7 @@ def test_a_killed_first_rank_is_noticed(first_lost: list[RankResult]) -> None:
         assert note["seconds"] < PROMPT_TIMEOUT_S
 
 
+@pytest.mark.long
 def test_when_the_stores_host_goes_on_the_ranks_are_in_step(fork_server: ForkServer) -> None:
     """The host need not be a rank: rank 0 loses the store like the others, and finds it again."""
     results = run_ranks(store_host_is_suspended, 3, fork_server)

@@ -8,17 +8,16 @@ import pytest
 
 from tests.elastic._soak_run import SAVE_EVERY
 from tests.elastic.soak import Soak, report, soak_job, wrong_restarts
-from tests.rotation import Rotation
 
 MINUTES = 3
 
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_minutes_of_it(rotation: Rotation, tmp_path: Path) -> None:
-    """The hour's short form; each turn does other things."""
+def test_minutes_of_it(seed: int, tmp_path: Path) -> None:
+    """The hour's short form; each seed does other things."""
     with soak_job(tmp_path / "run") as nodes:
-        soak = Soak(nodes, rotation.turn)
+        soak = Soak(nodes, seed)
         soak.run(MINUTES * 60)
         wrong = wrong_restarts(soak, nodes.folder)
     print(*report(soak.events), sep="\n")

@@ -54,6 +54,20 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
 """How each of them is turned at each stage."""
 
 
+def setup_of(zero: str, world: int, precision: str, knob: str) -> Setup:
+    """Make a setup."""
+    return Setup(world, zero, precision, **KNOBS[knob].get(zero, {}))
+
+
+EACH_STAGE = [
+    (setup_of("0", 2, "fp32", "plain"), setup_of("3", 3, "bf16", "order")),
+    (setup_of("3", 4, "bf16", "tiny"), setup_of("2", 2, "fp32", "aligned")),
+    (setup_of("2", 1, "fp32", "offload"), setup_of("B", 4, "bf16", "buckets")),
+    (setup_of("B", 3, "bf16", "plain"), setup_of("1", 1, "bf16", "order")),
+    (setup_of("1", 2, "bf16", "huge"), setup_of("0", 3, "bf16", "plain")),
+]
+"""Each stage saves and loads once, on more and on fewer ranks: the cases of ``make test``."""
+
 SECONDARY = [
     (Setup(2, "3", "bf16", hpz=2), Setup(3, "3", sub_group=700)),
     (Setup(3, "3"), Setup(4, "3", "bf16", hpz=2, persistence=0)),
@@ -106,11 +120,6 @@ def full_targets(source: Setup) -> Iterator[Setup]:
                 other = "bf16" if source.precision == "fp32" else "fp32"
                 if zero != "B" or other == "bf16":
                     yield setup_of(zero, m, other, knob)
-
-
-def setup_of(zero: str, world: int, precision: str, knob: str) -> Setup:
-    """Make a setup."""
-    return Setup(world, zero, precision, **KNOBS[knob].get(zero, {}))
 
 
 def precisions(case: Case) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from tests.engine._save_load_programs import compare_states
 from tests.engine._setup import engine_of
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 NEEDS = {
     **dict.fromkeys(("gpt2", "llama", "mixtral", "transformers' checkpointing"), "transformers"),
@@ -111,6 +111,7 @@ def test_it_is_restored(
     assert differences(wanted, before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other", ["compiled layer", "compiled", "torch's checkpointing"])
 @pytest.mark.parametrize("back", [False, True])
 def test_wrapped_layers_are_the_same_layers(
@@ -127,6 +128,7 @@ def test_wrapped_layers_are_the_same_layers(
     assert any("inner.0.weight" in key for key in after)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("zero", "world", "then", "on", "precision"), STAGES)
 def test_adapters_alone(
     zero: str, world: int, then: str, on: int, precision: str, pools: Pools, tmp_path: Path

@@ -24,7 +24,7 @@ from tests.engine._setup import CAPTURABLE, Setup
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 FUSED = Setup(2, "2", optimizer="fused capturable")
 OTHERS = ("AdamW", "fused", "foreach")
@@ -46,6 +46,7 @@ def test_it_saves_and_resumes(
         verdict.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURABLE)
 @pytest.mark.parametrize("zero", ["0", "1", "3"])
 def test_it_loads_before_its_first_step(
@@ -63,6 +64,7 @@ def test_it_loads_before_its_first_step(
         verdict.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*CAPTURABLE, "AdamW"])
 def test_options_are_those_configured(
     name: str, pools: Pools, saved_by: Callable[..., Saved]
@@ -76,6 +78,7 @@ def test_options_are_those_configured(
         assert [tuple(map(bool, options)) for options in found.options] == [ENABLED[name]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", ["0", "2", "3"])
 def test_the_fused_one_goes_on_bit_for_bit(zero: str, pools: Pools, tmp_path: Path) -> None:
     """Losses and state are those of the uninterrupted run."""
@@ -87,6 +90,7 @@ def test_the_fused_one_goes_on_bit_for_bit(zero: str, pools: Pools, tmp_path: Pa
         assert not continued.differing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_what_torch_steps_on_a_cpu(name: str, pools: Pools) -> None:
     """What docs/configurations.md says needs a card does need one."""

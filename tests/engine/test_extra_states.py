@@ -13,7 +13,7 @@ from tests.engine._extra_state_programs import load_extra_states, save_extra_sta
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", sub_group=700)),
@@ -42,6 +42,7 @@ def test_extra_states_come_back(source: Setup, target: Setup, pools: Pools, tmp_
             assert not warned
 
 
+@pytest.mark.long
 def test_extra_states_of_one_side_alone(pools: Pools, tmp_path: Path) -> None:
     """A warning names what only the model has, and what only the checkpoint has; all else comes."""
     source, target = Setup(2, "2"), Setup(2, "3")
@@ -57,6 +58,7 @@ def test_extra_states_of_one_side_alone(pools: Pools, tmp_path: Path) -> None:
         assert ("takes by set_extra_state: kept.rank._extra_state" in texts) == (rank == 0)
 
 
+@pytest.mark.long
 def test_a_module_that_does_not_take_it(pools: Pools, tmp_path: Path) -> None:
     """The error has the module's own words, on all ranks; a renamed module gets its state."""
     source, target = Setup(2, "2"), Setup(2, "1")

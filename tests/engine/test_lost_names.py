@@ -16,7 +16,7 @@ from tests.engine._setup import DEEPSPEEDS, Setup
 from tests.engine._skips import skip_without
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 WEIGHTS = ("lp_params", "lp_grads")
 MOMENTS = [
@@ -52,6 +52,7 @@ needs_newest = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @needs_newest
 @pytest.mark.parametrize(("setup", "states"), MOMENTS, ids=str)
 def test_nothing_is_missed_at_any_moment(
@@ -63,6 +64,7 @@ def test_nothing_is_missed_at_any_moment(
     assert not {moment: said for moment, said in missed.items() if said}
 
 
+@pytest.mark.long
 @needs_newest
 @pytest.mark.parametrize("setup", ASKED_WITHOUT_OPTIMIZER, ids=str)
 def test_engines_that_evaluate_are_asked_for_less(setup: Setup, pools: Pools) -> None:

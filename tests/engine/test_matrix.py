@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from tests.engine._matrix_cases import (
+    EACH_STAGE,
     SECONDARY,
     full_sources,
     full_targets,
@@ -42,8 +43,15 @@ def count(kind: str, verdict: StateComparison) -> None:
     MATRIX.count(kind, "differing bits", differing_bits)
 
 
-@pytest.mark.rotating(3)
-@pytest.mark.parametrize(("source", "target"), [*small_matrix(), *SECONDARY], ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.essential) for case in EACH_STAGE),
+        *small_matrix(),
+        *SECONDARY,
+    ],
+    ids=str,
+)
 def test_state_survives(
     source: Setup,
     target: Setup,

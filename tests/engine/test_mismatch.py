@@ -24,7 +24,7 @@ from tests.engine._setup import Setup, engine_of
 from tests.engine._worker_pool import Pools
 from tests.timeouts import PROMPT_TIMEOUT_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
+pytestmark = pytest.mark.engine
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
@@ -93,6 +93,7 @@ def kept_in_a_resized_model(setup: Setup, path: str) -> dict[str, bool]:
         return {name: torch.equal(value, after[name]) for name, value in before.items()}
 
 
+@pytest.mark.long
 def test_resized_layers_start_as_they_are_if_renamed_away(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
@@ -142,6 +143,7 @@ def test_nothing_there_is_refused(target: Setup, pools: Pools, tmp_path: Path) -
     assert_refused(pools, target, path, "CheckpointNotFoundError", "nowhere.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
 def test_frozen_weights_that_were_left_out_are_wanted_for_training(
     target: Setup, pools: Pools, saved_by: Callable[..., Saved]
@@ -152,6 +154,7 @@ def test_frozen_weights_that_were_left_out_are_wanted_for_training(
     assert_refused(pools, changed, saved.path, "CheckpointMismatchError", "a.weight")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [Setup(2, "2"), Setup(2, "3")], ids=str)
 def test_another_scheduler_is_refused(target: Setup, pools: Pools, tmp_path: Path) -> None:
     """A scheduler's state that the live one cannot read is found before anything is changed.

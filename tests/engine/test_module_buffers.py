@@ -18,7 +18,7 @@ from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
+pytestmark = pytest.mark.engine
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
@@ -56,6 +56,7 @@ def test_other_buffers_are_refused(
             assert refused.unchanged
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS[:2], ids=str)
 def test_saved_buffers_that_would_be_broadcast(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
@@ -81,6 +82,7 @@ def test_buffers_of_one_rank_alone(setup: Setup, pools: Pools, tmp_path: Path) -
         assert refused.unchanged
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_other_formats(pools: Pools, tmp_path: Path) -> None:
     """Stock and universal checkpoints, single files, torch.distributed.checkpoint: all the same."""

@@ -24,7 +24,7 @@ from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 PARTLY = Setup(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
 WHOLLY = Setup(3, "3", "bf16", offload=True, optimizer="CPUAdam")
@@ -66,6 +66,7 @@ def test_what_the_second_optimizer_holds_survives(
     of_adam(verdict).assert_same()
 
 
+@pytest.mark.long
 def test_a_save_behind_training_is_told_before_either_steps(pools: Pools) -> None:
     """The second optimizer steps first: what is copied behind training is not torn by it."""
     skip_without("CPUAdamBuilder", pools)
@@ -160,6 +161,7 @@ def test_lost_swap_files_are_named(pools: Pools, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setup", "states"),
     [

@@ -83,7 +83,7 @@ def test_lars_goes_on_where_nothing_is_cut(
         assert not continued.differing
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("saves_torchs", [True, False])
 def test_one_of_the_same_name_is_refused(
     saves_torchs: bool, pools: Pools, saved_by: Callable[..., Saved]

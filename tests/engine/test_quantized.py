@@ -16,7 +16,7 @@ from tests.engine._save_load_programs import Saved, load
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 ALONE = Setup(1, "3", quantized="gradients")
 
@@ -40,6 +40,7 @@ def test_quantized_gradients_change_nothing_of_a_checkpoint(
     verdict.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "made"), [("weights", False), ("gradients", True)])
 def test_what_deepspeed_refuses_on_a_cpu(what: str, made: bool, pools: Pools) -> None:
     """What docs/configurations.md says of CPU ranks: nothing of it comes to a save."""

@@ -20,7 +20,7 @@ from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools, environment
 from tests.timeouts import HANG_TIMEOUT_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
+pytestmark = pytest.mark.engine
 
 RUNS = (
     Setup(2, "1", empty=True),
@@ -83,6 +83,7 @@ def test_deepspeed_recovers_weights(
     assert_exact(pools.run(1, program)[0], trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setup", RUNS, ids=str)
 def test_lightning_recovers_weights(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
@@ -95,7 +96,6 @@ def test_lightning_recovers_weights(
     assert_exact(torch.load(output, weights_only=False)["state_dict"], expected(saved))
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script asks for it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
 def test_the_script_inside_recovers_weights(
@@ -121,6 +121,7 @@ def test_the_script_inside_recovers_weights(
     assert_exact({**found, "head.weight": tied, "embedding.weight": tied}, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}, {"save_module_weights": True}])
 @pytest.mark.parametrize("setup", RUNS, ids=str)
 def test_every_file_is_plain(
@@ -135,6 +136,7 @@ def test_every_file_is_plain(
         assert isinstance(torch.load(path, weights_only=True), dict)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setup", [RUNS[2], RUNS[6]], ids=str)
 def test_module_weights_can_be_kept(setup: Setup, saved_by: Callable[..., Saved]) -> None:
     """They stand in the model file as forward uses them, and are left out otherwise."""

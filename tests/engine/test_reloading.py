@@ -15,11 +15,12 @@ from tests.engine._setup import Setup
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
+pytestmark = pytest.mark.engine
 
 HPZ = Setup(4, "3", hpz=2, persistence=100)
 
 
+@pytest.mark.long
 def test_frozen_layers_with_second_copies(pools: Pools, tmp_path: Path) -> None:
     """Second copies of weights (hpZ), which frozen ones keep for good, do not get into training."""
     saved = Saved(HPZ, str(tmp_path / "hpz.ckpt"))
@@ -30,6 +31,7 @@ def test_frozen_layers_with_second_copies(pools: Pools, tmp_path: Path) -> None:
         assert not continued.differing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: Path) -> None:
     """Evaluation with hpZ is of the weights that were loaded, not of those that were there."""
@@ -40,6 +42,7 @@ def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: P
         assert found.loaded == found.saved != found.untrained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setup",
     [

@@ -19,7 +19,7 @@ from tests.engine._save_load_programs import (
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 RUNS = [
     (Setup(2, "2"), Setup(3, "3", sub_group=700)),
@@ -55,6 +55,7 @@ def test_renamed_layers_are_restored(
     assert any("/b." in key for key in plainly)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_new_layers_begin_as_they_are(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
@@ -77,6 +78,7 @@ def test_new_layers_begin_as_they_are(
     assert {k for k in after if "/c." in k}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS[:1], ids=str)
 def test_what_helps_is_said(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]

@@ -26,7 +26,6 @@ def train_and_save(setup: Setup, path: str) -> None:
         save_checkpoint(engine, path)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replicated_state_is_written_once(precision: str, pools: Pools, tmp_path: Path) -> None:
     """Files of 4 ranks are as large together as the state, and not four times as large."""

@@ -42,7 +42,6 @@ def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path
         assert not continued.differing
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -24,7 +24,7 @@ from tests.engine._save_load_programs import (
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
+pytestmark = pytest.mark.engine
 
 ELSEWHERE = [
     (Setup(2, "2", "bf16"), Setup(3, "3", "bf16", sub_group=700)),
@@ -56,6 +56,7 @@ def bytes_of(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_no_state_stays_no_state(
@@ -69,6 +70,7 @@ def test_no_state_stays_no_state(
     verdict.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_a_run_that_has_stepped_is_restored(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
@@ -135,6 +137,7 @@ def test_weights_only(
     assert of_kinds(after, "group", "counter") == of_kinds(before, "group", "counter")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saved_as", "resumed_as"), [("one", "two"), ("two", "one")])
 def test_another_number_of_groups_as_configured(
     saved_as: str, resumed_as: str, pools: Pools, saved_by: Callable[..., Saved]
@@ -156,6 +159,7 @@ def _tensors(state: object) -> list[torch.Tensor]:
     return [t for value in state for t in _tensors(value)] if isinstance(state, list) else []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_frozen_parameters_left_out(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
@@ -173,6 +177,7 @@ def test_frozen_parameters_left_out(
     assert not differences(comparable(wanted, after), comparable(after, wanted))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -15,7 +15,7 @@ from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 FUSED: dict[str, Any] = {"optimizer": "FusedAdam"}
 OFFLOADED: dict[str, Any] = {"offload": True, "optimizer": "CPUAdam"}
@@ -90,7 +90,6 @@ def need_ops(pools: Pools, *setups: Setup) -> None:
         skip_without(f"{builder}Builder", pools)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("source", "target"), [pair for pairs in PAIRS.values() for pair in pairs], ids=str
 )
@@ -111,7 +110,7 @@ def test_state_survives_between_wrappers(
     verdict.assert_same()
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize("setup", GOING_ON, ids=str)
 def test_a_resumed_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Steps that overflow, and changes of the scale, are those of the uninterrupted run."""

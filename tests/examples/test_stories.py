@@ -146,7 +146,6 @@ STORIES: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-@pytest.mark.rotating_tests(1, group="in fresh processes")
 @pytest.mark.engine
 @pytest.mark.parametrize("page", STORIES)
 def test_a_story_runs_as_it_stands(page: str, fork_server: ForkServer, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.faults._damaged_loads import fit_from_each, load_each, save_two
 from tests.outcome import NOTHING
 from tests.tables import LOADS
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1, group="damage")]
+pytestmark = pytest.mark.engine
 
 COUNTS = [len(KINDS), pytest.param(60, marks=pytest.mark.long)]
 
@@ -52,7 +52,7 @@ def count_up(row: str, message: list[str], damaged: Damaged, *, as_wanted: bool 
     return f"{row}: {kind}: {damage}: {message}"
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_an_engine_is_left_as_it_was(

@@ -28,7 +28,7 @@ from tests.faults._state_digests import read_digests
 from tests.tables import FAULTS
 from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
+pytestmark = pytest.mark.engine
 
 RAISING = [
     *(Fault("I/O error", rank, nth) for rank in (0, 1) for nth in (1, 4)),
@@ -127,6 +127,7 @@ def test_what_a_disk_does(
     check(ranks, f"{fault.kind} ({mode})", table, SAYS[fault.kind])
 
 
+@pytest.mark.long
 def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path: Path) -> None:
     """A disk that takes longer than a rank may stall, but writes, is waited for."""
     (tmp_path / "saves").mkdir()
@@ -136,6 +137,7 @@ def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path
     assert same(table[2], ranks[0].good)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
 )
@@ -161,6 +163,7 @@ def test_a_rank_that_stalls(
     check(ranks, f"{fault.kind} ({mode})", table, f"rank {rank}", steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
 )
@@ -181,6 +184,7 @@ def test_a_rank_that_stalls_behind_training(
     check(ranks, f"{fault.kind} (background)", table, f"rank {rank}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rank", [1, pytest.param(0, marks=pytest.mark.long)], ids=["rank 1", "rank 0"]
 )

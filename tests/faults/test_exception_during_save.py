@@ -24,7 +24,6 @@ SLOW_S = {SHORT_S: 0.2, DRAIN_TIMEOUT_S: 0.8}
 """What each of some sixty writes takes: more in all than the patience."""
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("slow", "rank", "patience_s"),
     [

@@ -9,20 +9,19 @@ import pytest
 from tests.faults._kill_sequence import MakeChain
 from tests.faults._save_modes import MODES
 from tests.faults._save_steps import BY_EACH_RANK, STEPS, KillPoint
-from tests.rotation import Rotation
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 SOME = 3
-"""Steps that a save is killed at in one turn."""
+"""Steps that a save is killed at in ``make test``."""
 
 
 @pytest.mark.parametrize("count", [SOME, pytest.param(len(STEPS), marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_kill_at_each_step(mode: str, count: int, chain: MakeChain, rotation: Rotation) -> None:
+def test_a_kill_at_each_step(mode: str, count: int, chain: MakeChain, seed: int) -> None:
     """One kill for each step in turn, of one rank, of rank 0, of all; each restart is the next."""
     runs = chain(mode, "each step once")
-    now = rotation.chosen(STEPS, count)
+    now = random.Random(f"{seed} {mode}").sample(STEPS, count)
     runs.go_on()
     # Where only rank 0 comes to a step, another's death there changes least.
     turns = [2 if step in BY_EACH_RANK else index % 2 for index, step in enumerate(STEPS)]
@@ -36,13 +35,12 @@ def test_a_kill_at_each_step(mode: str, count: int, chain: MakeChain, rotation: 
     assert any(landed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
-def test_kills_at_random_instants(mode: str, count: int, chain: MakeChain) -> None:
+def test_kills_at_random_instants(mode: str, count: int, chain: MakeChain, seed: int) -> None:
     """No instant is left out because nobody has thought of it."""
-    runs, seed = chain(mode, "any instant"), f"instants-{mode}"
-    print("seed", seed)
-    draw = random.Random(seed)
+    runs, draw = chain(mode, "any instant"), random.Random(f"instants-{mode}-{seed}")
     runs.go_on()
     for _ in range(count):
         runs.kill_at_random(draw)

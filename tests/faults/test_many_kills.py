@@ -7,7 +7,6 @@ import pytest
 from tests.faults._kill_sequence import MakeChain
 from tests.faults._save_modes import MODES
 from tests.faults._save_steps import STEPS, KillPoint
-from tests.rotation import Rotation
 
 pytestmark = pytest.mark.engine
 
@@ -19,16 +18,16 @@ MORE_TRIES = 6
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_many_kills_at_one_step(
-    mode: str, step: str, chain: MakeChain, rotation: Rotation, pytestconfig: pytest.Config
+    mode: str, step: str, chain: MakeChain, seed: int, pytestconfig: pytest.Config
 ) -> None:
     """So many kills land; each time all that is published is sound, and a run goes on.
 
-    Each turn kills others, at other times that the step is reached.
+    Each seed kills others, at other times that the step is reached.
     """
     wanted = pytestconfig.getoption("--kills")
     runs = chain(mode, step)
     runs.go_on()
-    landed, first = 0, rotation.turn * wanted
+    landed, first = 0, seed * wanted
     for index in range(first, first + wanted + MORE_TRIES):
         landed += runs.kill(KillPoint.drawn(step, index))
         if landed >= wanted:

@@ -31,7 +31,7 @@ from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
+pytestmark = pytest.mark.engine
 
 
 Tree = dict[str, Any]
@@ -127,6 +127,7 @@ def two_optimizers(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
     return {**by_position(model, optimizer), "other": optimizer.state_dict()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make_tree", [by_position, averaged_in_part])
 def test_saved_from_one_rank(
     make_tree: Callable[[Net, torch.optim.Optimizer], Tree], pools: Pools, tmp_path: Path
@@ -203,6 +204,7 @@ def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Pa
     reader.close()
 
 
+@pytest.mark.long
 def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path) -> None:
     """Without the planner's notes states of equal shapes are refused, and names stay usable."""
     path = tmp_path / "replicated"
@@ -249,6 +251,7 @@ def test_what_cannot_be_matched_is_refused(
     assert all(part in found.message for part in said), found.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "change", "said"),
     [
@@ -268,6 +271,7 @@ def test_another_run_is_refused(
     assert said in found.message
 
 
+@pytest.mark.long
 def test_an_average_in_the_place_of_the_weights_is_refused(
     pools: Pools, sharded: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -358,6 +362,7 @@ def test_damage_is_found(pools: Pools, sharded: Callable[..., Run], tmp_path: Pa
     assert not Path("harm").exists()
 
 
+@pytest.mark.long
 def test_what_is_allowed_comes_back(
     pools: Pools, sharded: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -372,6 +377,7 @@ def test_what_is_allowed_comes_back(
     assert_restored(pools, other, TARGETS[1], wanted, options={"allow_pickle": True})
 
 
+@pytest.mark.long
 def test_what_it_lacks_is_said(pools: Pools, tmp_path: Path) -> None:
     """Tensors that are left out are told of."""
     run = alone(pools, tmp_path, averaged_in_part)

@@ -32,7 +32,7 @@ from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
+pytestmark = pytest.mark.engine
 
 WRITERS: dict[str, tuple[int, Callable[[Run], None], dict[str, Any]]] = {
     "ddp": (2, writers.fit_lightning, {}),
@@ -99,6 +99,7 @@ def test_all_comes_back(
     assert_restored(pools, run, target, rest_of(run.path))
 
 
+@pytest.mark.long
 def test_without_the_file_the_same_test_fails(pools: Pools, run_of: Callable[[str], Run]) -> None:
     """A run that loaded nothing is found out: the oracle looks."""
     target = TARGETS[1]
@@ -141,6 +142,7 @@ def test_weights_alone(name: str, pools: Pools, run_of: Callable[[str], Run]) ->
     assert_weights(pools, target, run.path, truth)
 
 
+@pytest.mark.long
 def test_evaluation(pools: Pools, run_of: Callable[[str], Run]) -> None:
     """An engine without an optimizer gets weights and buffers."""
     run = run_of("ddp")
@@ -157,6 +159,7 @@ def test_evaluation(pools: Pools, run_of: Callable[[str], Run]) -> None:
             assert held.tolist() == value, key
 
 
+@pytest.mark.long
 def test_consolidated(pools: Pools, tmp_path: Path) -> None:
     """A checkpoint of ours that Lightning's converter made one file of gives its weights."""
     saved = Saved(Setup(2, "3", bucket=5000), str(tmp_path / "a.ckpt"))
@@ -266,6 +269,7 @@ def test_what_cannot_be_matched_is_refused(
         assert all(name in found.message for name in names), found.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
@@ -339,6 +343,7 @@ def test_what_may_be_allowed(pools: Pools, run_of: Callable[[str], Run], tmp_pat
         assert_restored(pools, other, TARGETS[1], rest, options=options)
 
 
+@pytest.mark.long
 def test_names_and_tensors_alone(
     pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
 ) -> None:
@@ -365,6 +370,7 @@ def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
     return told, given
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setup", [*TARGETS, Setup(2, "B", "bf16", bucket=5000)], ids=str)
 def test_groups_are_told_in_the_optimizers_order(setup: Setup, pools: Pools) -> None:
     """Neither the module's order nor round robin changes the order of a group."""

@@ -55,8 +55,6 @@ PUBLIC = {
 
 RunFresh = Callable[[str], str]
 
-IMPORT_ORDER = pytest.mark.rotating_tests(2, group="in any order of imports")
-
 
 @pytest.fixture(scope="module")
 def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFresh]:
@@ -135,7 +133,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
 
 
-@IMPORT_ORDER
 def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -> None:
     """``Trainer(strategy="elastic_deepspeed")`` needs no more than importing the package."""
     program = (
@@ -146,8 +143,7 @@ def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -
     assert run_fresh(program).splitlines()[-1] == "True"
 
 
-@IMPORT_ORDER
-@pytest.mark.rotating(1)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["lightning", "lightning.pytorch"])
 def test_the_strategy_registers_when_lightning_is_imported_later(
     name: str, run_fresh: RunFresh
@@ -164,16 +160,14 @@ def test_the_strategy_registers_when_lightning_is_imported_later(
     assert run_fresh(program).splitlines()[-1] == "ElasticDeepSpeedStrategy"
 
 
-@IMPORT_ORDER
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["trainer.resume", "trainer.strategy"])
 def test_what_imports_lightning_can_be_imported_first(module: str, run_fresh: RunFresh) -> None:
     """A module that imports Lightning is whole when the names are registered, or not needed."""
     run_fresh(f"import lightning_elastic_zero.{module}")
 
 
-@IMPORT_ORDER
-@pytest.mark.rotating(1)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "first",
     [
@@ -200,7 +194,7 @@ def test_the_twin_says_what_to_import(first: str, run_fresh: RunFresh) -> None:
     assert "for lightning.pytorch.Trainer" in said[1]
 
 
-@IMPORT_ORDER
+@pytest.mark.long
 def test_the_strategy_registers_where_it_is_first_reached(run_fresh: RunFresh) -> None:
     """The order of the imports does not matter, once the strategy itself is asked for."""
     program = (
@@ -213,7 +207,7 @@ def test_the_strategy_registers_where_it_is_first_reached(run_fresh: RunFresh) -
     assert run_fresh(program).splitlines()[-1] == "True"
 
 
-@IMPORT_ORDER
+@pytest.mark.long
 def test_the_trainer_takes_it_by_each_of_its_names(run_fresh: RunFresh) -> None:
     """The stages and offloading that Lightning has names for, where this package came first."""
     program = (

@@ -188,7 +188,7 @@ def _run(case: Case, connection: Connection) -> None:
         _fork_ranks_from_here()
     noticed = _Noticed()
     # Without pytest's own messages of assertions, nothing has to be imported by its own way.
-    options = ["-x", "-q", "--assert=plain", "-o", "cache_dir=.cache/mutants", "--rotation=0"]
+    options = ["-x", "-q", "--assert=plain", "-o", "cache_dir=.cache/mutants"]
     if not any("::" in test for test in case.tests):  # Those named one by one run, however long.
         options += ["-m", "not (long or gpu or releases)"]
     status = pytest.main([*options, *case.tests], plugins=[noticed])

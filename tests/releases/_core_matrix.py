@@ -24,7 +24,7 @@ TESTS = (
 )
 """Any stage, world and precision to any other; Trainers that resume, keep and evaluate; gradients
 that are means; and what asks for more of a release: each name that is checked at setup, signals,
-saves behind training, streams, mapped memory. Of what rotates, the cases of the turn.
+saves behind training, streams, mapped memory. Of each, the cases of ``make test``.
 """
 
 LACKING = {

@@ -15,7 +15,6 @@ from lightning_elastic_zero.requirements import DEEPSPEED
 from tests.releases._cells import CELLS, EXCHANGES, REFUSED, Cell
 from tests.releases._core_matrix import TESTS, left_out
 from tests.releases._install import ROOT, EnvironmentUnavailableError, environment
-from tests.rotation import Rotation
 from tests.tables import RELEASES
 
 pytestmark = [pytest.mark.engine, pytest.mark.releases, pytest.mark.timeout(10_800)]
@@ -96,18 +95,17 @@ def run(cell: Cell, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_the_core_matrix_passes(cell: Cell, rotation: Rotation, tmp_path: Path) -> None:
+def test_the_core_matrix_passes(cell: Cell, tmp_path: Path) -> None:
     """The tests of this very library pass with those releases, where those have what is tested."""
     # Older releases log to the same stream when they are imported.
     python, torch, *packages = json.loads(run(cell, "-c", SAYS_ITS_RELEASES).splitlines()[-1])
     assert python.startswith(f"{cell.base.python}.")
     assert torch.partition("+")[0] == cell.base.torch
     assert packages == [cell.deepspeed] * 2 + [cell.lightning] * 2
-    turn = rotation.turn + CELLS.index(cell)  # So that each cell has other cases.
     said = run(
         cell,
         *("-m", "pytest", "-q", "-W", "ignore", "-m", "not (long or gpu)", "-p", "no:xdist"),
-        *(f"--rotation={turn}", "-o", f"cache_dir={tmp_path}"),
+        *("-o", f"cache_dir={tmp_path}"),
         *("-k", left_out(cell)),
         *TESTS,
     )

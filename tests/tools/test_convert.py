@@ -469,7 +469,7 @@ PROGRAMS = [
 
 
 @pytest.mark.engine
-@pytest.mark.rotating(1)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_the_other_software_loads_it(
     program: Callable[[str], None], pools: Pools, tmp_path: Path

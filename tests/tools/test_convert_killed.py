@@ -55,7 +55,7 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in sorted(folder.iterdir()) if path.name.startswith(".")]
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp", "elastic"])
 def test_a_killed_conversion(to: str, tmp_path: Path) -> None:
     """Nothing is at its target; the next one removes its folder, but not while it lives."""

@@ -143,7 +143,7 @@ def test_every_verb_takes_it(kind: Kind, tmp_path: Path, run: Run) -> None:
     check_kind(kind, tmp_path, run)
 
 
-@pytest.mark.rotating(6)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", FOREIGN, ids=names_of)
 def test_every_verb_takes_what_others_wrote(kind: Kind, tmp_path: Path, run: Run) -> None:
     """Checkpoints of other software, of four releases of DeepSpeed, too."""

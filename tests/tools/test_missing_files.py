@@ -74,7 +74,7 @@ NOT_ALONE = {"universal-beside", "two-tags", "stale2", "stale3"}
 ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
 
 
-@pytest.mark.rotating(6)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", ALONE, ids=names_of)
 def test_a_missing_file_of_others_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
     """Of what DeepSpeed, Lightning, transformers and accelerate wrote, too."""

@@ -98,7 +98,7 @@ def saved_and_held(setup: Setup, path: str) -> int:
 
 
 @pytest.mark.engine
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_memory_is_what_an_engine_takes(

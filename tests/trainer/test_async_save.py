@@ -27,7 +27,7 @@ from tests.trainer._async_save import (
     save_other,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
+pytestmark = pytest.mark.engine
 
 
 def save_in_the_midst(run: AsyncSaveSpec, step: int = 2) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def save_in_the_midst(run: AsyncSaveSpec, step: int = 2) -> dict[str, Any]:
     return {**seen, "errors": director.errors, "figures": figures}
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "bf16-true"), (3, "32-true")])
 def test_it_equals_a_blocking_save(
     stage: int, precision: str, pools: Pools, tmp_path: Path
@@ -67,6 +67,7 @@ def test_it_equals_a_blocking_save(
         assert found[name] == tree, name
 
 
+@pytest.mark.long
 def test_training_does_not_wait(pools: Pools, tmp_path: Path) -> None:
     """While the writer is held, training goes on to its end, and nothing is published."""
     for seen in pools.run(2, partial(save_in_the_midst, AsyncSaveSpec(str(tmp_path), gated=True))):
@@ -131,6 +132,7 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
     return {**seen, "figures": figures}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 def test_little_memory(stage: int, pools: Pools, tmp_path: Path) -> None:
     """What finds no room is what it was, too; only the optimizer step waits for it."""
@@ -198,6 +200,7 @@ def fail_at_the_end(run: AsyncSaveSpec) -> str:
     return error_text(lambda: trainer.fit(net, data))
 
 
+@pytest.mark.long
 def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:
     """Without another save, all ranks hear of it when training ends."""
     for error in pools.run(
@@ -257,6 +260,7 @@ def linked(name: str) -> dict[str, str]:
     return {"last.ckpt": name, name: name}
 
 
+@pytest.mark.long
 def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
     """last.ckpt leads to the last published checkpoint while the next one is written."""
     options = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
@@ -292,6 +296,7 @@ def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
     return kept(run), error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save_last", [None, "link"])
 def test_a_failure_deletes_nothing(save_last: str | None, pools: Pools, tmp_path: Path) -> None:
     """Where the successor could not be written, the old checkpoint and the link to it stay."""
@@ -345,6 +350,7 @@ def save_then(run: AsyncSaveSpec, what: str) -> dict[str, Any]:
     return {**seen, "errors": director.errors, "end": is_published(first)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["save", "load", "hpc"])
 def test_who_needs_it_waits_for_it(what: str, pools: Pools, tmp_path: Path) -> None:
     """The next save, a load, and the save before SLURM's requeueing wait for the save in flight."""
@@ -354,6 +360,7 @@ def test_who_needs_it_waits_for_it(what: str, pools: Pools, tmp_path: Path) -> N
         assert seen["after"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["exception", "SIGTERM", "KeyboardInterrupt"])
 def test_an_interrupted_run_ends_its_save(what: str, pools: Pools, tmp_path: Path) -> None:
     """Where the run ends early, what is in flight is still published, and nothing is left over."""
@@ -364,6 +371,7 @@ def test_an_interrupted_run_ends_its_save(what: str, pools: Pools, tmp_path: Pat
     assert not list(tmp_path.glob(".zero-*"))
 
 
+@pytest.mark.long
 def test_saving_in_an_exception(pools: Pools, tmp_path: Path) -> None:
     """With a save in flight, ModelCheckpoint(save_on_exception=True) saves, and waits for it."""
     options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
@@ -389,6 +397,7 @@ def test_after_the_fit_nothing_is_in_the_background(pools: Pools, tmp_path: Path
     assert all(pools.run(2, partial(save_after, AsyncSaveSpec(str(tmp_path), epochs=1))))
 
 
+@pytest.mark.long
 def test_one_rank(pools: Pools, tmp_path: Path) -> None:
     """One rank, which has nobody to agree with, saves in the background too."""
     run = AsyncSaveSpec(str(tmp_path), gated=True)

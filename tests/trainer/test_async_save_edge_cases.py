@@ -42,7 +42,7 @@ from tests.trainer._async_save_edge_cases import (
     check_same_as_blocking_save,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
+pytestmark = pytest.mark.engine
 
 FAILS_IN_S = PROMPT_TIMEOUT_S
 """A call that takes longer hangs."""
@@ -92,6 +92,7 @@ def give_up_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
     return [*seen, kept(run)]
 
 
+@pytest.mark.long
 def test_a_save_given_up_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
     """What was to go once its successor is there stays where the successor is never there."""
     run = AsyncSaveSpec(
@@ -188,6 +189,7 @@ def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
     return len(spent)
 
 
+@pytest.mark.long
 def test_patience_ends_once(pools: Pools, tmp_path: Path) -> None:
     """A save in the exception, and the end after it, do not both wait for one that is held."""
     options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
@@ -231,6 +233,7 @@ def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
     return {**seen, "errors": director.errors}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", ["save", "wait_for_save"])
 def test_a_requeueing_within_a_wait(wait: str, pools: Pools, tmp_path: Path) -> None:
     """SLURM's signal comes at any time: its save is written, and so is the one it came into."""
@@ -267,6 +270,7 @@ def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> dict[str, Any]
     return {**seen, "errors": director.errors}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("over", [True, False])
 def test_a_requeueing_after_a_failure(over: bool, pools: Pools, tmp_path: Path) -> None:
     """The last save of a job is written, whatever became of the one before."""
@@ -294,6 +298,7 @@ def save_what_is_strange(run: AsyncSaveSpec) -> dict[int, str]:
     return director.errors
 
 
+@pytest.mark.long
 def test_what_cannot_be_unpickled(pools: Pools, tmp_path: Path) -> None:
     """The error says where in the trainer's state it is, on all ranks, and later saves succeed."""
     run = AsyncSaveSpec(str(tmp_path))
@@ -378,6 +383,7 @@ def test_what_is_saved_anew_is_not_deleted(pools: Pools, tmp_path: Path) -> None
     assert is_published(tmp_path / "b.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("callbacks", CALLBACKS)
 def test_names_are_those_of_a_blocking_run(callbacks: str, pools: Pools, tmp_path: Path) -> None:
     """What is being written has its name already: nothing else is saved under it meanwhile."""

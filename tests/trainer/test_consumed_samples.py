@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.engine._worker_pool import Pools
-from tests.rotation import Rotation
 from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
+pytestmark = pytest.mark.engine
 
 
 def long(*values: Any) -> list[Any]:
@@ -96,8 +96,8 @@ SCENARIOS: dict[str, RunSpec] = {
     ),
     "uneven": RunSpec(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
-SOME_SCENARIOS = pytest.mark.rotating(4)
-"""In a turn, from two of their points each; all from all of them in the long run."""
+SOME_SCENARIOS = pytest.mark.cases(3)
+"""In ``make test``, from two of their points each; all from all of them in ``make test-long``."""
 
 OTHER_WORLDS = (1, 3, 4)
 
@@ -127,15 +127,14 @@ class Reference:
         at |= {"end": total, "after": total}
         return {name: at[name] for name in at if name in made}
 
-    def drawn(self, rotation: Rotation, count: int, where: str) -> dict[str, int]:
-        """Return as many of the saves, whose turn it is in a test."""
+    def drawn(self, seed: int, count: int, where: str) -> dict[str, int]:
+        """Return as many of the saves, always the same of one seed."""
         made = self.points()
-        chosen = rotation.chosen([f"{where} {point}" for point in made], count)
-        return {point: begin for point, begin in made.items() if f"{where} {point}" in chosen}
+        return {p: made[p] for p in random.Random(f"{seed} {where}").sample([*made], count)}
 
-    def dealt(self, rotation: Rotation, world: int) -> dict[str, int]:
-        """Return the saves that one of the other worlds goes on from: in each turn another one."""
-        place = OTHER_WORLDS.index(world) - rotation.turn
+    def dealt(self, seed: int, world: int) -> dict[str, int]:
+        """Return the saves that one of the other worlds goes on from: of each seed another one."""
+        place = OTHER_WORLDS.index(world) - seed
         return {
             point: begin
             for index, (point, begin) in enumerate(self.points().items())
@@ -168,12 +167,12 @@ def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> Refer
 @pytest.mark.parametrize("points", ["drawn", *long("all")])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_world_goes_on_bit_for_bit(
-    scenario: str, points: str, references: References, worlds: Pools, rotation: Rotation
+    scenario: str, points: str, references: References, worlds: Pools, seed: int
 ) -> None:
     """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
     reference = references[scenario]
     assert len(reference.points()) >= 9
-    begins = reference.points() if points == "all" else reference.drawn(rotation, 2, scenario)
+    begins = reference.points() if points == "all" else reference.drawn(seed, 2, scenario)
     runs = [reference.run.resumed(point) for point in begins]
     for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
         whole = reference.seen[rank]
@@ -196,16 +195,15 @@ def test_the_same_world_goes_on_bit_for_bit(
 @pytest.mark.parametrize("other", ["drawn", *long(*OTHER_WORLDS)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_another_world_takes_the_same_steps(
-    scenario: str, other: str | int, references: References, worlds: Pools, rotation: Rotation
+    scenario: str, other: str | int, references: References, worlds: Pools, seed: int
 ) -> None:
     """The same sets of samples at the same rates, from every point of a save on two ranks."""
     reference = references[scenario]
     if isinstance(other, int):
-        world, points = other, reference.dealt(rotation, other)
+        world, points = other, reference.dealt(seed, other)
     else:
-        named = {f"{scenario} {world}": world for world in OTHER_WORLDS}
-        world = named[rotation.chosen([*named], 1)[0]]
-        points = reference.drawn(rotation, 1, f"{scenario} elsewhere")
+        world = random.Random(f"{seed} {scenario}").choice(OTHER_WORLDS)
+        points = reference.drawn(seed, 1, f"{scenario} elsewhere")
     runs = [reference.run.resumed(point) for point in points]
     if reference.run.kind == "seeks" and world == 4:
         runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
@@ -237,7 +235,7 @@ def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
         assert not unlike, (point, moment)
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target"),
     [(1, 6), (6, 4), (4, 1), (2, 3), (3, 2), *long(*product((1, 2, 3, 4, 6), repeat=2))],
@@ -255,7 +253,6 @@ def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path:
         assert all(len(samples) == 12 for samples in seen.steps.values())
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Four ranks, then two, then three: one run; and its losses are those of a whole one."""
@@ -275,7 +272,7 @@ def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "point"), [(1, "end"), (2, "after"), (3, "epoch 1"), *long((2, "end"), (3, "after"))]
 )
@@ -293,7 +290,7 @@ def test_a_run_stopped_by_max_steps_goes_on(
         assert world != 2 or seen.losses == from_step(whole.losses, 8)
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     world: int, worlds: Pools, tmp_path: Path
@@ -308,6 +305,7 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
     assert not any("was planned for" in text for text in seen.messages)  # no schedule was
 
 
+@pytest.mark.long
 def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
     """A rate of np.float32 takes other steps than Python's float of the same value."""
     whole = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
@@ -318,7 +316,7 @@ def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
         assert seen.losses == from_step(of_whole.losses, 2)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [
@@ -345,7 +343,6 @@ def test_a_new_rate_is_that_of_a_run_that_always_had_it(
         assert seen.steps == from_step(whole.steps, begin)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
 def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
     """As near to an uninterrupted run as another one is: the order of sums apart, the same.

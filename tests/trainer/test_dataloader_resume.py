@@ -12,7 +12,7 @@ import pytest
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_runs import RunRecord, RunSpec, error_of, fit, fits, from_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(6)]
+pytestmark = pytest.mark.engine
 
 SAVE = "step 0.3"
 OWN = RunSpec(
@@ -47,6 +47,7 @@ def test_what_cannot_be_placed_is_refused(
         assert 'on_unresumable_data="restart_epoch"' in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_epoch_starts_over_where_it_is_allowed(
     world: int, worlds: Pools, tmp_path: Path
@@ -76,6 +77,7 @@ def test_users_data_that_can_be_placed(
     assert world != 2 or seen.losses == {s: v for s, v in whole.losses.items() if s >= 3}
 
 
+@pytest.mark.long
 def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path: Path) -> None:
     """It is of one rank among two; for three it means nothing."""
     run = RunSpec(kind="stateful", length=60)
@@ -99,6 +101,7 @@ def test_a_loaders_own_state_is_that_of_the_last_step(
         assert seen.steps == from_step(whole.steps, 5 * int(epoch) + int(step))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_torchdatas_loader_goes_on_anywhere(world: int, worlds: Pools, tmp_path: Path) -> None:
     """For data with a length its order is ours, and it needs no state of its own."""
@@ -107,6 +110,7 @@ def test_torchdatas_loader_goes_on_anywhere(world: int, worlds: Pools, tmp_path:
     assert worlds.run(world, partial(fit, resumed))[0].steps == from_step(whole.steps, 3)
 
 
+@pytest.mark.long
 def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> None:
     """A place in an epoch of other samples means nothing; the end of one does."""
     run = RunSpec(save=("epoch 0",))
@@ -137,6 +141,7 @@ def test_a_samplers_own_generators_are_seeded(
     assert seen.steps == from_step(whole.steps, 7)
 
 
+@pytest.mark.long
 def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """In a new process it begins to count anew: said on every rank, and restarted where allowed."""
     run = RunSpec(kind="counts", save=(SAVE, SAVE_LATER), root=str(tmp_path))
@@ -180,6 +185,7 @@ def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Pa
     assert "3 optimizer steps of it, and NumPyIndices names samples by objects without" in message
 
 
+@pytest.mark.long
 def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_path: Path) -> None:
     """It goes on where it counts alike; where it does not, that is said: data may change there."""
     run = RunSpec(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
@@ -191,6 +197,7 @@ def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_p
     assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
 
 
+@pytest.mark.long
 def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
     """In every epoch, the first one too: its order is not asked for before."""
     seen = worlds.run(2, partial(fit, RunSpec(kind="changed")))[0]
@@ -198,6 +205,7 @@ def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
     assert sorted(seen.steps[5]) == list(range(14, 26))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ranks", "ranks, later"])
 def test_a_sampler_that_differs_between_ranks_is_refused(kind: str, worlds: Pools) -> None:
     """In whichever epoch: some of its samples would come twice and others never."""
@@ -206,6 +214,7 @@ def test_a_sampler_that_differs_between_ranks_is_refused(kind: str, worlds: Pool
         assert "OwnGenerator gives each rank another order of the samples" in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools) -> None:
     """As Lightning has it, once, with how to keep the order; of shuffle=True nothing is said."""
@@ -217,6 +226,7 @@ def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools
     assert seen[0].steps == seen[1].steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["range", "own distributed sampler"])
 def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -> None:
     """Samples come in a row, on any number of devices, also from the middle of an epoch on."""
@@ -230,6 +240,7 @@ def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -
         assert not any("shuffled" in text for text in (*whole.messages, *seen.messages))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -264,6 +275,7 @@ def test_a_batch_fetched_ahead_of_the_end_is_not_trained_on(
     assert seen.steps == from_step(whole.steps, 5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_order_is_that_of_the_run_not_of_a_new_seed(
     world: int, worlds: Pools, tmp_path: Path
@@ -274,6 +286,7 @@ def test_the_order_is_that_of_the_run_not_of_a_new_seed(
     assert seen.steps == from_step(whole.steps, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "now", "expected"),
     [
@@ -298,6 +311,7 @@ def test_what_changed_is_said(
     assert set(first) >= {i for step in (3, 4) for i in whole.steps[step]}
 
 
+@pytest.mark.long
 def test_counts_of_batches_that_mean_something_else_are_said(worlds: Pools, tmp_path: Path) -> None:
     """Without a global batch, Lightning's integers count the batches of one device."""
     run = RunSpec(
@@ -314,6 +328,7 @@ def test_counts_of_batches_that_mean_something_else_are_said(worlds: Pools, tmp_
     assert not any("global batch changes" in text for text in seen.messages)
 
 
+@pytest.mark.long
 def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: Path) -> None:
     """On the same world nothing is said: they go on."""
     _, resumed = saved(RunSpec(dropout=0.1), worlds, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_runs import RunSpec, fit, fits, from_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
+pytestmark = pytest.mark.engine
 
 POINTS = {"step 1.3": 8, "validated 10": 10, "epoch 1": 10}
 """In mid-epoch, at the end of an epoch's validation, and at its own end: with the next step."""
@@ -26,7 +26,6 @@ RUN = RunSpec(
 )
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
 def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) -> None:
     """Each epoch once, in its own order, on any number of devices."""
@@ -40,7 +39,7 @@ def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) 
             assert seen.steps == from_step(whole, begin)
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["counting, kept", "counting, kept and ended", "counting, torchdata"]
 )
@@ -61,6 +60,7 @@ def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: P
         assert any("has one state per rank of 2, and there are 3" in m for m in seen.messages)
 
 
+@pytest.mark.long
 def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_path: Path) -> None:
     """Its next epoch begins where that of the run that was not stopped does."""
     pytest.importorskip("torchdata")

@@ -13,7 +13,7 @@ from tests.engine._worker_pool import Pools
 from tests.trainer._epoch_metrics import LoggedValues, all_values, values_of
 from tests.trainer._recorded_runs import RunSpec, from_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 MOMENTS = (
     *("inside 0.0", "step 0.2", "inside 0.2", "validating 2", "validated 2", "step 0.5", "epoch 0"),
@@ -52,7 +52,6 @@ def resumed(run: RunSpec) -> dict[str, RunSpec]:
     return {moment: of for moment, of in runs.items() if Path(str(of.ckpt_path)).exists()}
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("asynchronous", "moments"),
     [*((False, MOMENTS[i::3]) for i in range(3)), (True, ("inside 0.2", "step 1.3"))],
@@ -99,7 +98,7 @@ def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> 
     return {name: pair for name, pair in differing.items() if not any(map(name.count, lacks))}
 
 
-@pytest.mark.rotating(1)
+@pytest.mark.long
 @pytest.mark.parametrize("moments", [("step 0.2", "epoch 0"), ("inside 0.2", "step 0.4")])
 @pytest.mark.parametrize(
     ("saved_on", "world", "stage", "batch_size"),

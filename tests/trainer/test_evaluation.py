@@ -14,7 +14,7 @@ import torch
 from tests.engine._worker_pool import Pools
 from tests.trainer._fits import FitSpec, error_of, evaluate, fit
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
+pytestmark = pytest.mark.engine
 
 WIDE = 12000
 """A hidden layer whose moments fill several chunks of their own, in each rank's file."""
@@ -22,7 +22,7 @@ WIDE = 12000
 CHUNK_BYTES = 65536
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Any rank count validates, tests and predicts from a checkpoint, with equal results."""
@@ -40,6 +40,7 @@ def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> N
         assert others == pytest.approx(predicted[0], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "target"), [(1, 3), (2, 2), (3, 1)])
 def test_metrics_are_those_at_the_save(
     stage: int, target: int, worlds: Pools, tmp_path: Path
@@ -139,6 +140,7 @@ OF_ZERO: dict[str, dict[str, Any]] = {
 """Likewise, below ZeRO-3, whose section alone Lightning hands to an evaluation's engine."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_only_training_is_made_of_does_not_matter(
     stage: int, worlds: Pools, tmp_path: Path

@@ -15,7 +15,7 @@ from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer import _failure_cases
 from tests.trainer._fits import FitSpec, fit, listing
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
+pytestmark = pytest.mark.engine
 
 
 def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:  # noqa: ANN401
@@ -26,6 +26,7 @@ def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_paths_that_differ_between_ranks(worlds: Pools, tmp_path: Path) -> None:
     """A checkpoint is one directory: other paths on other ranks are refused at the first save."""
     for message in said_by(worlds, 2, _failure_cases.save_to_own_path, str(tmp_path)):
@@ -42,6 +43,7 @@ def test_a_save_on_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
     assert not any(listing(str(tmp_path)).values())
 
 
+@pytest.mark.long
 def test_a_target_that_is_a_file(worlds: Pools, tmp_path: Path) -> None:
     """A file in the way is refused on all ranks, and stays."""
     (tmp_path / "x.ckpt").write_text("mine")
@@ -51,6 +53,7 @@ def test_a_target_that_is_a_file(worlds: Pools, tmp_path: Path) -> None:
     assert [name for name in listing(str(tmp_path)) if name.startswith(".")] == []
 
 
+@pytest.mark.long
 def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
     """DeepSpeed's data sampler would begin anew: refused at setup, and at a plain engine's save."""
     root = str(tmp_path)
@@ -63,6 +66,7 @@ def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
     assert not any(listing(root).values())
 
 
+@pytest.mark.long
 def test_remote_urls(worlds: Pools) -> None:
     """A URL is refused by name, rather than made a local folder called s3:."""
     for message in said_by(worlds, 2, _failure_cases.save_to, "s3://bucket/x.ckpt"):
@@ -88,6 +92,7 @@ def test_found_by_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
         assert "load" in message
 
 
+@pytest.mark.long
 def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
     """Objects of unknown classes come back with allow_pickle=True only, each rank's own too."""
     root = str(tmp_path)

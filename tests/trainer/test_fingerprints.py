@@ -23,7 +23,7 @@ from tests.trainer._fingerprints import (
 )
 from tests.trainer._fits import FitSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(3)]
+pytestmark = pytest.mark.engine
 
 SAME = "the state is the one that was saved (fingerprint "
 
@@ -65,7 +65,7 @@ def test_any_world_and_stage_has_the_number_of_the_save(
         assert told.saved == str(fingerprint_checkpoint(later)) != number
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (3, 2), (3, 1)])
 def test_what_every_stage_records_is_what_it_has_written(
     stage: int, world: int, pools: Pools, tmp_path: Path
@@ -76,6 +76,7 @@ def test_what_every_stage_records_is_what_it_has_written(
     assert recorded_fingerprint(path) == str(fingerprint_checkpoint(path))
 
 
+@pytest.mark.long
 def test_without_the_option_nothing_is_recorded(pools: Pools, tmp_path: Path) -> None:
     """Neither by a save, nor asked for by a load; a run that asks then is told why not."""
     plan = saved_by(pools, tmp_path, strategy={"fingerprint": False})
@@ -104,6 +105,7 @@ def test_a_flipped_bit_fails_on_all_ranks_before_training(
         assert batches == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["weights", "frozen"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_forward_reads_is_compared_too(
@@ -119,6 +121,7 @@ def test_what_forward_reads_is_compared_too(
         assert batches == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["load", "save"])
 def test_paths_that_ranks_spell_differently(which: str, pools: Pools, tmp_path: Path) -> None:
     """A load takes them, a save refuses other paths by their names: as without fingerprints."""
@@ -130,6 +133,7 @@ def test_paths_that_ranks_spell_differently(which: str, pools: Pools, tmp_path: 
         assert "give all ranks the same path" in save
 
 
+@pytest.mark.long
 def test_a_fallback_takes_the_one_before(pools: Pools, tmp_path: Path) -> None:
     """With ``fallback=True`` the run goes on from the older checkpoint, whose state is compared."""
     saves = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}"}
@@ -141,6 +145,7 @@ def test_a_fallback_takes_the_one_before(pools: Pools, tmp_path: Path) -> None:
         assert batches == 4
 
 
+@pytest.mark.long
 def test_left_out_weights_are_not_missed(pools: Pools, tmp_path: Path) -> None:
     """A save without frozen weights: the rest is compared, whatever the frozen ones are here."""
     plan = saved_by(pools, tmp_path, strategy={"exclude_frozen_parameters": True})
@@ -149,6 +154,7 @@ def test_left_out_weights_are_not_missed(pools: Pools, tmp_path: Path) -> None:
     assert SAME in told.messages[0]
 
 
+@pytest.mark.long
 def test_changed_names_are_not_compared() -> None:
     """Names count in the number: under others it is another one, and that is no damage."""
     manifest = manifest_of(make_state(), 2, 2)
@@ -175,7 +181,7 @@ PARTIAL: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("options", "says"), [p[1:] for p in PARTIAL], ids=[p[0] for p in PARTIAL])
 def test_what_changes_on_purpose_is_no_alarm(
     options: dict[str, Any], says: str, pools: Pools, tmp_path: Path
@@ -187,6 +193,7 @@ def test_what_changes_on_purpose_is_no_alarm(
     assert says in told.messages[0], told.messages
 
 
+@pytest.mark.long
 def test_weights_alone_and_evaluations(pools: Pools, tmp_path: Path) -> None:
     """Weights without an optimizer are compared, as a new run's and as an evaluation's."""
     plan = saved_by(pools, tmp_path, checkpoint={"save_last": True, "save_weights_only": True})

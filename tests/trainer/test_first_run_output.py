@@ -35,7 +35,7 @@ OURS = (
 )
 
 
-@pytest.mark.rotating_tests(1, group="in fresh processes")
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_first_run_on_two_ranks(tmp_path: Path) -> None:
     """Two lines of ours, said once; and none about names that libraries call each other by."""

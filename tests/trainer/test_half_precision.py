@@ -13,7 +13,7 @@ import torch
 from tests.engine._worker_pool import Pools
 from tests.trainer._half_precision import MOMENTS, HalfFit, differing, fit, wanted_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(1)]
+pytestmark = pytest.mark.engine
 
 CASES = [
     ("16-true", 0, 2, "16-true", 0, 3),
@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "stage", "ranks", "other", "target", "more"), CASES)
 def test_all_bits_survive(
     precision: str,
@@ -76,6 +77,7 @@ def test_it_goes_on_bit_for_bit(stage: int, precision: str, worlds: Pools, tmp_p
         assert uninterrupted["counter/skipped_steps"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_gradients_of_stage_0_are_those_of_zero(
     manual: bool, worlds: Pools, tmp_path: Path
@@ -91,6 +93,7 @@ def test_gradients_of_stage_0_are_those_of_zero(
         torch.testing.assert_close(moments[0][key], moments[1][key], rtol=0.05, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_graph_that_is_kept_is_scaled_by_the_scale_of_each_pass(
     worlds: Pools, tmp_path: Path
 ) -> None:

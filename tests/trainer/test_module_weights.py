@@ -13,12 +13,11 @@ from tests.engine._worker_pool import Pools
 from tests.trainer import _module_weights
 from tests.trainer._fits import FitSpec, RegressionNet, error_of, fit
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
+pytestmark = pytest.mark.engine
 
 BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("options", [{}, {"save_weights_only": True}], ids=["whole", "weights"])
 def test_the_average_is_evaluated(options: dict[str, bool], worlds: Pools, tmp_path: Path) -> None:
     """Any process, stage and number of devices finds the value that a checkpoint was chosen for."""
@@ -37,6 +36,7 @@ def test_the_average_is_evaluated(options: dict[str, bool], worlds: Pools, tmp_p
             assert found["predict"] == pytest.approx(fitted["loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
     """A run that was saved without an average goes on with one."""
     root = str(tmp_path)
@@ -48,7 +48,6 @@ def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
         assert found["in this process"] == pytest.approx(found["loss"], rel=1e-6)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("verb", ["test", "predict"])
 def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_path: Path) -> None:
@@ -77,6 +76,7 @@ def test_a_save_after_the_module_has_changed(
     assert found[0]["fitted"] != found[0]["tested"] == found[0]["loaded"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """What an evaluation holds is saved as weights, which any run can begin with."""
@@ -106,6 +106,7 @@ def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None
     assert worlds.run(1, partial(fit, begun))[0]["start"] == weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("thaw", [True, False], ids=["unfrozen", "frozen"])
 def test_what_is_unfrozen_or_frozen_later_is_said(
@@ -126,6 +127,7 @@ def test_what_is_unfrozen_or_frozen_later_is_said(
     assert changes == (1 if thaw else len(first["weights"])), first["weights"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "target", "of"),
     [

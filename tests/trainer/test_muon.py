@@ -51,7 +51,6 @@ SAVE_POINTS: dict[str, tuple[type[RegressionNet], type[SaveOnce]]] = {
 }
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("place", SAVE_POINTS)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("max_snapshot_bytes", [None, 0])

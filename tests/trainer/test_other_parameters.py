@@ -80,7 +80,6 @@ def test_known_parameters_go_on_and_others_are_listed(
     assert_told(found[0].warned, *NEW, *GONE)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 2, 1), (3, 2, 3, 3), (2, 3, 2, 2)]
 )
@@ -113,7 +112,6 @@ def test_a_layer_that_is_trained_later_begins_on_its_weights(
     assert_told(found[0].warned, *MIDDLE)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 2, 2)])
 def test_a_layer_that_is_frozen_later_keeps_its_weights(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path

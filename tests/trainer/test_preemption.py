@@ -246,7 +246,6 @@ class Appears(Callback):
             self.file.touch()
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize(
     ("names", "in_save"),
     [

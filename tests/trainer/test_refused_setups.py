@@ -56,7 +56,7 @@ def test_newer_optimizers_are_refused(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("package", OF_OTHER_PACKAGES)
 def test_optimizers_with_few_bits_are_refused(package: str, worlds: Pools, tmp_path: Path) -> None:
     """By name, with the package that they are of, where it is installed."""
@@ -65,7 +65,7 @@ def test_optimizers_with_few_bits_are_refused(package: str, worlds: Pools, tmp_p
 
 
 @pytest.mark.engine
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", BY_SAVE)
 def test_an_engine_is_refused(case: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """At its first save, on each rank, and nothing is written: no Trainer comes that far."""

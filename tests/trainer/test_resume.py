@@ -12,7 +12,7 @@ from tests.engine._worker_pool import Pools
 from tests.trainer import _failure_cases
 from tests.trainer._fits import FitSpec, error_of, evaluate, fit, listing
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(5)]
+pytestmark = pytest.mark.engine
 
 
 def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
@@ -67,6 +67,7 @@ def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
         assert seen["step"] == 2
 
 
+@pytest.mark.long
 def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
     """Fit, save after it, test that and the best, and fit again: one process, one group."""
     for seen in worlds.run(2, partial(_failure_cases.save_after_fit, str(tmp_path))):
@@ -87,6 +88,7 @@ def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
         assert seen["step"] == 4
 
 
+@pytest.mark.long
 def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
     """exclude_frozen_parameters: the rest comes back, the frozen stay the model's own."""
     root = str(tmp_path)
@@ -108,6 +110,7 @@ def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
     assert all_of(worlds, 3, mixed)[0]["step"] == 6
 
 
+@pytest.mark.long
 def test_elastic_flag_of_a_user_config(worlds: Pools, tmp_path: Path) -> None:
     """elastic_checkpoint with ZeRO-3 is taken, where DeepSpeed itself raises."""
     root = str(tmp_path)

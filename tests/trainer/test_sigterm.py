@@ -180,7 +180,7 @@ VALIDATING = [
 """``total_batch_idx`` before the first batch is -1."""
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("places", "end", "validates"),
     [

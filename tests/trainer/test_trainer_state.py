@@ -29,7 +29,7 @@ from tests.trainer._quiet_trainer import elastic, quiet_trainer
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(2)]
+pytestmark = pytest.mark.engine
 
 STOPPED_EARLY = 5
 
@@ -87,6 +87,7 @@ def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
     return bar.places
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_progress_bar_is_where_the_run_is(world: int, worlds: Pools, tmp_path: Path) -> None:
     """In the batches of the world at hand, from the first one after a resume on."""
@@ -133,6 +134,7 @@ def test_averaged_weights_go_on(world: int, worlds: Pools, tmp_path: Path) -> No
         assert world != 2 or seen[10] == whole[10]
 
 
+@pytest.mark.long
 def test_averaging_cut_up_weights_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """With ZeRO-3 the callback would average empty tensors: it is said before training."""
     for seen in worlds.run(2, partial(averaged, str(tmp_path), None, 3)):
@@ -147,7 +149,6 @@ def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, 
     return trainer.global_step, stop.wait_count, float(stop.best_score)
 
 
-@pytest.mark.rotating(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_early_stopping_counts_on(world: int, worlds: Pools, tmp_path: Path) -> None:
     """A run that was interrupted while it waited stops where it would have."""
@@ -167,6 +168,7 @@ def logging(root: str, logs: str, path: str | None, quit_at: int = -1) -> None:
     fit(trainer_of(root, 2, [Quit(quit_at)], logger=logger), path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_curve_is_one_curve(world: int, worlds: Pools, tmp_path: Path) -> None:
     """Each optimizer step is on the loggers' axis once, at its number, after a resume too."""
@@ -191,6 +193,7 @@ def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
     return {p.name: (p / "manifest.json").stat().st_ino for p in Path(root).glob("*.ckpt")}
 
 
+@pytest.mark.long
 def test_what_a_run_was_taken_up_from_is_not_written_again(worlds: Pools, tmp_path: Path) -> None:
     """Inside the first window of micro-batches the step is still the one that was saved."""
     root = str(tmp_path)
@@ -216,6 +219,7 @@ def fitted_twice(root: str) -> list[int]:
     return steps
 
 
+@pytest.mark.long
 def test_one_trainer_validates_then_fits_then_fits_on(worlds: Pools, tmp_path: Path) -> None:
     """The global batch is settled when training begins, whatever was done before."""
     assert worlds.run(2, partial(fitted_twice, str(tmp_path)))[0] == [5, 10]

@@ -22,7 +22,7 @@ from tests.trainer._recorded_runs import (
     from_step,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.rotating_tests(4)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -46,6 +46,7 @@ def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_every_fit_settles_its_own_batches(worlds: Pools) -> None:
     """One trainer, other loaders: three global batches each time, in other micro-batches."""
     found = worlds.run(2, partial(fitted_with, [2, 6, 3, 1], 60))[0]
@@ -71,6 +72,7 @@ def test_a_validation_before_a_window_is_not_done_again(
     assert seen.events == whole.events[whole.events.index("validate at 2") + 1 :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_loaders_made_anew_keep_order_and_interval(
     world: int, worlds: Pools, tmp_path: Path
@@ -92,6 +94,7 @@ def test_loaders_made_anew_keep_order_and_interval(
     assert seen.events == whole.events[len(whole.events) - len(seen.events) :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [12, 6])
 def test_a_batch_that_is_none_is_counted_and_resumed(
     batch_size: int, worlds: Pools, tmp_path: Path
@@ -135,6 +138,7 @@ def _counted(seen: RunRecord) -> dict[str, object]:
     return {k: v for k, v in seen.loops["end"].items() if not any(map(k.count, left_out))}
 
 
+@pytest.mark.long
 def test_own_optimization_cannot_accumulate(worlds: Pools) -> None:
     """Each batch is a step then: a global batch of several is refused, with what would do."""
     for message in worlds.run(2, partial(error_of, RunSpec(manual=True))):
@@ -151,6 +155,7 @@ def test_states_of_loaders_go_on_twice(worlds: Pools, tmp_path: Path) -> None:
         assert seen.steps == from_step(whole.steps, 2)
 
 
+@pytest.mark.long
 def test_an_epoch_that_is_shorter_now_ends(worlds: Pools, tmp_path: Path) -> None:
     """What was trained of it is more than it has now: the next one begins, with whole steps."""
     run = RunSpec(save=("step 0.3",), root=str(tmp_path))
