@@ -17,7 +17,10 @@ from lightning_elastic_zero.trainer.dataloaders import (
     elastic_sampler_of,
     resumable_part_of,
 )
-from lightning_elastic_zero.trainer.lightning_internals import repeats_shorter_loaders
+from lightning_elastic_zero.trainer.lightning_internals import (
+    drop_iterator,
+    repeats_shorter_loaders,
+)
 from lightning_elastic_zero.trainer.sample_order_check import NO_DIGEST, REPRODUCIBLE
 from lightning_elastic_zero.trainer.stateful_loaders import (
     ends_before_data,
@@ -95,6 +98,8 @@ def _position_all(pending: PendingResume, combined: CombinedLoader, position: Po
         # Lightning keeps the states of those that have one, in order.
         state = next(states, None) if isinstance(loader, Stateful) else None
         elastic, resumer = elastic_sampler_of(loader), resumable_part_of(loader)
+        if elastic is None:
+            drop_iterator(loader)  # persistent workers hold copies of the data from before
         if elastic is not None:
             _restore_seed(elastic, pending, index)
             elastic.start_at(position.epoch, _step_of(elastic, combined, position))
@@ -107,6 +112,18 @@ def _position_all(pending: PendingResume, combined: CombinedLoader, position: Po
         elif isinstance(loader, Stateful):
             is_cut = ends_before_data(combined, index)
             _position_stateful(loader, state, pending, position, is_cut=is_cut)
+
+
+def rewind_data_of_workers(combined: CombinedLoader | None, position: Position) -> None:
+    """Let the next workers begin at the beginning, when those of this epoch have been started.
+
+    Each start of workers copies the data set. A copy that was told where to begin forgets it with
+    its first iteration, and the data set of this process has none.
+    """
+    for loader in combined.flattened if combined is not None and position.steps else ():
+        part, has_workers = resumable_part_of(loader), getattr(loader, "num_workers", 0) > 0
+        if part is not None and has_workers and part is getattr(loader, "dataset", None):
+            part.resume_at(position.epoch, 0)
 
 
 def _position_stateful(

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_elastic_zero.errors import UnsupportedError
@@ -109,7 +110,7 @@ NOT_CHECKED = {
     "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
     "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
     "_signal_connector": "a trainer's",
-    "_iterator": "torch's DataLoader: a copy is to have none; there it is written only",
+    "_iterator": "torch's DataLoader: the next iteration is to start workers; written only",
 }
 """Private names of others that nothing depends on."""
 
@@ -244,8 +245,9 @@ def wrapped_sampler(sampler: Any) -> Any:
 
 
 def drop_iterator(loader: Any) -> None:
-    """Remove the iterator of persistent workers from a copy of a loader."""
-    loader._iterator = None
+    """Remove the iterator of persistent workers from a loader, so that it starts others."""
+    if isinstance(loader, DataLoader):
+        loader._iterator = None
 
 
 def should_accumulate(trainer: pl.Trainer) -> bool:

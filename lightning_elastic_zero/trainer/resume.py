@@ -37,6 +37,7 @@ from lightning_elastic_zero.trainer.dataloader_resume import (
     PendingResume,
     UnresumableDataPolicy,
     position_dataloaders,
+    rewind_data_of_workers,
 )
 from lightning_elastic_zero.trainer.dataloaders import (
     elastic_loader,
@@ -204,6 +205,8 @@ class RunResumer:
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
         live.step_plateaus(position, self._step_intervals)
         live.restart_data(position)
+        if not position.is_over:
+            rewind_data_of_workers(of_this[0], position)
         live.start_progress_bar(position)
         live.skip_repeated_saves()
         if "random" not in pending.state:

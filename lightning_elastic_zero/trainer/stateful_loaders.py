@@ -18,6 +18,7 @@ from lightning_elastic_zero.trainer.dataloaders import (
 )
 from lightning_elastic_zero.trainer.lightning_internals import (
     data_fetcher,
+    drop_iterator,
     loader_state_dicts,
     training_loaders,
 )
@@ -94,6 +95,7 @@ def load_state_at_epoch_end(
         next(iterator)
     except StopIteration:
         return  # the old epoch's end: the next iterator is the next epoch's
+    drop_iterator(loader)
     loader.load_state_dict(dict(state))
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     default_collate,
+    get_worker_info,
 )
 from typing_extensions import override
 
@@ -123,15 +124,21 @@ class Anonymous:
 
 
 class Stream(IterableDataset[Any]):
-    """Every rank's part of some samples in a row, in each epoch the same."""
+    """Every rank's part of some samples in a row, in each epoch the same.
 
-    def __init__(self, length: int) -> None:
-        self.length, self.first = length, 0
+    Workers take turns with batches.
+    """
+
+    def __init__(self, length: int, size: int = 1) -> None:
+        self.length, self.size, self.first = length, size, 0
 
     def __iter__(self) -> Iterator[Any]:
         first, self.first = self.first, 0
-        for index in range(first + comm.get_rank(), self.length, comm.get_world_size()):
-            yield torch.full((WIDTH,), float(index)), index
+        own = range(first + comm.get_rank(), self.length, comm.get_world_size())
+        worker = get_worker_info()
+        for place, index in enumerate(own):
+            if worker is None or place // self.size % worker.num_workers == worker.id:
+                yield torch.full((WIDTH,), float(index)), index
 
 
 class SeekableStream(Stream):
@@ -253,7 +260,7 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "stateful":
             return StatefulLoader(Stream(length), batch_size=size)
         case "seeks":
-            return DataLoader(SeekableStream(length), batch_size=size)
+            return made(SeekableStream(length, size))
         case "goes on":
             return DataLoader(ContinuingStream(length), batch_size=size)
         case "two, one uncut":

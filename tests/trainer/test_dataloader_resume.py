@@ -77,6 +77,22 @@ def test_users_data_that_can_be_placed(
     assert world != 2 or seen.losses == {s: v for s, v in whole.losses.items() if s >= 3}
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_begin_where_their_data_is_told_to(
+    persistent: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """Lightning starts them before ``resume_at``; later epochs begin at their beginning."""
+    options = {"num_workers": 2, "persistent_workers": persistent}
+    run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options, epochs=3)
+    saving = replace(run, save=(SAVE, "epoch 0"), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, saving))[0]
+    for point, begin in ((SAVE, 3), ("epoch 0", 4)):
+        seen = worlds.run(2, partial(fit, saving.resumed(point)))[0]
+        assert seen.steps == from_step(whole.steps, begin)
+    seen = worlds.run(1, partial(fit, replace(saving.resumed(SAVE), batch_size=12)))[0]
+    assert seen.steps == from_step(whole.steps, 3)
+
+
 @pytest.mark.long
 def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path: Path) -> None:
     """It is of one rank among two; for three it means nothing."""
