@@ -26,7 +26,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_elastic_zero.coordination.any_rank import any_rank
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.gloo_shutdown import wait_for_gloo_at_exit
-from lightning_elastic_zero.coordination.rendezvous import leave_shared_store, size_of_process_group
+from lightning_elastic_zero.coordination.rendezvous import (
+    SHARED,
+    leave_shared_store,
+    size_of_process_group,
+)
 from lightning_elastic_zero.coordination.store_connection import check_open_file_limit
 from lightning_elastic_zero.coordination.timeouts import (
     ABSENT_TIMEOUT_S,
@@ -36,6 +40,7 @@ from lightning_elastic_zero.coordination.timeouts import (
 
 __all__ = [
     "ABSENT_TIMEOUT_S",
+    "SHARED",
     "STALL_TIMEOUT_S",
     "OneRank",
     "Ranks",

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_elastic_zero.coordination import leave_shared_store, size_of_process_group
+from lightning_elastic_zero.coordination import SHARED, leave_shared_store, size_of_process_group
 from lightning_elastic_zero.errors import UnsupportedError
 
 RANKS, RANKS_OF_NODE, NODES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"
@@ -113,6 +115,9 @@ def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
 def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> None:
     """Check Ray's world; under torchrun, agree on a new store. Collective, before ranks connect.
 
+    A warning names the variable that torchrun needs where nodes may join: without it the agent of
+    one that joins waits for an address that is not there, and no worker can help it.
+
     Args:
         strategy: one that has its cluster environment.
         timeout: of its collectives; None: torch's.
@@ -130,7 +135,29 @@ def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> N
             f"Under torchrun ranks wait {minutes:g} minutes for each other in a collective: give "
             "the strategy a `timeout` if one of them works alone for longer."
         )
+    agent = Path(f"/proc/{os.getppid()}/cmdline")
+    arguments = agent.read_text(errors="replace").split("\0") if agent.exists() else []
+    nodes = changing_nodes(arguments, os.environ.get("PET_NNODES"))
+    if nodes and os.environ.get(SHARED) == str(True):
+        rank_zero_warn(
+            f"--nnodes={nodes} lets nodes join and leave, but torchrun's agents share one store: "
+            "the run will hang when a node joins. Start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
+        )
     leave_shared_store((timeout or COLLECTIVE_TIMEOUT).total_seconds())
+
+
+def changing_nodes(arguments: list[str], variable: str | None) -> str:
+    """Return the range of nodes that torchrun was given; nothing where their number is fixed.
+
+    Args:
+        arguments: the command line of its agent.
+        variable: the environment's ``PET_NNODES``, which torchrun takes where that has none.
+    """
+    told = re.search(r"\n--nnodes[=\n](\S*)", "\n".join(["", *arguments]))
+    nodes = told[1] if told else variable or ""
+    least, _, most = nodes.partition(":")
+    return nodes if most and most != least else ""
 
 
 def _is_launched(strategy: DeepSpeedStrategy) -> bool:

@@ -84,8 +84,12 @@ def check_curve(nodes: Job, undisturbed: Undisturbed) -> None:
 
 
 def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """A new folder, and one that holds an unpublished save alone: a fresh start, which is said."""
+    """A new folder, and one that holds an unpublished save alone: a fresh start, which is said.
+
+    So is the variable without which a node that joins would be waited for in vain.
+    """
     with job(tmp_path / "run") as nodes:
+        nodes.own_settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
         nodes.start(FIRST)
         nodes.stop_in_a_save(FIRST)
         since = nodes.signal(FIRST, signal.SIGKILL, agent=False)
@@ -94,6 +98,8 @@ def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: P
         assert first == "No checkpoint was loaded: training starts from step 0."
         lies = f" In {nodes.checkpoints} lie saves that were not published."
         assert second == first + lies
+        named = "--nnodes=1:4 lets nodes join and leave, but torchrun's agents share one store"
+        assert nodes.log_of(FIRST).count(named) == 2
         check_job(nodes, undisturbed, "lose a worker in the first save", since)
 
 

@@ -152,3 +152,21 @@ def test_ray_workers_of_which_the_trainer_does_not_know(monkeypatch: pytest.Monk
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
     with pytest.raises(UnsupportedError, match="started 2 workers, and the Trainer knows of 1"):
         launched_world.prepare_to_meet(strategy, strategy._timeout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "found"),
+    [
+        (["--nnodes=1:4", "fit.py"], None, "1:4"),
+        (["--nnodes", "2:8", "fit.py"], "2", "2:8"),
+        (["fit.py"], "1:4", "1:4"),
+        (["--nnodes=2", "fit.py"], "1:4", ""),
+        (["--nnodes=2:2", "fit.py"], None, ""),
+        (["--standalone", "fit.py"], None, ""),
+    ],
+)
+def test_an_agent_whose_nodes_may_change_is_known(
+    arguments: list[str], variable: str | None, found: str
+) -> None:
+    """By its command line, or by the variable in place of it: no other one is warned."""
+    assert launched_world.changing_nodes(["torchrun", *arguments], variable) == found
