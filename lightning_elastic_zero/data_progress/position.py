@@ -50,6 +50,9 @@ class DataProgress:
     """Of a step: the mean over its samples, whatever the accumulation."""
     settings: Mapping[str, Plain] | None = None
     """Trainer settings that count batches, as they were given."""
+    seed: int | None = None
+    """The seed that orders the samples where the user gives none: that of ``seed_everything`` in
+    the run's first fit; None in checkpoints of before it was recorded."""
 
     @property
     def samples(self) -> int | None:
@@ -75,6 +78,7 @@ class DataProgress:
             "planned_steps": self.planned_steps,
             "gradient": self.gradient,
             "settings": dict(self.settings or {}),
+            "seed": self.seed,
             "loaders": [dict(loader) for loader in self.loaders],
             "orders": [
                 None if order is None else {"epoch": order[0], "digest": order[1]}
@@ -110,6 +114,7 @@ class DataProgress:
                 orders=tuple(_order(order) for order in content.get("orders", ())),
                 gradient=str(content["gradient"]),
                 settings=dict(content["settings"]),
+                seed=_optional(content.get("seed")),
             )
         except (KeyError, TypeError, ValueError) as error:
             msg = (

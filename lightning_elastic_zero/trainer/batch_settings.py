@@ -94,6 +94,22 @@ class BatchSettings:
         )
         raise UnsupportedError(msg)
 
+    def check_accumulation(self, trainer: pl.Trainer) -> None:
+        """Refuse an accumulation that a callback has changed, as Lightning's strategy does.
+
+        Raises:
+            UnsupportedError: a step has another number of micro-batches now.
+        """
+        if (now := trainer.accumulate_grad_batches) == self.accumulate:
+            return
+        msg = (
+            f"trainer.accumulate_grad_batches was changed from {self.accumulate} to {now} during "
+            f"the fit (before a step of epoch {trainer.current_epoch}). DeepSpeed has one value "
+            "for a fit, and a resume needs it to count the samples of an epoch. Pass the value to "
+            "Trainer(accumulate_grad_batches=...), and use a fit of its own for each value"
+        )
+        raise UnsupportedError(msg)
+
     def plan_for(self, batch_size: int) -> BatchPlan:
         """Return the plan of a loader, which may not be the first one.
 

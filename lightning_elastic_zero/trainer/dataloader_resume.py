@@ -20,6 +20,7 @@ from lightning_elastic_zero.trainer.dataloaders import (
 from lightning_elastic_zero.trainer.lightning_internals import (
     drop_iterator,
     repeats_shorter_loaders,
+    run_seed,
 )
 from lightning_elastic_zero.trainer.sample_order_check import NO_DIGEST, REPRODUCIBLE
 from lightning_elastic_zero.trainer.stateful_loaders import (
@@ -50,6 +51,21 @@ class PendingResume:
     """Lightning's counters of validation, as saved."""
     world_size: int
     """Data-parallel ranks of this run."""
+    reload_every: int
+    """Epochs after which Lightning makes the training loaders anew; 0: never."""
+
+    @property
+    def run_seed(self) -> int | None:
+        """The seed that ordered the samples where the user gave none; None: it is not known."""
+        of_loaders = [loader.get("seed") for loader in self.record.loaders]
+        known = [seed for seed in (self.record.seed, *of_loaders) if type(seed) is int]
+        return known[0] if known and self.is_own_format else None
+
+    @property
+    def makes_loaders(self) -> bool:
+        """Whether the loaders are made anew for the epoch that the run goes on with."""
+        at = self.record.position
+        return bool(self.reload_every and not at.steps and at.epoch % self.reload_every == 0)
 
     def loader_states_at(self, position: Position) -> list[Any]:
         """Return the states that loaders which keep their own are given at a position."""
@@ -142,10 +158,16 @@ def _position_stateful(
 
 
 def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
-    """Restore the order of the run that saved."""
-    if pending.is_own_format and index < len(pending.record.loaders):
-        seed = pending.record.loaders[index].get("seed")
-        elastic.seed = seed if type(seed) is int else elastic.seed
+    """Restore the order of the run that saved, unless its loader was of an earlier epoch."""
+    record = pending.record
+    if not pending.is_own_format or index >= len(record.loaders):
+        return
+    if pending.makes_loaders:
+        if elastic.seed == run_seed() and pending.run_seed is not None:
+            elastic.seed = pending.run_seed
+        return
+    seed = record.loaders[index].get("seed")
+    elastic.seed = seed if type(seed) is int else elastic.seed
 
 
 def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Position) -> int:
@@ -198,7 +220,7 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
     end of an epoch data may change.
     """
     epochs = {was[0] for was in pending.record.orders if was is not None}
-    if len(epochs) != 1 or _changed(pending, loaders):
+    if pending.makes_loaders or len(epochs) != 1 or _changed(pending, loaders):
         return
     (epoch,) = epochs
     own = [

@@ -115,11 +115,12 @@ def _wrapped(sampler: Any) -> Sampler[Any] | None:
 
 
 def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
-    """Set a sampler in a loader that is nobody else's.
+    """Return a copy of a loader with a sampler.
 
     torch forbids to assign these once a loader is made, so that they do not contradict each other.
     They do not here; and to make the loader anew would need what its class was made with.
     """
+    loader = _copy_of(loader)
     new: dict[str, Any] = {"sampler": elastic, "drop_last": False}
     if loader.batch_sampler is not None:
         size = elastic.plan.largest_micro_batch
@@ -137,6 +138,13 @@ def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoade
 L = TypeVar("L")
 
 
+def _copy_of(loader: L) -> L:
+    """Return a copy of a user's loader, which is to stay as it is."""
+    own = copy.copy(loader)
+    drop_iterator(own)  # of persistent workers, which belong to the original
+    return own
+
+
 def with_own_generator(loader: L, *seeds: int) -> L:
     """Return a copy of a loader that draws its workers' seeds from a generator of its own.
 
@@ -145,8 +153,7 @@ def with_own_generator(loader: L, *seeds: int) -> L:
     """
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         return loader
-    own = copy.copy(loader)
-    drop_iterator(own)  # of persistent workers, which belong to the original
+    own = _copy_of(loader)
     own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
     return own
 

@@ -8,6 +8,7 @@ finds any that is used elsewhere.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
@@ -37,6 +38,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_combined_loader_states_to_load": "load the states of loaders once, not twice",
         "_data_fetcher": "begin an epoch in its middle, and know of batches fetched ahead",
         "_data_source": "know the batch size before there are loaders",
+        "_last_train_dl_reload_epoch": "make loaders anew in the epochs of the run that saved",
         "_restarting": "go on in mid-epoch without one batch too many",
         "_should_accumulate": "step where a window of micro-batches ends",
     },
@@ -189,6 +191,22 @@ def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, A
     later = {name: options.pop(name, False) for name in {EXCLUDE_FROZEN} - known.keys()}
     check_known_options(strategy, options, known)
     return later
+
+
+def run_seed() -> int:
+    """Return the run's seed: that of ``seed_everything``, 0 without it."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0)
+
+
+def reload_interval(trainer: pl.Trainer) -> int:
+    """Return the epochs after which training loaders are made anew; 0: never."""
+    return int(getattr(trainer, "reload_dataloaders_every_n_epochs", 0))
+
+
+def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
+    """Set the epoch for which the training loaders of an epoch were made."""
+    if every := reload_interval(trainer):
+        trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
 
 
 def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:

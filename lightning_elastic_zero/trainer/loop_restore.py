@@ -39,6 +39,26 @@ class LoopRestorer:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
 
+    def at_batch_size(self, global_batch_size: int | None) -> PendingResume:
+        """Return what was loaded, at its position in steps of the loaders that there are now.
+
+        It was known as the checkpoint was loaded, unless ``train_dataloader`` gives another batch
+        size in each epoch.
+        """
+        pending = self._pending
+        position = pending.record.at_batch_size(global_batch_size)
+        if (more := position.steps - pending.position.steps) != 0:
+            self._count(more * self._trainer.accumulate_grad_batches)
+        self._pending = replace(pending, position=position)
+        return self._pending
+
+    def _count(self, more: int) -> None:
+        """Count more micro-batches of the epoch as done, or fewer."""
+        progress = self._epoch.batch_progress
+        for counts in (progress.current, progress.total):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counts, name, getattr(counts, name) + more)
+
     def restart_at(self, position: Position) -> None:
         """Set the loops to begin there.
 
@@ -96,11 +116,7 @@ class LoopRestorer:
         """Show an epoch that is over as full, where its length is not what it was."""
         if not position.is_over or self._fit.max_batches == float("inf"):
             return
-        progress, full = self._epoch.batch_progress, int(self._fit.max_batches)
-        more = full - progress.current.ready
-        for counts in (progress.current, progress.total):
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(counts, name, getattr(counts, name) + more)
+        self._count(int(self._fit.max_batches) - self._epoch.batch_progress.current.ready)
 
     def _will_end_batch(self) -> bool:
         """Whether the loop, restarted, first ends the last batch, with or without validation.

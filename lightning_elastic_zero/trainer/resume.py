@@ -7,7 +7,6 @@ two moments: ``resume_from`` rewrites the numbers for this number of devices as 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -22,7 +21,6 @@ from lightning_elastic_zero.data_progress import (
     VALIDATION,
     DataProgress,
     ElasticSampler,
-    Position,
     fit_loop_at,
     infer_progress,
     seed_rng_streams,
@@ -45,7 +43,13 @@ from lightning_elastic_zero.trainer.dataloaders import (
     with_own_generator,
 )
 from lightning_elastic_zero.trainer.epoch_metrics import SavedMetrics
-from lightning_elastic_zero.trainer.lightning_internals import combined_loader, training_loaders
+from lightning_elastic_zero.trainer.lightning_internals import (
+    combined_loader,
+    reload_interval,
+    run_seed,
+    set_last_reload,
+    training_loaders,
+)
 from lightning_elastic_zero.trainer.loop_restore import LoopRestorer
 from lightning_elastic_zero.trainer.run_record import STATE_KEY, RunRecorder
 from lightning_elastic_zero.trainer.step_intervals import StepIntervals
@@ -74,14 +78,13 @@ class RunResumer:
         self.overruled_orders: list[str] | None = None
         """What is said of each training loader's order; None where they were not asked for."""
         self._loaders_made = 0
-        self._seeds: list[int | None] = []
 
     def set_batches(self, batches: BatchSettings) -> None:
         """Begin a fit whose steps are made of these batches."""
         self.batches = batches
         self._pending = None
         self.recorder = RunRecorder(batches)
-        self._loaders_made, self._seeds = 0, []
+        self._loaders_made = 0
 
     @property
     def _is_planned(self) -> bool:
@@ -93,16 +96,16 @@ class RunResumer:
         if self.batches is None:
             return loader
         if not trainer.training:
-            return with_own_generator(loader, _seed(), rank)
+            return with_own_generator(loader, run_seed(), rank)
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
             self._loaders_made = 0  # they are made anew
-        loader = elastic_loader(loader, self.batches, rank, _seed())
+        loader = elastic_loader(loader, self.batches, rank, run_seed())
         if (elastic := elastic_sampler_of(loader)) is None:
             self.batches.check_fixed_batches(loader)
         else:
             self._check_first(elastic)
-            kept = self._seeds[self._loaders_made : self._loaders_made + 1]
-            elastic.seed = kept[0] if kept and kept[0] is not None else elastic.seed
+            if elastic.seed == run_seed():
+                elastic.seed = self.recorder.seed
         self._loaders_made += 1
         return loader
 
@@ -130,7 +133,13 @@ class RunResumer:
         self.recorder.epoch_metrics.note(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Compute what is due after a batch that was fetched and is about to be trained on."""
+        """Compute what is due after a batch that was fetched and is about to be trained on.
+
+        Raises:
+            UnsupportedError: the accumulation was changed since the fit began.
+        """
+        if self.batches is not None:
+            self.batches.check_accumulation(trainer)
         self.recorder.before_batch(trainer, batch_idx)
         self._step_intervals.begin_batch(trainer)
 
@@ -148,11 +157,13 @@ class RunResumer:
             else infer_progress(loops, manifest.progress, manifest.world_size, steps)
         )
         size = self.batches.global_batch_size if self.batches is not None else None
+        if (every := reload_interval(trainer)) and not self._is_planned:
+            size = None  # the loaders of that epoch may have another one than those so far
         position = record.at_batch_size(size)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
         held = (own, list(states), loops.get(VALIDATION, {}))
         self._pending = PendingResume(
-            where, record, position, bool(sampler), *held, trainer.world_size
+            where, record, position, bool(sampler), *held, trainer.world_size, every
         )
         now = trainer.accumulate_grad_batches
         rewritten = fit_loop_at(loops, position, was=record.accumulate, now=now)
@@ -173,22 +184,21 @@ class RunResumer:
         pending, self._pending = self._pending, None
         given: list[Any] = []
         if pending is not None:
-            position = self._resume(pending, trainer, device)
-            given = pending.loader_states_at(position)
+            given = self._resume(pending, trainer, device)
         self._warn_about_data(trainer)
         self.recorder.begin_training(trainer, given, device)
 
     def _resume(
         self, pending: PendingResume, trainer: pl.Trainer, device: torch.device
-    ) -> Position:
+    ) -> list[Any]:
+        """Restore what was loaded; return the states that loaders were given."""
         rank, world_size = trainer.global_rank, trainer.world_size
         now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._warn_about_changes(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
         live = LoopRestorer(trainer, pending)
-        self._seeds = [
-            seed if type(seed := loader.get("seed")) is int else None
-            for loader in pending.record.loaders
-        ]
+        pending = live.at_batch_size(now.global_batch_size)
+        if (seed := pending.run_seed) is not None:
+            self.recorder.seed = seed
         of_this = (combined_loader(trainer), self._on_unresumable_data)
         placed = position_dataloaders(pending, *of_this)
         if (position := live.within_limit(placed)) != placed:
@@ -197,6 +207,7 @@ class RunResumer:
             live.complete_counters(position)
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
         live.restart_at(position)
+        set_last_reload(trainer, position.epoch)
         if position.is_validated:
             self.recorder.mark_validated(trainer)
         live.restore_validation_counters()
@@ -209,18 +220,19 @@ class RunResumer:
             rewind_data_of_workers(of_this[0], position)
         live.start_progress_bar(position)
         live.skip_repeated_saves()
+        given = pending.loader_states_at(position)
         if "random" not in pending.state:
-            return position
+            return given
         if pending.record.world_size == world_size:
             set_rng_states(pending.state["random"], device)
         else:
-            seed_rng_streams(_seed(), trainer.global_step, rank)
+            seed_rng_streams(run_seed(), trainer.global_step, rank)
             rank_zero_info(
                 f"Random numbers: saved on another number of devices "
                 f"({pending.record.world_size}), so each rank of {world_size} starts a stream of "
-                f"its own (seed {_seed()}, step {trainer.global_step}, rank)"
+                f"its own (seed {run_seed()}, step {trainer.global_step}, rank)"
             )
-        return position
+        return given
 
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
         """Warn of what becomes of the training data that the user may not expect."""
@@ -256,8 +268,3 @@ def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     loops: dict[str, Any] | None = state.get("loops", {}).get("fit_loop")
     return loops if loops is not None and EPOCHS in loops else None
-
-
-def _seed() -> int:
-    """Return the run's seed: what ``seed_everything`` left."""
-    return int(os.environ.get("PL_GLOBAL_SEED") or 0)

@@ -16,13 +16,14 @@ from lightning_elastic_zero.data_progress import (
     read_position,
     set_rng_states,
 )
-from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+from lightning_elastic_zero.trainer.batch_settings import BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.dataloaders import elastic_sampler_of
 from lightning_elastic_zero.trainer.epoch_metrics import EpochMetrics
 from lightning_elastic_zero.trainer.lightning_internals import (
     is_fitting,
     known_callback_metrics,
     logged_steps,
+    run_seed,
     training_loaders,
 )
 from lightning_elastic_zero.trainer.loop_restore import validation_batches
@@ -69,6 +70,8 @@ class RunRecorder:
         self._random_before_validation: dict[str, Any] | None = None
         self._states_of_loaders = LoaderStates()
         self._validated_at = -1
+        self.seed = run_seed()
+        """That orders the samples where the user gives none; a resume restores it."""
         self.epoch_metrics = EpochMetrics()
         """What an epoch has summed up."""
 
@@ -128,7 +131,9 @@ class RunRecorder:
         elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
         size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
         if size is None and batches is not None:
-            size = batches.global_batch_size
+            # As the loaders are now: train_dataloader may give another batch size in each epoch.
+            live = batch_size_of(training_loaders(trainer)) or batches.loader_batch_size
+            size = replace(batches, loader_batch_size=live).global_batch_size
         total = trainer.num_training_batches
         return DataProgress(
             position,
@@ -143,6 +148,7 @@ class RunRecorder:
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
             orders=tuple(s.latest_order() if s is not None else None for s in elastic),
             settings=_batch_counts(trainer, batches),
+            seed=self.seed,
         )
 
     def state_dict(

@@ -35,6 +35,8 @@ from lightning_elastic_zero.data_progress import (
 )
 from lightning_elastic_zero.data_progress.sample_order import digest_of, epoch_order
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+from lightning_elastic_zero.trainer.dataloaders import elastic_loader
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
@@ -501,3 +503,25 @@ def test_samples_that_are_no_indices_are_given_as_they_are() -> None:
     assert len(batches) == 2
     alone = sampler_of(2, BatchPlan(2, 1, 2), 0, shuffle=False, seed_workers=True)
     assert list(alone.micro_batches()) == [[0], [1]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_users_loader_is_not_changed(*, persistent: bool) -> None:
+    """Training gets a copy with another sampler, whatever the loader was made with."""
+    shared: DistributedSampler[Any] = DistributedSampler(range(24), 2, 0)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(
+        range(24),  # type: ignore[arg-type]
+        batch_size=6,
+        sampler=shared,
+        generator=torch.Generator(),
+        num_workers=int(persistent),
+        persistent_workers=persistent,
+        drop_last=True,
+    )
+    before, of_sampler = dict(vars(loader)), dict(vars(shared))
+    made: Any = elastic_loader(loader, BatchSettings(6, BatchPlan(12, 2, 2), 2, 2), 0, seed=3)
+    assert isinstance(made.sampler, ElasticSampler)
+    assert made.batch_size == 3
+    assert vars(loader) == before
+    assert vars(shared) == of_sampler
+    assert vars(loader.batch_sampler) == {"sampler": shared, "batch_size": 6, "drop_last": True}

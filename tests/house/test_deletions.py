@@ -147,7 +147,7 @@ PLACES: dict[tuple[str, str, str], str] = {
 NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
     ("tools/conversion/convert.py", "convert_checkpoint", "options.rename"),
-    ("trainer/dataloaders.py", "with_own_generator", "copy.copy"),
+    ("trainer/dataloaders.py", "_copy_of", "copy.copy"),
     ("trainer/loss_scaling_check.py", "watch", "handle.remove"),
     (
         "formats/safe_pickle/array_builders.py",

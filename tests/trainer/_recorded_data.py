@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from deepspeed import comm
@@ -217,6 +218,31 @@ class PlaceLess(OwnBatchSampler):
     resume_at = None  # type: ignore[assignment]
 
 
+class LoadersByEpoch(pl.LightningDataModule):
+    """Makes its training loader by the epoch; ``reload_dataloaders_every_n_epochs`` asks again."""
+
+    def __init__(self, kind: str, length: int, size: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.of = (kind, length, size, options)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        kind, length, size, options = self.of
+        epoch, data = self.trainer.current_epoch, IndexedSamples(length, 0.0)
+        match kind:
+            case "by epoch: size":
+                return DataLoader(data, size * (1 + epoch), shuffle=True, **options)
+            case "by epoch: size of a stream":
+                return DataLoader(SeekableStream(length), size * (1 + epoch), **options)
+            case "by epoch: seed":
+                shared: DistributedSampler[Any] = DistributedSampler(
+                    data, comm.get_world_size(), comm.get_rank(), seed=3 + 4 * (epoch % 3 % 2)
+                )
+                return DataLoader(data, size, sampler=shared, **options)
+        return DataLoader(data, size, shuffle=True, **options)
+
+
 def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
     """Return None in the place of the batch that has the 13th sample."""
     return None if any(index == 12 for _, index in samples) else default_collate(samples)
@@ -229,6 +255,8 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
     match kind:
         case kind if kind.startswith("counting"):
             return counting_loader(kind, length, size)
+        case kind if kind.startswith("by epoch"):
+            return LoadersByEpoch(kind, length, size, options)
         case "plain" | "skips":
             return made(data, shuffle=True)
         case "positional":

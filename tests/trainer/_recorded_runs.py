@@ -270,6 +270,14 @@ class EventRecorder(Callback):
             self.axis.append(axis)
 
 
+class AccumulatesByEpoch(Callback):
+    """Changes the accumulation when an epoch starts."""
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
+
 def counts_of(state: dict[str, Any]) -> dict[str, Any]:
     """Return the whole state of loops, but for what loaders keep, which is no counter."""
     flat: dict[str, Any] = {}

@@ -1,0 +1,79 @@
+"""Loaders, seeds and accumulations that depend on the epoch: resumed with those of their epoch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_runs import AccumulatesByEpoch, RunSpec, error_of, fit, fits, from_step
+
+pytestmark = pytest.mark.engine
+
+ANEW: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": 2}
+
+SIZES = RunSpec(
+    kind="by epoch: size", global_batch=None, length=48, batch_size=1, epochs=3, trainer=ANEW
+)
+"""On two ranks: epochs of 12, 6 and 4 steps."""
+
+SIZE_POINTS = {"inside 0.3": 3, "step 1.3": 15, "inside 1.2": 14, "epoch 0": 12, "inside 2.0": 18}
+SEED_POINTS = {"inside 0.3": 3, "step 1.3": 7, "epoch 0": 4, "inside 2.0": 8, "step 2.4": 12}
+
+
+@pytest.mark.parametrize("kind", ["size", "size of a stream"])
+def test_a_batch_size_by_epoch(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """The size is that of the epoch that was restored: no sample is skipped or repeated."""
+    run = replace(SIZES, kind=f"by epoch: {kind}", save=(*SIZE_POINTS,), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    assert whole.global_step == 22
+    assert [len(whole.steps[step]) for step in (0, 12, 18)] == [4, 8, 12]
+    for world, size in ((2, 1), (1, 2)):
+        runs = [run.resumed(point, batch_size=size) for point in SIZE_POINTS]
+        seen = worlds.run(world, partial(fits, runs))[0]
+        for of, (point, begin) in zip(seen, SIZE_POINTS.items(), strict=True):
+            assert of.steps == from_step(whole.steps, begin), (world, point)
+            changed = any("global batch changes" in text for text in of.messages)
+            assert changed == (point == "epoch 0")  # where it does
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_seed_by_epoch(every: int, worlds: Pools, tmp_path: Path) -> None:
+    """A sampler made anew for an epoch keeps its seed, and that of the save is of its epoch."""
+    trainer = {"reload_dataloaders_every_n_epochs": every}
+    run = RunSpec(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
+    run = replace(run, save=(*SEED_POINTS,), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    for world in (2, 1):
+        runs = [run.resumed(point) for point in SEED_POINTS]
+        seen = worlds.run(world, partial(fits, runs))[0]
+        for of, (point, begin) in zip(seen, SEED_POINTS.items(), strict=True):
+            assert of.steps == from_step(whole.steps, begin), (world, point)
+
+
+def test_another_seed_of_the_run_keeps_the_order(worlds: Pools, tmp_path: Path) -> None:
+    """Also of loaders that are made anew, also after a second resume inside a window."""
+    trainer = {"reload_dataloaders_every_n_epochs": 1}
+    run = RunSpec(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
+    run = replace(run, save=("inside 0.2", "epoch 0"), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    for point, begin in {"inside 0.2": 2, "epoch 0": 4}.items():
+        saves = {"save": ("inside 2.1",), "root": str(tmp_path / point)}
+        second = run.resumed(point, seed=99, **saves)
+        seen = worlds.run(1, partial(fit, second))[0]
+        assert seen.steps == from_step(whole.steps, begin), point
+        again = worlds.run(2, partial(fit, second.resumed("inside 2.1", seed=5)))[0]
+        assert again.steps == from_step(whole.steps, 9), point
+
+
+def test_an_accumulation_that_changes_is_refused(worlds: Pools) -> None:
+    """Before the first step with it, on every rank, as Lightning refuses its own scheduler."""
+    run = RunSpec(global_batch=None, callbacks=(AccumulatesByEpoch,))
+    for message in worlds.run(2, partial(error_of, run)):
+        assert message.startswith("UnsupportedError")
+        assert "accumulate_grad_batches was changed from 1 to 2 during the fit" in message
+        assert "epoch 1" in message
