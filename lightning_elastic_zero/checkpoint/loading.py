@@ -299,6 +299,12 @@ class _Load:
         log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
         if source.info.mixed:
             log.warning("%s may not be of one save: %s", where, source.info.mixed)
+        if scope.lr_scheduler and not source.info.hyperparameters:
+            log.warning(
+                "%s holds no hyperparameters of the parameter groups: learning rate, weight decay, "
+                "... stay as they are configured in this run",
+                where,
+            )
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
         for text in describe_unrestored(source.manifest, here, scope):

@@ -9,6 +9,8 @@ from tests.engine._setup import Setup
 
 NEWEST = "0.19"
 RELEASES = ("0.16", "0.17", "0.18", NEWEST)
+PR_8031 = "0.19.2+pr8031"
+"""The code of DeepSpeed pull request 8031, which was closed and is in no release."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class FixtureRow:
     shows: str
     """What a reader of it must cope with."""
     release: str = NEWEST
-    """Of DeepSpeed: the first two numbers of its version."""
+    """Of DeepSpeed: the first two numbers of its version, or ``PR_8031``."""
     kind: str = "stock"
     """Which software wrote it, and how: see ``_writing``."""
     steps: int = 3
@@ -123,6 +125,35 @@ def _elastic() -> list[FixtureRow]:
     ]
 
 
+def _elastic_3() -> list[FixtureRow]:
+    """Return checkpoints of elastic ZeRO-3.
+
+    Its code cannot save torch's AdamW, whose step is a tensor.
+    """
+    setups = {
+        "elastic3": (
+            small(2, "3", grouping="two", sub_group=15, elastic=True, optimizer="CPUAdam"),
+            "ZeRO-3, bf16, two groups, each in several sub-groups",
+        ),
+        "elastic3x4": (
+            small(4, "3", "fp32", "two", elastic=True, optimizer="CPUAdam"),
+            "ZeRO-3, fp32: ranks of nothing but padding, some of which was saved",
+        ),
+        "elastic3-momentum": (
+            small(3, "3", elastic=True, optimizer="Momentum"),
+            "ZeRO-3, SGD with momentum, which counts no steps",
+        ),
+        "elastic3-offload": (
+            small(2, "3", elastic=True, optimizer="CPUAdam", offload=True),
+            "ZeRO-3 with its optimizer on the CPU",
+        ),
+    }
+    return [
+        FixtureRow(f"{name}-pr8031", setup, f"elastic_checkpoint, {what}", PR_8031)
+        for name, (setup, what) in setups.items()
+    ]
+
+
 def _universal() -> list[FixtureRow]:
     setups = {
         "universal1": (small(2, "1"), "ZeRO-1"),
@@ -193,6 +224,7 @@ ROWS: tuple[FixtureRow, ...] = (
     *_each_release(),
     *_options(),
     *_elastic(),
+    *_elastic_3(),
     *_universal(),
     *_dumps(),
     *_trainers(),

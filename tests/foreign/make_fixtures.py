@@ -1,15 +1,20 @@
 """Makes the checkpoints of the table with the DeepSpeed that is installed here.
 
-    python -m tests.foreign.make_fixtures [name ...]
+    python -m tests.foreign.make_fixtures [--pr-8031 CHECKOUT] [name ...]
 
 Without names it makes those that lack, of the rows that want this release and what else is
 installed here. Other releases want environments of their own, with the same torch: install
 ``deepspeed==0.16.9`` (0.17.6, 0.18.9, 0.19.8), and Accelerate and Transformers for their rows.
+
+The rows of DeepSpeed pull request 8031 want a checkout of its last commit, which runs in place of
+the installed release: ``refs/pull/8031/head`` of deepspeedai/DeepSpeed, commit 0d95e79b6.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,9 +25,9 @@ from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
-from tests.engine._worker_pool import Pools, environment
+from tests.engine._worker_pool import ROOT, Pools, environment
 from tests.foreign._deepspeed_writers import write, write_larger
-from tests.foreign._fixture_table import ROWS, FixtureRow
+from tests.foreign._fixture_table import PR_8031, ROWS, FixtureRow
 from tests.foreign._fixtures import DATA
 from tests.foreign._packing import pack
 from tests.foreign._trainer_writers import accelerate, fit
@@ -32,10 +37,18 @@ COPIED = ("zero_to_fp32.py", "zero_to_torch.py")
 """DeepSpeed's scripts, which it copies into each checkpoint."""
 
 
-def versions() -> dict[str, str]:
+def versions(release: str) -> dict[str, str]:
     """Return the versions of what writes."""
     packages = ("deepspeed", "torch", "lightning", "accelerate", "transformers")
-    return {name: metadata.version(name) for name in packages if util.find_spec(name)}
+    found = {name: metadata.version(name) for name in packages if util.find_spec(name)}
+    return {**found, "deepspeed": PR_8031} if release == PR_8031 else found
+
+
+def run_checkout(path: Path) -> None:
+    """Make the ranks import DeepSpeed from a checkout, and compile its operators apart."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".cache" / "torch_extensions" / "pr-8031")
+    os.chdir(path)  # DeepSpeed reads version.txt there.
 
 
 def make(row: FixtureRow, pools: Pools, folder: Path) -> None:
@@ -56,7 +69,7 @@ def make(row: FixtureRow, pools: Pools, folder: Path) -> None:
         "steps": row.steps,
         "world": row.setup.world,
         "setup": asdict(row.setup),
-        "versions": versions(),
+        "versions": versions(row.release),
     }
     (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n")
 
@@ -92,9 +105,9 @@ def convert(row: FixtureRow, path: Path) -> None:
         (path / "latest").unlink()
 
 
-def wanted(names: list[str]) -> list[FixtureRow]:
+def wanted(names: list[str], checkout: Path | None) -> list[FixtureRow]:
     """Return the rows to make with this release."""
-    installed = ".".join(metadata.version("deepspeed").split(".")[:2])
+    installed = PR_8031 if checkout else ".".join(metadata.version("deepspeed").split(".")[:2])
     missing = [row for row in ROWS if not (DATA / f"{row.name}.tar.xz").exists()]
     rows = [row for row in ROWS if row.name in names] if names else missing
     needed = {"accelerate": "accelerate", "transformers": "transformers"}
@@ -102,12 +115,14 @@ def wanted(names: list[str]) -> list[FixtureRow]:
     return [row for row in rows if row.release == installed and row.kind not in lacking]
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str], checkout: Path | None) -> int:
     """Make what is wanted; give the number of rows that failed."""
     DATA.mkdir(exist_ok=True)
+    if checkout:
+        run_checkout(checkout)
     pools, failed = Pools(), 0
     try:
-        for row in wanted(names):
+        for row in wanted(names, checkout):
             folder = Path(tempfile.mkdtemp(prefix="ez-foreign-"))
             try:
                 make(row, pools, folder)
@@ -125,4 +140,8 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pr-8031", type=Path, help="a checkout of DeepSpeed pull request 8031")
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.names, arguments.pr_8031 and arguments.pr_8031.resolve()))

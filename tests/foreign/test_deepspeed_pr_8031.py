@@ -1,30 +1,291 @@
-"""Elastic ZeRO-3 as DeepSpeed #8031 describes it; see ``_after_8031`` for what that can show."""
+"""Elastic ZeRO-3 checkpoints that the code of DeepSpeed pull request 8031 wrote.
+
+Those of the table were made by ``make_fixtures --pr-8031``. The two in ``data/pr8031`` were made by
+somebody else with the same code, and say in ``truth.pt`` what their writer's engine held; nothing
+of this project took part. Their model is ``Model``; the second one has two parameter groups, two
+sub-groups, a frozen layer, and parameters of fewer elements than ranks.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.engine._worker_pool import Pools
-from tests.foreign._deepspeed_pr_8031 import write_pr_8031
-from tests.foreign._fixture_table import FixtureRow, small
-from tests.foreign._fixtures import Fixture
+from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.tools.checkpoint_view import open_view
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from tests.engine._oracle import dump, same_bits
+from tests.engine._setup import Engine, Setup, engine_of
+from tests.engine._worker_pool import Pools, environment
+from tests.foreign._fixture_table import small
+from tests.foreign._fixtures import DATA, unpack
+from tests.foreign._load_assertions import refused
+from tests.foreign._read_whole import read_whole
 from tests.foreign._restore_programs import Case, another, restore
+from tests.outcome import log_heard
 
-pytestmark = pytest.mark.engine
+OF_OTHERS = ("groups-on-4", "plain-on-2")
+ROWS = ("elastic3-pr8031", "elastic3x4-pr8031", "elastic3-momentum-pr8031")
+SHARDS = "*_optim_states.pt"
 
 
-@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in flat order"])
-def test_comes_back(by_name: bool, pools: Pools, tmp_path: Path) -> None:
-    """Lean shards by parameter come back bit for bit, with the groups of the live model."""
-    setup = small(3, "3", grouping="two", sub_group=15)
-    row = FixtureRow("after 8031", setup, "elastic ZeRO-3")
-    pools.run(3, partial(write_pr_8031, row, str(tmp_path), by_name))
-    fixture = Fixture(tmp_path, setup, {"steps": row.steps, "kind": "stock"})
-    for target in (setup, another(setup, 0), another(setup, 1)):
-        case = Case(fixture, target, str(fixture.checkpoint), groups=False)
+def unpack_others(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a checkpoint that somebody else made, and what its writer held."""
+    with tarfile.open(DATA / "pr8031" / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    truth: dict[str, Any] = torch.load(folder / "truth.pt", weights_only=True)
+    return folder / "checkpoint", truth
+
+
+class Model(nn.Module):
+    """What the other writer trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n = nn.Linear(5, 7), nn.LayerNorm(7)
+        self.b, self.c = nn.Linear(7, 9), nn.Linear(9, 3)
+        self.register_buffer("count", torch.zeros(2))
+
+
+def groups_of(model: nn.Module, *, two: bool) -> list[dict[str, Any]]:
+    """Return the parameter groups: all, or matrices and vectors without the frozen layer."""
+    if not two:
+        return [{"params": list(model.parameters()), "lr": 0.5}]
+    model.get_submodule("b").requires_grad_(requires_grad=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) is wide] for wide in (True, False))
+    return [{"params": matrices, "lr": 0.5}, {"params": vectors, "lr": 0.25}]
+
+
+def held_after_load(path: str, zero: int, *, two: bool) -> dict[str, Any]:
+    """Load into an engine; return what it holds, whole, by DeepSpeed's own account. Collective."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from lightning_elastic_zero import load_checkpoint
+
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero, "sub_group_size": 40},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+    }
+    engine: Engine
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups_of(model, two=two),
+        config=config,
+        dist_init_required=False,
+    )
+    with log_heard("lightning_elastic_zero", logging.WARNING) as warned:
+        loaded = load_checkpoint(engine, path)
+    found: dict[str, Any] = {}
+    for name, p in engine.module.named_parameters():
+        if not p.requires_grad:
+            with deepspeed.zero.GatheredParameters([p], enabled=zero == 3):
+                found[f"frozen/{name}"] = p.detach().clone()
+            continue
+        of = {"fp32": p} if not zero else {"fp32": safe_get_full_fp32_param(p)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            plain = optimizer.state[p][key] if not zero else None
+            of[key] = safe_get_full_optimizer_state(p, key) if plain is None else plain
+        found |= {f"{key}/{name}": t.detach().clone() for key, t in of.items()}
+    found["steps"] = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
+    found["count"] = engine.module.count.clone()
+    found["rates"] = [group["lr"] for group in optimizer.param_groups]
+    found["warned"] = list(warned)
+    found["progress"] = engine.global_steps, engine.global_samples, loaded.client_state
+    engine.destroy()
+    return found
+
+
+def assert_loads(name: str, targets: list[tuple[int, int]], pools: Pools, folder: Path) -> None:
+    """Fail unless engines of these worlds and stages hold what the writer held."""
+    path, truth = unpack_others(name, folder)
+    two = len(truth["hyperparameters"]) > 1
+    frozen = {k: v for k, v in read_whole(path).items() if k.startswith("frozen/")}
+    assert set(frozen) == {f"frozen/{n}" for n in truth["frozen"]}
+    for world, zero in targets:
+        of_ranks = pools.run(world, partial(held_after_load, str(path), zero, two=two))
+        for rank, found in enumerate(of_ranks):
+            told = [text for text in found["warned"] if "no hyperparameters" in text]
+            assert len(told) == (rank == 0), found["warned"]
+            for of, states in truth["state"].items():
+                for key, value in states.items():
+                    assert same_bits(found[f"{key}/{of}"], value), (world, zero, key, of)
+            for key, value in frozen.items():
+                assert same_bits(found[key].flatten(), value)
+            assert found["steps"] == {4}
+            assert found["count"].tolist() == [4.0, 4.0]
+            assert found["rates"] == ([0.5, 0.25] if two else [0.5])
+            samples = 4 * int(name[-1]) * 2
+            assert found["progress"] == (truth["global_steps"], samples, {"mine": 3})
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_the_files_hold_what_their_writer_held(name: str, tmp_path: Path) -> None:
+    """Masters, both moments and steps of every parameter, without an engine."""
+    path, truth = unpack_others(name, tmp_path)
+    found = read_whole(path)
+    for of, states in truth["state"].items():
+        for key, value in states.items():
+            kind = "master" if key == "fp32" else key
+            assert same_bits(found[f"{kind}/{of}"], value.flatten()), (key, of)
+    with open_view(path) as checkpoint:
+        assert {checkpoint.step(of) for of in truth["state"]} == {4}
+        assert checkpoint.manifest.progress.global_steps == truth["global_steps"]
+        assert "parameter groups and their hyperparameters" in checkpoint.reader.info.lacks
+
+
+@pytest.mark.engine
+def test_engines_hold_what_the_writer_held(pools: Pools, tmp_path: Path) -> None:
+    """On one to four ranks, at each ZeRO stage: state, counters, client state, configured rates."""
+    assert_loads("groups-on-4", [(1, 2), (2, 3), (3, 1), (4, 0)], pools, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_engines_of_all_worlds_and_stages(name: str, pools: Pools, tmp_path: Path) -> None:
+    """The same for each of them on one to four ranks and at each stage."""
+    targets = [(world, zero) for world in (1, 2, 3, 4) for zero in (0, 1, 2, 3)]
+    assert_loads(name, targets, pools, tmp_path)
+
+
+def row_case(name: str, folder: Path, target: Setup, **changes: Any) -> Case:
+    """Return the load of a checkpoint of the table."""
+    fixture = unpack(name, folder)
+    return Case(fixture, target, str(fixture.checkpoint), groups=False, **changes)
+
+
+@pytest.mark.engine
+def test_any_number_of_ranks_and_stage(pools: Pools, tmp_path: Path) -> None:
+    """Several groups and sub-groups, bf16, padding that was saved, momentum: all bit for bit."""
+    for turn, name in enumerate(ROWS):
+        base = another(unpack(name, tmp_path / f"setup {turn}").setup, 0)
+        target = replace(base, world=1 + turn, zero="012"[turn])
+        case = row_case(name, tmp_path / name, target)
         outcome = pools.run(target.world, partial(restore, case))[0]
         assert outcome is not None
         outcome.verdict.assert_same()
+
+
+def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:  # noqa: ANN401
+    """Load without the optimizer's state; return what is held before and after. Collective."""
+    from lightning_elastic_zero import load_checkpoint
+
+    with engine_of(target, 7, tilt=3.0) as engine:
+        engine._config.zero_config.load_from_fp32_weights = keep_fp32
+        before = dump(engine, target)
+        load_checkpoint(engine, path, load_optimizer_state=False)
+        return before, dump(engine, target)
+
+
+@pytest.mark.engine
+def test_masters_are_the_fp32_ones(pools: Pools, tmp_path: Path) -> None:
+    """Without the optimizer's state too, unless DeepSpeed's config wants them rounded to bf16."""
+    fixture = unpack("elastic3-pr8031", tmp_path)
+    target, truth = small(1, "2", grouping="two"), fixture.truth()
+    masters = {key: value for key, value in truth.items() if key.startswith("master/")}
+    assert any(not same_bits(value, value.bfloat16().float()) for value in masters.values())
+    for keep_fp32 in (True, False):
+        program = partial(held_without_optimizer, target, str(fixture.checkpoint), keep_fp32)
+        before, after = pools.run(1, program)[0]
+        assert not [key for key in after if key.startswith("exp_avg")]
+        assert {k: v for k, v in after.items() if k.startswith("group/")} == {
+            k: v for k, v in before.items() if k.startswith("group/")
+        }
+        for key, value in masters.items():
+            assert same_bits(after[key], value if keep_fp32 else value.bfloat16().float()), key
+
+
+def edited(
+    folder: Path, target: Path, rank: int, change: Callable[[dict[str, Any]], object]
+) -> Path:
+    """Return a copy of a tag's folder with another shard of one rank."""
+    shutil.copytree(folder, target)
+    (path,) = target.glob(f"*zero_pp_rank_{rank}_{SHARDS}")
+    tree = torch.load(path, weights_only=False)
+    change(tree["optimizer_state_dict"])
+    torch.save(tree, path)
+    return target
+
+
+def cut_a_tensor(shard: dict[str, Any]) -> None:
+    """Shorten a lean tensor."""
+    moments = shard["base_optimizer_state"][1]["exp_avg"]
+    moments[0] = moments[0][:-1].clone()
+
+
+def lose_a_tensor(shard: dict[str, Any]) -> None:
+    """Lose the tensor of a parameter."""
+    shard["base_optimizer_state"][0]["exp_avg_sq"].pop()
+
+
+def lose_a_state(shard: dict[str, Any]) -> None:
+    """Lose one of a sub-group's states."""
+    del shard["base_optimizer_state"][1]["exp_avg"]
+
+
+@pytest.mark.parametrize("change", [cut_a_tensor, lose_a_tensor, lose_a_state])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_does_not_fit_is_refused(
+    change: Callable[[dict[str, Any]], object], rank: int, tmp_path: Path
+) -> None:
+    """A shard without the tensors of its parameters is named before anything is read."""
+    path, _ = unpack_others("groups-on-4", tmp_path)
+    damaged = edited(path / "elastic", tmp_path / "damaged", rank, change)
+    with (
+        closing(open_checkpoint(damaged)) as reader,
+        pytest.raises(CheckpointFormatError) as caught,
+    ):
+        reader.check_all()
+    assert f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in str(caught.value)
+
+
+@pytest.mark.engine
+def test_other_parameter_groups_are_refused(pools: Pools, tmp_path: Path) -> None:
+    """The file has no groups: a sub-group cannot belong to two of this run's."""
+    fixture = unpack("elastic3-momentum-pr8031", tmp_path)
+    target = replace(fixture.setup, world=1, zero="2", grouping="two")
+    found = refused(pools, target, str(fixture.checkpoint))
+    assert found.error == "CheckpointMismatchError"
+    assert "it was saved with other parameter groups" in found.message
+
+
+@pytest.mark.parametrize("to", ["fp32", "lightning", "universal", "dcp"])
+def test_conversions_hold_the_weights(to: str, tmp_path: Path) -> None:
+    """Each target that has room for them has the masters and frozen weights, bit for bit."""
+    path, truth = unpack_others("groups-on-4", tmp_path)
+    convert_checkpoint(path, tmp_path / "there", to)
+    with open_view(tmp_path / "there") as view:
+        found = {entry.name: torch.cat(list(view.chunks(entry))) for entry in view.weights()}
+    for of, states in truth["state"].items():
+        assert same_bits(found[of], states["fp32"].flatten()), of
+    assert set(truth["frozen"]) <= set(found)
+
+
+def test_deepspeeds_script_recovers_the_weights(tmp_path: Path) -> None:
+    """``zero_to_fp32`` of the installed DeepSpeed."""
+    path, truth = unpack_others("groups-on-4", tmp_path)
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(path), str(tmp_path / "o")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    found = torch.load(tmp_path / "o" / "pytorch_model.bin", weights_only=True)
+    for of, states in truth["state"].items():
+        assert same_bits(found[of], states["fp32"]), of
+    assert set(truth["frozen"]) <= set(found)

@@ -51,7 +51,12 @@ class ZeroReader(TagReader):
         self._check_stage()
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
-        lacks = () if hyperparameters else ("hyperparameters of the parameter groups",)
+        groups = (
+            "parameter groups and their hyperparameters"
+            if self._shards.stage == STAGE_WEIGHTS
+            else "hyperparameters of the parameter groups"
+        )
+        lacks = () if hyperparameters else (groups,)
         self.info = SourceInfo(
             self._kind(),
             (*self._lacks, *lacks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -98,7 +98,13 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
 
 def is_vector(value: object) -> bool:
     """Whether a state is more than one value."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+    return is_lean(value) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+
+
+def is_lean(value: object) -> TypeGuard[list[torch.Tensor]]:
+    """Whether a state is a list with one tensor per parameter, as elastic ZeRO-3 writes it."""
+    tensors = isinstance(value, list) and all(isinstance(v, torch.Tensor) for v in value)
+    return tensors and bool(value)
 
 
 def numel_of(shape: Sequence[int]) -> int:
@@ -135,7 +141,9 @@ def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
         UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
     """
     stage, flats = stage_of(shard, where), flats_of(shard)
-    tail_paddings = shard.get("group_paddings") or (0,) * len(flats)
+    # Elastic ZeRO-3 records one padding per parameter here, and does not cut the masters.
+    recorded = () if stage == STAGE_WEIGHTS else shard.get("group_paddings")
+    tail_paddings = recorded or (0,) * len(flats)
     return ShardMetadata(
         stage=stage,
         engine=engine_of(shard, stage),

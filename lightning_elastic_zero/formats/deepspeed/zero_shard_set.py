@@ -3,18 +3,24 @@
 Four kinds of them are known, and told apart by what is in them (DeepSpeed 0.16 to 0.19,
 ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``):
 
-==============  ==================================  ==========================================
-kind            masters                             optimizer state
-==============  ==================================  ==========================================
+==============  ===================================  =========================================
+kind            masters                              optimizer state
+==============  ===================================  =========================================
 ZeRO-1/2        ``single_partition_of_fp32_groups``  a torch state dict, padded
-ZeRO-1/2        ``single_partition_of_fp32_groups``  a list per group, lean, no hyperparameters
-elastic
-ZeRO-3          ``fp32_flat_groups``                a torch state dict, one entry a sub-group
-ZeRO-3 elastic  ``fp32_flat_groups``                a list per sub-group of lean shards by name
-==============  ==================================  ==========================================
+ZeRO-1/2        ``single_partition_of_fp32_groups``  a dictionary per group, lean, no
+elastic                                              hyperparameters
+ZeRO-3          ``fp32_flat_groups``                 a torch state dict, one entry a sub-group
+ZeRO-3 elastic  ``fp32_flat_groups``, padded         a dictionary per sub-group, each state a list
+                                                     of one lean tensor per parameter, no
+                                                     hyperparameters
+==============  ===================================  =========================================
 
-They hold no names but the last, so the order of the parameters comes from elsewhere; everything
-about places is taken from the sizes and paddings that were recorded, and checked against them.
+The last is DeepSpeed pull request 8031. Its lean tensors have no padding on the last rank only: if
+the padding of a parameter reaches further, some are longer than the rank's part of it, so that the
+sizes of the parts are computed and not taken from the tensors.
+
+The shards hold no names, so the order of the parameters comes from elsewhere; everything about
+places is taken from the sizes and paddings that were recorded, and checked against them.
 """
 
 from __future__ import annotations
@@ -42,6 +48,7 @@ from lightning_elastic_zero.formats.deepspeed.zero_shard import (
     flats_of,
     group_of_flats,
     hyperparameters_of,
+    is_lean,
     is_vector,
     numel_of,
     param_groups_of,
@@ -105,6 +112,7 @@ class ZeroShardSet:
         self.engine = engine_of(first, self.stage)
         self.elastic = isinstance(first.get(STATES), list)
         self._shapes = shapes
+        self._places = {name: i for shapes_ in shapes for i, name in enumerate(shapes_)}
         flats = flats_of(first)
         if len(flats) != len(shapes):
             msg = (
@@ -113,7 +121,11 @@ class ZeroShardSet:
             )
             raise CheckpointFormatError(msg)
         self.master_dtype = flats[0].dtype if flats else torch.float32
-        self.group_of = group_of_flats(param_groups_of(first), self.stage, len(flats))
+        self.group_of = (
+            self._groups_by_state(first)
+            if self._is_by_parameter
+            else group_of_flats(param_groups_of(first), self.stage, len(flats))
+        )
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
         zero_layout(self.stage, self.buffers, world_size)  # refuses what cannot lie there
         self.groups = self._groups(first)
@@ -189,6 +201,8 @@ class ZeroShardSet:
         return ()
 
     def _state_key(self, key: str, value: object, index: int) -> StateKey:
+        if is_lean(value) and self._is_by_parameter:
+            return state_key(key, value[0], elementwise=True)
         elementwise = isinstance(value, torch.Tensor) and value.ndim == 1
         if elementwise or not isinstance(value, torch.Tensor) or value.ndim == 0:
             return state_key(key, value, elementwise=elementwise)
@@ -201,24 +215,26 @@ class ZeroShardSet:
         raise UnsupportedError(msg)
 
     def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
-        """Return a flat buffer's states; its first parameter's where they are kept by name."""
-        states = shard[BASE] if self.stage == STAGE_WEIGHTS and not self.elastic else shard[STATES]
-        if not self.elastic:
-            in_order = [i for group in states["param_groups"] for i in group["params"]]
-            # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
-            found = states["state"].get(in_order[index] if in_order else index, {})
-        elif self.stage == STAGE_WEIGHTS:
-            found = self._of_name(shard, index, next(iter(self._shapes[index])))
-        else:
-            found = states[index]
-        return found  # type: ignore[no-any-return]
+        """Return a flat buffer's states."""
+        if self.elastic:
+            return shard[STATES][index]  # type: ignore[no-any-return]
+        states = shard[BASE] if self.stage == STAGE_WEIGHTS else shard[STATES]
+        in_order = [i for group in states["param_groups"] for i in group["params"]]
+        # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
+        return states["state"].get(in_order[index] if in_order else index, {})  # type: ignore[no-any-return]
 
-    def _of_name(self, shard: Shard, index: int, name: str) -> Mapping[str, Any]:
-        """ZeRO-3 elastic: give the states of a parameter, kept by name or in the flat order."""
-        states = shard[STATES][index]
-        place = name if isinstance(states, Mapping) else list(self._shapes[index]).index(name)
-        found: Mapping[str, Any] = states[place]
-        return found
+    @property
+    def _is_by_parameter(self) -> bool:
+        """Whether each state is a list of one tensor per parameter (elastic ZeRO-3)."""
+        return self.elastic and self.stage == STAGE_WEIGHTS
+
+    def _groups_by_state(self, first: Shard) -> tuple[int, ...]:
+        """Return a group for each sub-group, one for each set of states.
+
+        Elastic ZeRO-3 shards do not record the parameter groups: ``regroup`` uses the live ones.
+        """
+        kept = [frozenset(self._state(first, index)) for index in range(len(self._shapes))]
+        return tuple(list(dict.fromkeys(kept)).index(states) for states in kept)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
         """Use the live model's groups, where the shards do not say which there were.
@@ -236,8 +252,29 @@ class ZeroShardSet:
             raise CheckpointMismatchError(msg)
         self.group_of = tuple(found.pop() for found in groups)
         first = self._shard(0)
+        self._check_states_of_groups(first)
         self.buffers = tuple(self._buffer(first, i) for i in range(len(self._shapes)))
         self.groups = self._groups(first)
+
+    def _check_states_of_groups(self, first: Shard) -> None:
+        """Check that the sub-groups of a live group have the same states, or none.
+
+        Raises:
+            CheckpointMismatchError: they differ.
+        """
+        tables: dict[int, tuple[int, list[str]]] = {}
+        for index, group in enumerate(self.group_of):
+            if not (states := sorted(self._state(first, index))):
+                continue
+            other, kept = tables.setdefault(group, (index, states))
+            if states != kept:
+                msg = (
+                    f"{self._where}: sub-groups {other} and {index} have parameters of group "
+                    f"{group} of this model, and keep the states {kept} and {states}: it was saved "
+                    "with other parameter groups. Configure those, or pass "
+                    "load_optimizer_state=False"
+                )
+                raise CheckpointMismatchError(msg)
 
     # -- where things lie ------------------------------------------------------------------------
 
@@ -251,9 +288,10 @@ class ZeroShardSet:
         start = transfer.source_offset
         if key == WEIGHT:
             tensor = flats_of(shard)[transfer.source_buffer]
-        elif self.elastic and self.stage == STAGE_WEIGHTS:
-            tensor = self._of_name(shard, transfer.source_buffer, transfer.name)[key]
-            numel = numel_of(self._shapes[transfer.source_buffer][transfer.name])
+        elif self._is_by_parameter:
+            place = self._places[transfer.name]
+            tensor = self._state(shard, transfer.source_buffer)[key][place]
+            numel = self.buffers[transfer.source_buffer].numels[place]
             start = transfer.start - piece_start(numel, self.world_size, transfer.source_rank)
         else:
             tensor = self._state(shard, transfer.source_buffer)[key]
@@ -266,8 +304,6 @@ class ZeroShardSet:
         """Return the scalar states of the flat buffer that holds ``at``, as the shard has them."""
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
-        if self.elastic and self.stage == STAGE_WEIGHTS:
-            state = self._of_name(shard, at.buffer, at.name)
         keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
         found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
         return found
@@ -344,9 +380,38 @@ class ZeroShardSet:
                     f"{RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
+            self._check_lean(rank, index, state)
             self._check_scalars(rank, index)
         # Ranks agree on overflows; told last, as what differs beside it says more.
         self._check_same(rank, "loss scaler", _scaler(shard), _scaler(first))
+
+    def _check_lean(self, rank: int, index: int, state: Mapping[str, Any]) -> None:
+        """Compare the lists of lean tensors with the parameters and the rank's parts of them.
+
+        Raises:
+            CheckpointFormatError: one has not a tensor per parameter, or a tensor is too short.
+        """
+        numels = self.buffers[index].numels
+        for key, value in state.items() if self._is_by_parameter else ():
+            if not is_lean(value):
+                continue
+            held = [tensor.numel() for tensor in value]
+            parts = [
+                max(
+                    0,
+                    min(piece_numel(n, self.world_size), n - piece_start(n, self.world_size, rank)),
+                )
+                for n in numels
+            ]
+            if len(held) != len(parts) or any(
+                h < part for h, part in zip(held, parts, strict=True)
+            ):
+                msg = (
+                    f"{self._where}: {self._name(rank)} holds tensors of {held} elements for the "
+                    f"state {key!r} of sub-group {index}, expected {parts}: the files are of two "
+                    "runs, or one is damaged"
+                )
+                raise CheckpointFormatError(msg)
 
     def _check_same(self, rank: int, what: str, mine: object, theirs: object) -> None:
         if mine != theirs:
