@@ -14,7 +14,11 @@ import torch
 
 from lightning_elastic_zero.engine.flat_buffers import PLAIN, group_parameters
 from lightning_elastic_zero.engine.gradients import drop_accumulation_window
-from lightning_elastic_zero.engine.installation import recovery_script, use_accelerator
+from lightning_elastic_zero.engine.installation import (
+    recovery_script,
+    report_abandoned_builds,
+    use_accelerator,
+)
 from lightning_elastic_zero.engine.live_state import LiveEngine
 from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
 from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
@@ -37,6 +41,7 @@ __all__ = [
     "live_engine",
     "loss_scale",
     "recovery_script",
+    "report_abandoned_builds",
     "trained_parameters",
     "updates_state_before_step",
     "use_accelerator",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import util
 from pathlib import Path
 from subprocess import SubprocessError
@@ -15,6 +19,12 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
 
 log = logging.getLogger(__name__)
+
+_OLD_S = 600.0
+"""No operator's build takes longer: who holds such a lock elsewhere has ended too."""
+
+_LOOK_AGAIN_S = 0.5
+"""From closing a lock to removing it takes microseconds."""
 
 
 def use_accelerator(name: str, *, compiles: bool = True) -> None:
@@ -43,6 +53,72 @@ def use_accelerator(name: str, *, compiles: bool = True) -> None:
         _do_without_shared_memory_op(get_accelerator(), tries=compiles)
 
 
+def report_abandoned_builds(config: Mapping[str, Any]) -> None:
+    """Warn of locks that whatever loads an operator waits for; one rank of each node does.
+
+    Args:
+        config: DeepSpeed's, which tells whether an operator is needed.
+
+    Raises:
+        UnsupportedError: an old lock is that of an operator that nothing replaces.
+    """
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    for name, lock in abandoned_builds().items():
+        age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0.0
+        msg = (
+            f"a killed build of the operator {name} has probably left its lock: no process that is "
+            f"visible here holds it, and it is {age_s / 60:.0f} minutes old. Whatever loads the "
+            f"operator waits without end. If no other machine builds it now, delete {lock}"
+        )
+        if name == "async_io" and offload.get("device") == "nvme" and age_s > _OLD_S:
+            raise UnsupportedError(msg)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            log.warning("%s", msg)
+
+
+def abandoned_builds() -> dict[str, Path]:
+    """Return the locks of operators' builds that no process has open, as far as one sees.
+
+    torch (``torch.utils.file_baton``) makes the file before it builds or loads an operator, keeps
+    it open, and closes and removes it at the end. Who finds it waits until it is gone: after a
+    build that was killed, for ever. None is removed here: it may be another machine's.
+    """
+    first = _unheld_locks()
+    if first:
+        time.sleep(_LOOK_AGAIN_S)  # Until one that was just closed is removed.
+    again = _unheld_locks() if first else {}
+    return {lock.parent.name: lock for lock, stamp in again.items() if first.get(lock) == stamp}
+
+
+def _unheld_locks() -> dict[Path, tuple[int, int]]:
+    """Return locks that no process has open, each told from one that is made later."""
+    if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        locks = Path(root).glob("*/lock")
+    else:
+        from torch.utils.cpp_extension import get_default_build_root  # noqa: PLC0415 (is slow)
+
+        python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+        locks = Path(get_default_build_root()).glob(f"{python}_*/*/lock")
+    found = {}
+    for lock in locks:
+        with suppress(OSError):
+            status = lock.stat()
+            if not _is_open(status):
+                found[lock] = (status.st_ino, status.st_ctime_ns)
+    return found
+
+
+def _is_open(file: os.stat_result) -> bool:
+    """Whether a process that may be looked at has a file open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if os.path.samestat(descriptor.stat(), file):
+                        return True
+    return False
+
+
 def _do_without_shared_memory_op(
     accelerator: Any,  # noqa: ANN401 (untyped library)
     *,
@@ -68,6 +144,9 @@ def _do_without_shared_memory_op(
     table = compatible_operators(ops)
     if not table.get(builder.NAME, False):
         return
+    if tries and (lock := abandoned_builds().get(builder.NAME)):
+        log.warning("going on without DeepSpeed's shared-memory collectives: nobody holds %s", lock)
+        tries = False
     if not tries:
         table[builder.NAME] = False
         return

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_elastic_zero.api import load_options
 from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
-from lightning_elastic_zero.engine import use_accelerator
+from lightning_elastic_zero.engine import report_abandoned_builds, use_accelerator
 from lightning_elastic_zero.strategy_registry import register_names
 from lightning_elastic_zero.trainer import launched_world, refusals, sigterm
 from lightning_elastic_zero.trainer.batch_controller import BatchController
@@ -159,6 +159,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._warning_filters.begin()
         refusals.check_config(self._trainer, self.config)
         launched_world.prepare_to_meet(self, self._timeout)
+        report_abandoned_builds(self.config or {})
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
             # The parent refuses all but CUDA here, and else does what its own parent does.
