@@ -1,7 +1,7 @@
 """The command ``lightning-elastic-zero``: a thin layer over ``tools`` and ``selftest``.
 
-Exit codes: 0, done, or yes; 1, no (a checkpoint is damaged, two differ); 2, it could not be done,
-or was asked wrongly. What a verb needs is imported when it runs: torch alone takes a second.
+Exit codes: 0, success or a positive answer; 1, a negative answer (damaged, different); 2, the
+question could not be answered. A verb imports its modules when it runs: torch alone takes a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.tools.progress_line import ProgressLine
 
 YES, NO, FAILED = 0, 1, 2
-_THREADS = "0: as many as processors"
+_THREADS = "threads; 0: one per processor"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
         _show_error(f"lightning-elastic-zero {verb}:", str(error))
     except KeyboardInterrupt:
         _show_error(f"lightning-elastic-zero {verb}:", "interrupted")
-    except BrokenPipeError:  # `| head` has seen enough.
+    except BrokenPipeError:  # `| head` has closed the pipe.
         sys.stderr.close()
     return FAILED
 
@@ -49,7 +49,7 @@ def _show_error(where: str, why: str) -> None:
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints what a shell sources, and ends."""
+    """Prints a completion script and exits."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: object, values: object, *__: object
@@ -57,16 +57,15 @@ class _PrintCompletion(argparse.Action):
         try:
             print(completion_script(parser, str(values)), flush=True)
         except ModuleNotFoundError as error:
-            parser.exit(FAILED, f"{error}: it makes the script, pip install shtab\n")
+            parser.exit(FAILED, f"{error}: install shtab to print completion scripts\n")
         parser.exit(YES)
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-elastic-zero",
-        description="Look into checkpoints of every kind that the library reads, prove them, "
-        "compare them, and take them elsewhere: no GPU and no process group is needed. And find "
-        "out whether saving and loading hold on a machine.",
+        description="Inspect, verify, compare and convert checkpoints of every kind that the "
+        "library reads, without a GPU or process group, and test saving and loading on a machine.",
         version=own_version(),
         default_env=False,
     )
@@ -76,7 +75,7 @@ def _parser() -> ArgumentParser:
         choices=SHELLS,
         default=argparse.SUPPRESS,
         dest=argparse.SUPPRESS,
-        help="print what a shell sources to complete this command line",
+        help="print the completion script of a shell",
     )
     verbs = parser.add_subcommands(dest="verb", required=True)
     for name, (add, _, about) in _VERBS.items():
@@ -90,15 +89,22 @@ def _parser() -> ArgumentParser:
 
 
 def _add_inspect(parser: ArgumentParser) -> None:
-    parser.add_argument("path", type=str, help="a checkpoint: a directory or a file")
-    parser.add_argument("--json", action="store_true", help="all of it as JSON")
-    parser.add_argument("--parameters", action="store_true", help="a row for each parameter")
-    parser.add_argument("--filter", type=str, default="*", help="parameters by name: '*.bias'")
+    parser.add_argument("path", type=str, help="checkpoint: a directory or a file")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--parameters", action="store_true", help="print a row per parameter")
     parser.add_argument(
-        "--sort", choices=("model", "name", "size", "dtype"), default="model", help="their order"
+        "--filter", type=str, default="*", help="select parameters by name: '*.bias'"
     )
-    parser.add_argument("--tree", type=int, default=0, help="modules as a tree, so many deep")
-    parser.add_argument("--files", action="store_true", help="a row for each file")
+    parser.add_argument(
+        "--sort",
+        choices=("model", "name", "size", "dtype"),
+        default="model",
+        help="order of parameters",
+    )
+    parser.add_argument(
+        "--tree", type=int, default=0, help="print the modules as a tree of this depth"
+    )
+    parser.add_argument("--files", action="store_true", help="print a row per file")
 
 
 def _inspect(args: Namespace) -> int:
@@ -131,7 +137,10 @@ def _inspect(args: Namespace) -> int:
 def _add_verify(parser: ArgumentParser) -> None:
     parser.add_argument("paths", type=str, nargs="*", help="checkpoints", default=[])
     parser.add_argument(
-        "--newest-sound", type=str, default="", help="print the newest sound one in this folder"
+        "--newest-sound",
+        type=str,
+        default="",
+        help="print the newest intact checkpoint in this folder",
     )
     parser.add_argument("--threads", type=NonNegativeInt, default=0, help=_THREADS)
 
@@ -141,7 +150,7 @@ def _verify(args: Namespace) -> int:
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
     if bool(args.paths) == bool(args.newest_sound):
-        _show_error("verify:", "give checkpoints, or --newest-sound FOLDER")
+        _show_error("verify:", "expected checkpoints or --newest-sound FOLDER")
         return FAILED
     if args.newest_sound:
         with _progress("verifying") as line:
@@ -152,7 +161,7 @@ def _verify(args: Namespace) -> int:
                 on_verified=lambda v: show(verdict(v), sys.stderr),
             )
         if found is None:
-            print(f"no sound checkpoint in {args.newest_sound}", file=sys.stderr)
+            print(f"no intact checkpoint in {args.newest_sound}", file=sys.stderr)
             return NO
         print(found)
         return YES
@@ -183,7 +192,7 @@ def _progress(doing: str) -> ProgressLine:
 
 def _add_fingerprint(parser: ArgumentParser) -> None:
     parser.add_argument("paths", type=str, nargs="+", help="checkpoints")
-    parser.add_argument("--tensors", action="store_true", help="the number of each tensor too")
+    parser.add_argument("--tensors", action="store_true", help="print the checksum of each tensor")
     parser.add_argument("--threads", type=NonNegativeInt, default=0, help=_THREADS)
 
 
@@ -208,7 +217,11 @@ def _fingerprint(args: Namespace) -> int:
         if recorded:
             is_same = recorded == str(number)
             answer = answer if is_same else max(answer, NO)
-            print("  as its save recorded it" if is_same else f"  its save recorded {recorded}")
+            print(
+                "  equals the recorded fingerprint"
+                if is_same
+                else f"  recorded by the save: {recorded}"
+            )
         if args.tensors:
             for (name, key), text in tensor_fingerprints(path).items():
                 print(f"  {text}  {name}{f': {key}' if key else ''}")
@@ -219,10 +232,10 @@ def _fingerprint(args: Namespace) -> int:
 
 
 def _add_diff(parser: ArgumentParser) -> None:
-    parser.add_argument("first", type=str, help="a checkpoint")
-    parser.add_argument("second", type=str, help="another one")
-    parser.add_argument("--weights-only", action="store_true", help="nothing of the optimizer")
-    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+    parser.add_argument("first", type=str, help="checkpoint")
+    parser.add_argument("second", type=str, help="checkpoint to compare with")
+    parser.add_argument("--weights-only", action="store_true", help="skip the optimizer")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _diff(args: Namespace) -> int:
@@ -245,38 +258,45 @@ def _diff(args: Namespace) -> int:
     for t in found.tensors:
         key = f": {t.key}" if t.key else ""
         print(
-            f"{t.name}{key}: {t.differing} of {t.elements} elements differ, at most by "
+            f"{t.name}{key}: {t.differing} of {t.elements} elements differ, by at most "
             f"{t.largest:.3g} (relative {t.largest_relative:.3g})"
             f"{f'; {t.change}' if t.change else ''}"
         )
-    print(f"{found.compared} tensors compared: {'the same' if found.is_same else 'not the same'}")
+    print(f"{found.compared} tensors compared: {'equal' if found.is_same else 'different'}")
     return YES if found.is_same else NO
 
 
 # -- convert ---------------------------------------------------------------------------------------
 
-# Named here too: what writes them imports torch.
+# Repeated here: the modules that write them import torch.
 _TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "elastic", "adapter")
-_RENAMED = "names: beginnings (model.= old.=new.) or patterns ('*.gamma=*.weight')"
+_RENAMED = "OLD=NEW: prefixes (model.= old.=new.) or patterns ('*.gamma=*.weight')"
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
 def _add_convert(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=str, help="a checkpoint of any kind")
-    add("target", type=str, help="a path where nothing is yet")
-    add("--to", choices=_TARGETS, required=True, help="what is written")
-    add("--include", type=str, nargs="+", default=[], help="patterns of weights that are taken")
-    add("--exclude", type=str, nargs="+", default=[], help="patterns of those that are not")
+    add("source", type=str, help="checkpoint of any kind")
+    add("target", type=str, help="output path, which must not exist")
+    add("--to", choices=_TARGETS, required=True, help="output format")
+    add("--include", type=str, nargs="+", default=[], help="patterns of weights to include")
+    add("--exclude", type=str, nargs="+", default=[], help="patterns of weights to exclude")
     add("--rename", type=str, nargs="+", default=[], help=_RENAMED)
-    untold = "patterns of buffers, of a source of whole tensors: others are cast like weights"
-    add("--buffers", type=str, nargs="+", default=[], help=untold)
-    add("--dtype", choices=_DTYPES, help="of the weights; else as they are stored")
-    add("--optimizer", choices=("auto", "yes", "no"), default="auto", help="its state too")
-    add("--max-shard-gb", type=PositiveFloat, default=5.0, help="largest file of safetensors")
+    buffers = "patterns of buffers, in sources that do not distinguish them from frozen weights"
+    add("--buffers", type=str, nargs="+", default=[], help=buffers)
+    add("--dtype", choices=_DTYPES, help="dtype of weights; default: as stored")
+    add(
+        "--optimizer",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="include the optimizer state",
+    )
+    add(
+        "--max-shard-gb", type=PositiveFloat, default=5.0, help="maximum size of a safetensors file"
+    )
     add("--adapter-config", type=str, default="", help="PEFT's adapter_config.json")
-    add("--adapter-name", type=str, default="default", help="the adapter's name in the model")
-    add("--allow-pickle", action="store_true", help="read any Python object: that can run code")
+    add("--adapter-name", type=str, default="default", help="name of the adapter in the model")
+    add("--allow-pickle", action="store_true", help="build any Python object; this can run code")
 
 
 def _convert(args: Namespace) -> int:
@@ -284,14 +304,12 @@ def _convert(args: Namespace) -> int:
     from lightning_elastic_zero.tools.progress_line import format_bytes
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
-        _show_error("convert:", f"--rename takes OLD=NEW, not {wrong[0]}")
+        _show_error("convert:", f"--rename {wrong[0]}: expected OLD=NEW")
         return FAILED
     olds = [pair.partition("=")[0] for pair in args.rename]
     if len(set(olds)) < len(olds):
         twice = next(old for old in olds if olds.count(old) > 1)
-        _show_error(
-            "convert:", f"--rename names {twice!r} more than once: each can become one name"
-        )
+        _show_error("convert:", f"--rename has two values for {twice!r}: give one")
         return FAILED
     options = ConvertOptions(
         include=args.include,
@@ -310,9 +328,9 @@ def _convert(args: Namespace) -> int:
         rate = line.throughput()
     print(f"{done.target}: {format_bytes(done.bytes)} of a {done.kind}, at {rate}")
     if done.lacks:
-        print(f"the source did not hold {', '.join(done.lacks)}", file=sys.stderr)
+        print(f"missing in the source: {', '.join(done.lacks)}", file=sys.stderr)
     if done.lost:
-        print(f"{args.to} has no room for, and lacks: {', '.join(done.lost)}", file=sys.stderr)
+        print(f"{args.to} cannot hold, and lacks: {', '.join(done.lost)}", file=sys.stderr)
     return YES
 
 
@@ -322,10 +340,10 @@ _STAGES = ("0", "1", "2", "3")
 
 
 def _add_plan(parser: ArgumentParser) -> None:
-    parser.add_argument("path", type=str, help="a checkpoint of any kind")
+    parser.add_argument("path", type=str, help="checkpoint of any kind")
     parser.add_argument("--devices", type=int, required=True, help="data-parallel ranks")
-    parser.add_argument("--stage", choices=_STAGES, required=True, help="of ZeRO")
-    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+    parser.add_argument("--stage", choices=_STAGES, required=True, help="ZeRO stage")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _plan(args: Namespace) -> int:
@@ -344,9 +362,14 @@ def _plan(args: Namespace) -> int:
 
 def _add_selftest(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--dir", type=str, required=True, help="where a run would save its checkpoints")
-    add("--json", action="store_true", help="all of it as JSON")
-    add("--timeout", type=PositiveFloat, default=600.0, help="seconds for each world of processes")
+    add("--dir", type=str, required=True, help="folder in which runs will save")
+    add("--json", action="store_true", help="print everything as JSON")
+    add(
+        "--timeout",
+        type=PositiveFloat,
+        default=600.0,
+        help="timeout of each world of processes, in seconds",
+    )
 
 
 def _selftest(args: Namespace) -> int:
@@ -371,19 +394,19 @@ def _selftest(args: Namespace) -> int:
 
 
 _VERBS = {
-    "inspect": (_add_inspect, _inspect, "what a checkpoint is and holds"),
-    "verify": (_add_verify, _verify, "whether checkpoints are whole, every byte of them"),
+    "inspect": (_add_inspect, _inspect, "show what a checkpoint contains"),
+    "verify": (_add_verify, _verify, "check every byte and tensor of checkpoints"),
     "fingerprint": (
         _add_fingerprint,
         _fingerprint,
-        "a number that equal states share, whatever cuts them",
+        "print a checksum that does not depend on the sharding",
     ),
-    "diff": (_add_diff, _diff, "what differs between two checkpoints"),
-    "convert": (_add_convert, _convert, "write a checkpoint as other software reads it"),
-    "plan": (_add_plan, _plan, "what a resume on so many devices would read and take"),
+    "diff": (_add_diff, _diff, "compare two checkpoints"),
+    "convert": (_add_convert, _convert, "write a checkpoint for other software"),
+    "plan": (_add_plan, _plan, "predict bytes and memory of a resume, and problems"),
     "selftest": (
         _add_selftest,
         _selftest,
-        "whether saving and loading hold here: run it first",
+        "check saving and loading on this machine",
     ),
 }

@@ -34,7 +34,7 @@ def select(
 
 
 def summary_lines(report: CheckpointReport) -> Iterator[str]:
-    """Yield what is said of a whole checkpoint."""
+    """Yield the summary of a checkpoint."""
     writer = report.writer
     names = {
         "lightning_elastic_zero": writer.library,
@@ -49,13 +49,13 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
         {
             "path": report.path,
             "kind": report.kind,
-            "written by": by or "nothing says",
+            "written by": by or "unknown",
             "optimizer": " in ".join(filter(None, (writer.optimizer, writer.engine))),
             "run": f"{zero}, {report.precision}, masters in {report.master_dtype}",
             "progress": _progress(report),
-            "holds": "weights alone" if report.weights_only else "",
-            "lacks": ", ".join(report.lacks),
-            "left out": ", ".join(report.excluded),
+            "contains": "weights only" if report.weights_only else "",
+            "missing": ", ".join(report.lacks),
+            "excluded": ", ".join(report.excluded),
             "DAMAGED": _damage(report),
             "doubts": "; ".join(report.doubts),
             "note": report.note,
@@ -69,11 +69,11 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
 
 
 def _damage(report: CheckpointReport) -> str:
-    """Return which files are not what was written, by their names and sizes alone."""
+    """Return the files that are missing or have a wrong size."""
     if not report.damage:
         return ""
     wrong = f"{len(report.damage)} of {len(report.files)} files: {format_names(report.damage)}"
-    return f"{wrong}. Copy them again from where they are whole, or take another checkpoint"
+    return f"{wrong}. Copy them again from an intact copy, or use another checkpoint"
 
 
 def _progress(report: CheckpointReport) -> str:
@@ -81,9 +81,9 @@ def _progress(report: CheckpointReport) -> str:
     if report.epoch is not None:
         parts.append(f"epoch {report.epoch}")
     if report.epoch_samples is not None:
-        parts.append(f"{report.epoch_samples} samples of it")
+        parts.append(f"{report.epoch_samples} samples in this epoch")
     if report.samples:
-        parts.append(f"{report.samples} samples in all")
+        parts.append(f"{report.samples} samples in total")
     if report.global_batch_size:
         parts.append(f"global batch {report.global_batch_size}")
     return ", ".join(parts)
@@ -95,7 +95,7 @@ def _rows(table: dict[str, str]) -> Iterator[str]:
 
 
 def group_lines(report: CheckpointReport) -> Iterator[str]:
-    """Yield what is said of the parameter groups."""
+    """Yield the parameter groups with hyperparameters and states."""
     for index, group in enumerate(report.groups):
         yield f"group {index}: {group.parameters} parameters, {group.elements:,} elements"
         for name, value in sorted(group.hyperparameters.items()):
@@ -180,38 +180,38 @@ def _text(branch: _Branch) -> str:
 
 
 def plan_lines(plan: ResumePlan) -> Iterator[str]:
-    """Yield what is said of a resume."""
+    """Yield the plan of a resume."""
     batches = ", ".join(f"{b.accumulation} x {b.micro_batch}" for b in plan.batches)
     yield from _rows(
         {
             "resume of": plan.path,
             "on": f"{plan.devices} devices, ZeRO-{plan.stage}",
             "reads": f"{format_bytes(plan.read_bytes_per_rank)} per rank, "
-            f"{format_bytes(plan.read_bytes)} in all",
-            "takes per rank": f"{format_bytes(plan.state_bytes_per_rank)} of masters and states, "
-            f"{format_bytes(plan.weight_bytes_per_rank)} of weights, "
-            f"{format_bytes(plan.gradient_bytes_per_rank)} of gradients, and activations",
-            "same batch": f"{plan.global_batch_size} samples by accumulation x micro-batch: "
+            f"{format_bytes(plan.read_bytes)} in total",
+            "memory per rank": f"{format_bytes(plan.state_bytes_per_rank)} for masters and states, "
+            f"{format_bytes(plan.weight_bytes_per_rank)} for weights, "
+            f"{format_bytes(plan.gradient_bytes_per_rank)} for gradients, plus activations",
+            "same batch": f"{plan.global_batch_size} samples as accumulation x micro-batch: "
             f"{batches}"
             if batches
             else "",
-            "in the way": "; ".join(plan.obstacles) or "nothing",
+            "problems": "; ".join(plan.obstacles) or "none",
         }
     )
 
 
 def verdict(verified: Verification) -> str:
-    """Return what ``verify`` says of a checkpoint."""
+    """Return the verdict of ``verify`` on a checkpoint."""
     if verified.problem:
-        return f"{verified.path}: NOT SOUND: {verified.problem}"
+        return f"{verified.path}: DAMAGED: {verified.problem}"
     if not verified.bytes:
         return (
             f"{verified.path}: complete: {verified.kind} of step {verified.steps}; it has no "
             "checksums, so its bytes were NOT verified"
         )
     rate = format_bytes(verified.bytes / max(verified.seconds, 1e-9))
-    masters = ", masters round to the weights beside them" if verified.compared_masters else ""
+    masters = ", weights equal the rounded masters" if verified.compared_masters else ""
     return (
-        f"{verified.path}: sound: {verified.kind} of step {verified.steps}, "
+        f"{verified.path}: intact: {verified.kind} of step {verified.steps}, "
         f"{format_bytes(verified.bytes)} verified at {rate}/s{masters}"
     )

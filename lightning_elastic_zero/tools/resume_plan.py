@@ -1,4 +1,4 @@
-"""``plan``: what a resume on so many devices would read and take, before asking for machines."""
+"""``plan``: bytes, memory and problems of a resume on another number of devices."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class ResumePlan:
     batches: tuple[BatchChoice, ...]
     """For the same global batch, the largest micro-batch first; empty where nothing says it."""
     obstacles: tuple[str, ...]
-    """What stands in the way."""
+    """Problems that prevent the resume."""
 
     @property
     def is_possible(self) -> bool:
-        """Whether nothing stands in the way."""
+        """Whether there are no problems."""
         return not self.obstacles
 
 
@@ -72,7 +72,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
         UnsupportedError: no run has that stage, or so few devices.
     """
     if stage not in STAGES or devices < 1:
-        msg = f"a run has at least one device, and ZeRO 0 to 3: not {devices} and {stage}"
+        msg = f"devices={devices}, stage={stage}: expected at least 1 device and a stage of 0 to 3"
         raise UnsupportedError(msg)
     with open_view(path) as checkpoint:
         report = report_of(checkpoint)
@@ -148,8 +148,8 @@ def _obstacles(report: CheckpointReport, devices: int) -> list[str]:
         )
     if report.weights_only:
         found.append(
-            "it holds weights only: a run starts anew on them with load_optimizer_state=False, and "
-            "takes memory for a new optimizer state besides"
+            "it contains weights only: pass load_optimizer_state=False to start a new run from "
+            "them; the new optimizer state needs additional memory"
         )
     return found
 

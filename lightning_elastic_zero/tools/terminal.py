@@ -1,4 +1,4 @@
-"""Lines for people: in colours on a terminal that wants them, and plain everywhere else."""
+"""Output lines: coloured on terminals, plain elsewhere."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import os
 from typing import TextIO
 
 STYLES = {
-    "NOT SOUND": "bold red",
     "DAMAGED": "bold red",
     "NOT verified": "yellow",
-    ": sound:": "green",
+    ": intact:": "green",
 }
-"""The words that decide, and how they look."""
+"""Styles of the words that carry the verdict."""
 
 ERROR = "bold red"
 
 
 def show(line: str, stream: TextIO, *, error: str = "") -> None:
-    """Print a line as it is; on a terminal, what decides in it is coloured.
+    """Print a line; on a terminal, words that carry the verdict are coloured.
 
     Args:
         line: without its end.
         stream: standard output or standard error.
-        error: what the line begins with, where it says why something could not be done.
+        error: prefix of the line to show as an error.
     """
     if not _wants_colours(stream):
         print(line, file=stream)
@@ -40,6 +39,6 @@ def show(line: str, stream: TextIO, *, error: str = "") -> None:
 
 
 def _wants_colours(stream: TextIO) -> bool:
-    """Whether it is a terminal, and nobody has said no (https://no-color.org)."""
+    """Whether the stream is a terminal that permits colours (https://no-color.org)."""
     refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") in {None, "", "dumb"}
     return stream.isatty() and not refused

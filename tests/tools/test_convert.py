@@ -235,7 +235,7 @@ def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
         (("layers.*.weight=same*", "layers.*.bias=same*"), "makes 'same0' of both"),
         (("*.gamma=*.weight",), "no name in the checkpoint is like that"),
         (("scale=",), "leaves nothing of 'scale'"),
-        (("scale=a", "scale=b"), "'scale' more than once"),
+        (("scale=a", "scale=b"), "two values for 'scale'"),
     ):
         code, _, error = run("convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong)
         assert (code, says in error) == (2, True), error
@@ -252,7 +252,7 @@ def test_states_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
     torch.save(tree, tmp_path / "a.ckpt")
     code, _, error = run("convert", tmp_path / "a.ckpt", tmp_path / "u", "--to", "universal")
     assert code == 0
-    assert "universal has no room for, and lacks: mu_product\n" in error
+    assert "universal cannot hold, and lacks: mu_product\n" in error
     assert not list((tmp_path / "u").rglob("mu_product*"))
     code, _, error = run("convert", tmp_path / "a.ckpt", tmp_path / "d", "--to", "dcp")
     assert (code, "mu_product" in error) == (0, False)

@@ -26,7 +26,7 @@ def test_the_same_state(tmp_path: Path, run: Run) -> None:
     assert found.compared == 6 + 1 + 2 + 6 * 2
     code, out, _ = run("diff", one, other)
     assert code == 0
-    assert out == "21 tensors compared: the same\n"
+    assert out == "21 tensors compared: equal\n"
 
 
 def test_each_kind_of_difference(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_command_says_no(tmp_path: Path, run: Run) -> None:
     assert json.loads(out)["only_in_second"] == ["new.weight"]
     code, out, _ = run("diff", one, other)
     assert code == 1
-    assert "scale: 1 of 1 elements differ, at most by 0.5" in out
+    assert "scale: 1 of 1 elements differ, by at most 0.5" in out
     assert run("diff", one, tmp_path / "none")[0] == 2
 
 

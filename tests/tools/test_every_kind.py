@@ -70,7 +70,7 @@ def check_looks(kind: Kind, path: Path, run: Run) -> None:
         ]
     code, out, _ = run("verify", path)
     assert code == 0
-    assert ": sound: " in out or "NOT verified" in out
+    assert ": intact: " in out or "NOT verified" in out
     assert run("diff", path, path)[::2] == (0, "")
     code, out, err = run("plan", path, "--devices", "2", "--stage", "2", "--json")
     plan = json.loads(out)

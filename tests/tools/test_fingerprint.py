@@ -301,10 +301,11 @@ def test_the_command_compares_with_what_was_recorded(tmp_path: Path, run: Run) -
     same = write_elastic(tmp_path / "same", state, 3, 2, fingerprint=number)
     assert str(fingerprint_checkpoint(same)) == recorded_fingerprint(same) == number
     assert run("fingerprint", bare)[:2] == (0, f"{number}  {bare}\n")
-    assert run("fingerprint", same)[:2] == (0, f"{number}  {same}\n  as its save recorded it\n")
+    expected = f"{number}  {same}\n  equals the recorded fingerprint\n"
+    assert run("fingerprint", same)[:2] == (0, expected)
     wrong = f"{'0' * 16}-none"
     other = write_elastic(tmp_path / "other", state, 2, 3, fingerprint=wrong)
-    expected = f"{number}  {other}\n  its save recorded {wrong}\n"
+    expected = f"{number}  {other}\n  recorded by the save: {wrong}\n"
     assert run("fingerprint", other)[:2] == (1, expected)
 
 

@@ -138,7 +138,7 @@ def test_what_is_printed(tmp_path: Path, run: Run) -> None:
     assert code == 0
     assert rows[:3] == ["layers.0.weight", "layers.1.weight", "head.weight"]
     assert "ZeRO-2 on 2 devices, bf16" in out
-    assert "step 3, epoch 2, 12 samples of it, 36 samples in all, global batch 12" in out
+    assert "step 3, epoch 2, 12 samples in this epoch, 36 samples in total, global batch 12" in out
     code, out, _ = run("inspect", path, "--tree", "2", "--files")
     assert "  0..1 x 2  104 elements, 1.2 kB" in out.splitlines()
     assert "checkpoint/mp_rank_00_model_states.pt" in out

@@ -55,7 +55,7 @@ def check_without_each(kind: Kind, folder: Path, run: Run) -> None:
             assert "becomes one by describe_dumps" in err
         else:
             assert (code, out) == (1, ""), (below, err)
-            assert "NOT SOUND" in err
+            assert "DAMAGED" in err
             assert file.name in err, below
             # Of files that are called alike, the right one.
             assert file.parent.name in err or not below.startswith("zero/"), (below, err)

@@ -64,7 +64,7 @@ def test_a_sound_checkpoint(
     assert found.bytes == files == sum(told)
     code, out, _ = run("verify", path, path)
     assert code == 0
-    assert out.count("sound: lightning_elastic_zero checkpoint of step 3") == 2
+    assert out.count("intact: lightning_elastic_zero checkpoint of step 3") == 2
 
 
 def test_where_the_system_tells_no_affinity(
@@ -117,8 +117,8 @@ def test_damage(damage: Callable[[Path], None], word: str, tmp_path: Path, run: 
     assert word in found.problem
     code, out, err = run("verify", path, sound)
     assert code == 1
-    assert f"{path}: NOT SOUND" in err
-    assert f"{sound}: sound" in out
+    assert f"{path}: DAMAGED" in err
+    assert f"{sound}: intact" in out
 
 
 def test_nothing_there(tmp_path: Path, run: Run) -> None:
@@ -175,7 +175,7 @@ def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
         assert f"write {tag} into {named}" in note
     code, out, err = run("verify", path)
     assert (code, note in err) == (0, True)
-    assert f"{path}: sound" in out
+    assert f"{path}: intact" in out
     code, out, _ = run("inspect", path)
     assert (code, note in out) == (0, True)
     assert json.loads(run("inspect", path, "--json")[1])["note"] == note
@@ -282,7 +282,7 @@ def test_the_newest_sound_one(tmp_path: Path, run: Run) -> None:
     assert seen == ["c.ckpt", "b.ckpt"]
     code, out, err = run("verify", "--newest-sound", tmp_path)
     assert (code, out.strip()) == (0, str(tmp_path / "b.ckpt"))
-    assert "c.ckpt: NOT SOUND" in err
+    assert "c.ckpt: DAMAGED" in err
     code, out, _ = run("verify", "--newest-sound", tmp_path / "empty")
     assert (code, out) == (1, "")
     assert run("verify", "--newest-sound", tmp_path / "none")[0] == 2
@@ -295,7 +295,7 @@ def test_what_has_no_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> 
     code, out, _ = run("verify", tmp_path / "runs" / "b.ckpt")
     assert code == 0
     assert "NOT verified" in out
-    assert "sound" not in out
+    assert "intact" not in out
     assert newest_sound_checkpoint(tmp_path / "runs") == source
 
 
@@ -308,11 +308,11 @@ def test_a_whole_file_of_something_else_is_not_damaged(
     torch.save(tree, path)
     code, _, err = run("verify", path)
     assert code == 2
-    assert "NOT SOUND" not in err
+    assert "DAMAGED" not in err
     flip(path, path.read_bytes().index(b"\x80\x02") + 4)  # in its pickle
     code, _, err = run("verify", path)
     assert code == 1
-    assert "NOT SOUND" in err
+    assert "DAMAGED" in err
 
 
 def test_a_file_without_checksums_may_be_damaged(tmp_path: Path, run: Run) -> None:
@@ -323,7 +323,7 @@ def test_a_file_without_checksums_may_be_damaged(tmp_path: Path, run: Run) -> No
     flip(path, path.read_bytes().index(b"state_dict") + 3)
     code, _, err = run("verify", path)
     assert code == 1
-    assert "NOT SOUND" in err
+    assert "DAMAGED" in err
 
 
 def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
@@ -332,8 +332,8 @@ def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
     code, out, err = run("verify", tmp_path / "nothing", sound)
     assert code == 2
     assert "nothing" in err
-    assert "a.ckpt: sound" in out
+    assert "a.ckpt: intact" in out
     (tmp_path / "empty").mkdir()
     code, out, err = run("verify", "--newest-sound", tmp_path / "empty")
     assert (code, out) == (1, "")
-    assert "no sound checkpoint" in err
+    assert "no intact checkpoint" in err
