@@ -17,7 +17,7 @@ from lightning_elastic_zero.data_progress.loop_counters import (
     validation_counters_at,
     with_loader_states,
 )
-from lightning_elastic_zero.data_progress.position import DataProgress, Position
+from lightning_elastic_zero.data_progress.position import Consumed, DataProgress, Position
 from lightning_elastic_zero.data_progress.rng import (
     collect_rng_states,
     derive_seed,
@@ -31,6 +31,7 @@ __all__ = [
     "LOADER_STATES",
     "VALIDATION",
     "BatchPlan",
+    "Consumed",
     "DataProgress",
     "ElasticBatchSampler",
     "ElasticSampler",

@@ -25,6 +25,16 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
+class Consumed:
+    """How much of a loader's data an epoch has consumed, on all ranks together."""
+
+    samples: int
+    """Of its current pass; items where each item is a batch (``batch_size=None``)."""
+    passes: int = 0
+    """Whole passes before: of several loaders the shorter ones begin again."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataProgress:
     """What a checkpoint says of the data, and of how far the run is in it."""
 
@@ -46,6 +56,8 @@ class DataProgress:
     orders: tuple[tuple[int, str] | None, ...] = ()
     """For each training loader, the epoch that its order was made for last and the order's digest;
     None where its order is its own."""
+    consumed: tuple[Consumed | None, ...] = ()
+    """For each training loader, what the epoch has consumed of it; None: not known."""
     gradient: str = "mean"
     """Of a step: the mean over its samples, whatever the accumulation."""
     settings: Mapping[str, Plain] | None = None
@@ -60,6 +72,12 @@ class DataProgress:
         if self.global_batch_size is None:
             return None
         return self.position.steps * self.global_batch_size
+
+    def consumed_of(self, loader: int, *, is_only_one: bool) -> Consumed | None:
+        """Return what the epoch has consumed of a training loader; None: not known."""
+        if self.consumed or not is_only_one:
+            return self.consumed[loader] if loader < len(self.consumed) else None
+        return None if self.samples is None else Consumed(self.samples)
 
     def to_plain(self) -> dict[str, Plain]:
         """Return what the manifest holds."""
@@ -83,6 +101,10 @@ class DataProgress:
             "orders": [
                 None if order is None else {"epoch": order[0], "digest": order[1]}
                 for order in self.orders
+            ],
+            "consumed": [
+                None if part is None else {"samples": part.samples, "passes": part.passes}
+                for part in self.consumed
             ],
         }
 
@@ -112,6 +134,7 @@ class DataProgress:
                 loaders=tuple(dict(loader) for loader in content["loaders"]),
                 # Checkpoints of before this was recorded lack it.
                 orders=tuple(_order(order) for order in content.get("orders", ())),
+                consumed=tuple(_consumed(part) for part in content.get("consumed", ())),
                 gradient=str(content["gradient"]),
                 settings=dict(content["settings"]),
                 seed=_optional(content.get("seed")),
@@ -122,7 +145,8 @@ class DataProgress:
                 "is damaged; resume from another checkpoint"
             )
             raise CheckpointFormatError(msg) from error
-        if min(*counts, *(number - 1 for number in shape)) < 0:
+        parts = [n for part in record.consumed if part for n in (part.samples, part.passes)]
+        if min(*counts, *parts, *(number - 1 for number in shape)) < 0:
             msg = f"{where} has a negative count in progress.sampler: the file is damaged"
             raise CheckpointFormatError(msg)
         return record
@@ -141,6 +165,10 @@ class DataProgress:
 
 def _order(content: Any) -> tuple[int, str] | None:  # noqa: ANN401 (JSON)
     return None if content is None else (int(content["epoch"]), str(content["digest"]))
+
+
+def _consumed(content: Any) -> Consumed | None:  # noqa: ANN401 (JSON)
+    return None if content is None else Consumed(int(content["samples"]), int(content["passes"]))
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401 (JSON)

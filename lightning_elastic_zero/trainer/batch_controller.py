@@ -16,7 +16,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_elastic_zero.option_checks import check_count, check_flag
-from lightning_elastic_zero.trainer.batch_settings import batch_size_of, resolve_batch_settings
+from lightning_elastic_zero.trainer.batch_settings import (
+    batch_size_of,
+    has_batches_for_items,
+    resolve_batch_settings,
+)
 from lightning_elastic_zero.trainer.lightning_internals import callbacks_of, data_source, is_fitting
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.start_warnings import overruled_orders
@@ -87,7 +91,7 @@ class BatchController:
         if not is_fitting(trainer):
             return loader
         if trainer.training:  # a hook asked for it, before the batches were resolved
-            self._resolve(trainer, batch_size_of(loader) or self._user_batch_size)
+            self._resolve(trainer, self._batch_size_in(loader))
         return self._resumer.process_loader(loader, trainer, rank)
 
     @property
@@ -172,7 +176,16 @@ class BatchController:
             return self._user_batch_size
         loaders = source.dataloader()
         self._resumer.overruled_orders = overruled_orders(loaders)
-        return batch_size_of(loaders) or self._user_batch_size
+        return self._batch_size_in(loaders)
+
+    def _batch_size_in(self, loaders: Any) -> int | None:
+        """Return the batch size that loaders tell, or the user; 1 where items are batches.
+
+        With a global batch, which counts samples, those of an item have to be known.
+        """
+        size = batch_size_of(loaders) or self._user_batch_size
+        is_free = size is None and self._global_batch_size is None
+        return 1 if is_free and has_batches_for_items(loaders) else size
 
 
 def _remove_hook(trainer: pl.Trainer) -> None:

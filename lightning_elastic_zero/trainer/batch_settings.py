@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_elastic_zero.data_progress import BatchPlan, ceil_div, plan_batches
@@ -110,8 +111,11 @@ class BatchSettings:
         )
         raise UnsupportedError(msg)
 
-    def plan_for(self, batch_size: int) -> BatchPlan:
+    def plan_for(self, batch_size: int | None) -> BatchPlan:
         """Return the plan of a loader, which may not be the first one.
+
+        Args:
+            batch_size: its own; None where its items are batches, which a plan counts as samples.
 
         Raises:
             UnsupportedError: several loaders with batches of different sizes, which cannot all keep
@@ -121,8 +125,16 @@ class BatchSettings:
         if plan is not None and batch_size == first:
             return plan
         if plan is None or (plan.is_even and plan.largest_micro_batch == first):
-            samples = batch_size * self.world_size * self.accumulate
+            samples = (batch_size or 1) * self.world_size * self.accumulate
             return BatchPlan(samples, self.world_size, self.accumulate)
+        if batch_size is None:
+            msg = (
+                f"global_batch_size={plan.global_batch_size} on {self.world_size} devices needs "
+                f"micro-batches of {plan.largest_micro_batch} samples, and the loader with "
+                f"batch_size=None gives items of {first} samples, which are not cut: make "
+                f"global_batch_size a multiple of devices x {first}"
+            )
+            raise UnsupportedError(msg)
         msg = (
             f"global_batch_size={plan.global_batch_size} is cut into micro-batches of "
             f"{plan.largest_micro_batch} samples for a loader with batch_size={first}; a loader "
@@ -159,7 +171,8 @@ def resolve_batch_settings(
             "batch_size. A batch sampler of your own needs an attribute batch_size, a method "
             "resume_at(epoch, samples) to be resumed inside an epoch, and, as it shares out the "
             "samples among ranks itself, Trainer(use_distributed_sampler=False). For any other "
-            "loader pass logging_batch_size_per_gpu to the strategy"
+            "loader, and for the samples of an item where it has batch_size=None, pass "
+            "logging_batch_size_per_gpu to the strategy"
         )
         raise UnsupportedError(msg)
     plan = plan_batches(global_batch_size, loader_batch_size, world_size, allow_uneven=allow_uneven)
@@ -258,3 +271,18 @@ def batch_size_of(loaders: Any) -> int | None:
             if type(size) is int and size > 0:
                 return size
     return None
+
+
+def has_batches_for_items(loaders: Any) -> bool:
+    """Whether a map-style loader gives the data set's items as batches (``batch_size=None``).
+
+    Args:
+        loaders: what a ``train_dataloader`` hook returns.
+    """
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return any(
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is None
+        and not isinstance(loader.dataset, IterableDataset)
+        for loader in combined.flattened
+    )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_elastic_zero.data_progress import DataProgress, ElasticSampler, Position
+from lightning_elastic_zero.data_progress import Consumed, DataProgress, ElasticSampler, Position
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.trainer.dataloaders import (
+    ResumesAtSample,
     Stateful,
     describe_loader,
     elastic_sampler_of,
@@ -19,6 +20,7 @@ from lightning_elastic_zero.trainer.dataloaders import (
 )
 from lightning_elastic_zero.trainer.lightning_internals import (
     drop_iterator,
+    mark_exhausted,
     repeats_shorter_loaders,
     run_seed,
 )
@@ -67,6 +69,10 @@ class PendingResume:
         at = self.record.position
         return bool(self.reload_every and not at.steps and at.epoch % self.reload_every == 0)
 
+    def consumed_of(self, index: int, loaders: Sequence[Any]) -> Consumed | None:
+        """Return what the epoch had consumed of one of the training loaders; None: not known."""
+        return self.record.consumed_of(index, is_only_one=len(loaders) == 1)
+
     def loader_states_at(self, position: Position) -> list[Any]:
         """Return the states that loaders which keep their own are given at a position."""
         starts_over = position.steps != self.position.steps
@@ -74,12 +80,28 @@ class PendingResume:
         return [] if starts_over or is_of_others else self.loader_states
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a resumed run goes on."""
+
+    position: Position
+    consumed: tuple[Consumed | None, ...] = ()
+    """Of each training loader; None: not known."""
+
+
 def position_dataloaders(
     pending: PendingResume,
     combined: CombinedLoader | None,
+    samples_per_step: Sequence[int | None],
     on_unresumable_data: UnresumableDataPolicy,
-) -> Position:
+) -> Placement:
     """Set every training loader to the position, or to the epoch's start where that is allowed.
+
+    Args:
+        pending: what was loaded.
+        combined: the training loaders; None where there are none.
+        samples_per_step: of each of them, in this run; None: not known.
+        on_unresumable_data: what to do where one cannot begin there.
 
     Returns:
         Where the run goes on.
@@ -88,7 +110,7 @@ def position_dataloaders(
         CheckpointMismatchError: a loader cannot begin there, and the epoch is not to start over.
     """
     if combined is None:
-        return pending.position
+        return Placement(pending.position)
     position, loaders = pending.position, combined.flattened
     if pending.is_own_format and (position.is_over or not position.steps):
         _warn_of_other_order(pending, loaders)
@@ -96,21 +118,25 @@ def position_dataloaders(
     if lost and on_unresumable_data == "refuse":
         raise CheckpointMismatchError(_refusal(pending, lost))
     if not lost:
-        _position_all(pending, combined, position)
-        return position
+        return _position_all(pending, combined, position, samples_per_step)
     rank_zero_warn(
         f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
         f"taken before: {lost}"
     )
-    beginning = Position(position.epoch, 0)
-    _position_all(pending, combined, beginning)
-    return beginning
+    return _position_all(pending, combined, Position(position.epoch, 0), samples_per_step)
 
 
-def _position_all(pending: PendingResume, combined: CombinedLoader, position: Position) -> None:
+def _position_all(
+    pending: PendingResume,
+    combined: CombinedLoader,
+    position: Position,
+    samples_per_step: Sequence[int | None],
+) -> Placement:
     """Set every loader to a position."""
     states = iter(pending.loader_states_at(position))
-    for index, loader in enumerate(combined.flattened):
+    placed: list[Consumed | None] = []
+    for index, (loader, size) in enumerate(zip(combined.flattened, samples_per_step, strict=True)):
+        was = pending.consumed_of(index, combined.flattened) if position.steps else Consumed(0)
         # Lightning keeps the states of those that have one, in order.
         state = next(states, None) if isinstance(loader, Stateful) else None
         elastic, resumer = elastic_sampler_of(loader), resumable_part_of(loader)
@@ -118,28 +144,38 @@ def _position_all(pending: PendingResume, combined: CombinedLoader, position: Po
             drop_iterator(loader)  # persistent workers hold copies of the data from before
         if elastic is not None:
             _restore_seed(elastic, pending, index)
-            elastic.start_at(position.epoch, _step_of(elastic, combined, position))
+            was = _place_of(elastic, was, combined, position)
+            elastic.start_at(position.epoch, was.samples // elastic.plan.global_batch_size)
         elif resumer is not None and position.is_over:
             # How many samples it had is not known where its last step had fewer than the others.
             resumer.resume_at(position.epoch + 1, 0)
         elif resumer is not None:
-            samples = (pending.record.samples or 0) if position.steps else 0
-            resumer.resume_at(position.epoch, samples)
+            if was is not None and size:
+                was = replace(was, samples=was.samples // size * size)
+            resumer.resume_at(position.epoch, 0 if was is None else was.samples)
         elif isinstance(loader, Stateful):
             is_cut = ends_before_data(combined, index)
             _position_stateful(loader, state, pending, position, is_cut=is_cut)
+        placed.append(was)
+    return Placement(position, tuple(placed))
 
 
-def rewind_data_of_workers(combined: CombinedLoader | None, position: Position) -> None:
-    """Let the next workers begin at the beginning, when those of this epoch have been started.
+def finish_placement(placement: Placement, combined: CombinedLoader | None) -> None:
+    """Set what belongs to loaders whose iterators, and workers, have been made in mid-epoch.
 
     Each start of workers copies the data set. A copy that was told where to begin forgets it with
-    its first iteration, and the data set of this process has none.
+    its first iteration, and the data set of this process has none: it is set to the beginning.
     """
-    for loader in combined.flattened if combined is not None and position.steps else ():
-        part, has_workers = resumable_part_of(loader), getattr(loader, "num_workers", 0) > 0
-        if part is not None and has_workers and part is getattr(loader, "dataset", None):
-            part.resume_at(position.epoch, 0)
+    position = placement.position
+    if combined is None or position.is_over or not position.steps:
+        return
+    mark_exhausted(combined, [part is not None and part.passes > 0 for part in placement.consumed])
+    for loader in combined.flattened:
+        data = getattr(loader, "dataset", None)
+        if not isinstance(data, ResumesAtSample) or resumable_part_of(loader) is not data:
+            continue
+        if getattr(loader, "num_workers", 0) > 0:
+            data.resume_at(position.epoch, 0)
 
 
 def _position_stateful(
@@ -170,24 +206,32 @@ def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -
     elastic.seed = seed if type(seed) is int else elastic.seed
 
 
-def _step_of(elastic: ElasticSampler, combined: CombinedLoader, position: Position) -> int:
-    """Return the step of its own order that a sampler begins at.
+def _place_of(
+    elastic: ElasticSampler, was: Consumed | None, combined: CombinedLoader, position: Position
+) -> Consumed:
+    """Return the place in its own order that a sampler begins at: a step of this run.
 
     Of several loaders the shorter ones begin again within an epoch, or are exhausted.
     """
+    size, passes = elastic.plan.global_batch_size, 0
     if position.is_over:
-        return elastic.steps
-    if repeats_shorter_loaders(combined):
-        return position.steps % max(elastic.steps, 1)
-    return min(position.steps, elastic.steps)
+        step = elastic.steps
+    elif was is not None:
+        step, passes = min(was.samples // size, elastic.steps), was.passes
+    elif repeats_shorter_loaders(combined):
+        passes, step = divmod(position.steps, max(elastic.steps, 1))
+    else:
+        step = min(position.steps, elastic.steps)
+    return Consumed(step * size, passes)
 
 
 def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
     """Return why the data cannot be resumed inside an epoch; empty where it can."""
     if pending.position.is_over:
         return ""
-    for loader in loaders:
-        if not (lost := _loader_unresumable_reason(loader, pending)):
+    for index, loader in enumerate(loaders):
+        is_known = pending.consumed_of(index, loaders) is not None
+        if not (lost := _loader_unresumable_reason(loader, pending, is_known=is_known)):
             continue
         if pending.is_own_format:
             return lost
@@ -256,13 +300,13 @@ def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -
     )
 
 
-def _loader_unresumable_reason(loader: object, pending: PendingResume) -> str:
+def _loader_unresumable_reason(loader: object, pending: PendingResume, *, is_known: bool) -> str:
     """Return why a loader whose order is its own cannot begin inside an epoch; empty: it can."""
     if elastic_sampler_of(loader) is not None:
         return ""
-    if resumable_part_of(loader) is not None:
-        return _UNKNOWN_SAMPLES if pending.record.samples is None else ""
     kind = describe_loader(loader)
+    if resumable_part_of(loader) is not None:
+        return "" if is_known else _UNKNOWN_SAMPLES.format(kind)
     if not pending.loader_states or not isinstance(loader, Stateful):
         return f"the {kind} cannot be told where to begin"
     saved, now = pending.record.world_size, pending.world_size
@@ -272,8 +316,9 @@ def _loader_unresumable_reason(loader: object, pending: PendingResume) -> str:
 
 
 _UNKNOWN_SAMPLES = (
-    "it is not known how many samples a step had: pass global_batch_size, and "
-    "logging_batch_size_per_gpu where the loader does not tell its batch_size"
+    "it is not known how many samples the {} had given: either it does not tell its batch_size, "
+    "and global_batch_size and logging_batch_size_per_gpu were not passed; or it has no length, "
+    "and had begun again within the epoch because another training loader is longer"
 )
 
 

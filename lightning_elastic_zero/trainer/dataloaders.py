@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -15,7 +15,7 @@ from lightning_elastic_zero.data_progress import (
     ElasticSampler,
     derive_seed,
 )
-from lightning_elastic_zero.trainer.batch_settings import BatchSettings
+from lightning_elastic_zero.trainer.batch_settings import BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.lightning_internals import drop_iterator, wrapped_sampler
 
 
@@ -68,7 +68,7 @@ def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int)
         return own
     elastic = ElasticSampler(
         own.dataset,
-        batches.plan_for(getattr(own.batch_sampler, "batch_size", None) or 1),
+        batches.plan_for(getattr(own.batch_sampler, "batch_size", None)),
         rank,
         shuffle=sampler.shuffle,
         seed=sampler.seed,
@@ -162,6 +162,30 @@ def elastic_sampler_of(loader: object) -> ElasticSampler | None:
     """Return the ``ElasticSampler`` of a loader, if it has one."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def samples_per_step(batches: BatchSettings | None, loaders: Sequence[object]) -> list[int | None]:
+    """Return how many samples of each training loader a step consumes; None: not known.
+
+    Args:
+        batches: how a step is made of micro-batches; None where there is no fit.
+        loaders: all of them, as they are trained on.
+    """
+    return [_samples_of(loader, batches, loaders) for loader in loaders]
+
+
+def _samples_of(
+    loader: object, batches: BatchSettings | None, loaders: Sequence[object]
+) -> int | None:
+    if (elastic := elastic_sampler_of(loader)) is not None:
+        return elastic.plan.global_batch_size
+    if batches is None:
+        return None
+    if (size := batch_size_of(loader)) is not None:
+        return size * batches.world_size * batches.accumulate
+    # A loader that says nothing is taken at the word of the user.
+    is_given = batches.plan is not None or all(batch_size_of(other) is None for other in loaders)
+    return batches.global_batch_size if is_given else None
 
 
 def describe_loader(loader: object) -> str:

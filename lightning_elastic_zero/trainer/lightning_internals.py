@@ -48,6 +48,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_should_check_val_fx": "know whether a validation is due where a run is resumed",
     },
     "CombinedLoader": {
+        "_iterator": "know which loaders have begun again",
         "_mode": "know where shorter loaders begin again",
         "_state_dicts": "keep the states of loaders that have their own",
     },
@@ -235,6 +236,18 @@ def forget_loader_states(trainer: pl.Trainer) -> None:
 def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
     """Whether shorter loaders begin again until the longest one ends."""
     return combined._mode == "max_size_cycle"
+
+
+def exhausted_loaders(combined: CombinedLoader) -> list[bool]:
+    """Return which loaders have ended in this epoch, and begun again; empty where none does so."""
+    return list(getattr(combined._iterator, "_consumed", ()))
+
+
+def mark_exhausted(combined: CombinedLoader, ended: list[bool]) -> None:
+    """Mark loaders that had ended before in this epoch: once all have, the epoch ends."""
+    if exhausted_loaders(combined):
+        iterator: Any = combined._iterator
+        iterator._consumed = ended
 
 
 def data_source(trainer: pl.Trainer) -> Any:

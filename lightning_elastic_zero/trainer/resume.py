@@ -30,16 +30,17 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.option_checks import check_choice
 from lightning_elastic_zero.trainer import start_warnings
-from lightning_elastic_zero.trainer.batch_settings import BatchSettings, UserSettings
+from lightning_elastic_zero.trainer.batch_settings import BatchSettings, UserSettings, batch_size_of
 from lightning_elastic_zero.trainer.dataloader_resume import (
     PendingResume,
     UnresumableDataPolicy,
+    finish_placement,
     position_dataloaders,
-    rewind_data_of_workers,
 )
 from lightning_elastic_zero.trainer.dataloaders import (
     elastic_loader,
     elastic_sampler_of,
+    samples_per_step,
     with_own_generator,
 )
 from lightning_elastic_zero.trainer.epoch_metrics import SavedMetrics
@@ -103,15 +104,17 @@ class RunResumer:
         if (elastic := elastic_sampler_of(loader)) is None:
             self.batches.check_fixed_batches(loader)
         else:
-            self._check_first(elastic)
+            self._check_first(elastic, loader)
             if elastic.seed == run_seed():
                 elastic.seed = self.recorder.seed
         self._loaders_made += 1
         return loader
 
-    def _check_first(self, elastic: ElasticSampler) -> None:
+    def _check_first(self, elastic: ElasticSampler, loader: object) -> None:
         """Refuse a first loader that is not cut as was settled by the batch size that it had."""
         plan = self.batches.plan if self.batches is not None else None
+        if batch_size_of(loader) is None:
+            return  # its items are batches, and are not cut
         if plan is not None and not self._loaders_made and elastic.plan != plan:
             msg = (
                 f"global_batch_size={plan.global_batch_size} was cut for another batch_size than "
@@ -199,10 +202,13 @@ class RunResumer:
         pending = live.at_batch_size(now.global_batch_size)
         if (seed := pending.run_seed) is not None:
             self.recorder.seed = seed
-        of_this = (combined_loader(trainer), self._on_unresumable_data)
+        combined = combined_loader(trainer)
+        sizes = samples_per_step(self.batches, training_loaders(trainer))
+        of_this = (combined, sizes, self._on_unresumable_data)
         placed = position_dataloaders(pending, *of_this)
-        if (position := live.within_limit(placed)) != placed:
-            position_dataloaders(replace(pending, position=position), *of_this)
+        if (position := live.within_limit(placed.position)) != placed.position:
+            placed = position_dataloaders(replace(pending, position=position), *of_this)
+        self.recorder.begin_at(placed)
         if position != pending.position or now.accumulate != pending.record.accumulate:
             live.complete_counters(position)
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
@@ -216,8 +222,7 @@ class RunResumer:
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
         live.step_plateaus(position, self._step_intervals)
         live.restart_data(position)
-        if not position.is_over:
-            rewind_data_of_workers(of_this[0], position)
+        finish_placement(placed, combined)
         live.start_progress_bar(position)
         live.skip_repeated_saves()
         given = pending.loader_states_at(position)
@@ -240,10 +245,8 @@ class RunResumer:
         texts = [*start_warnings.shuffle_warnings(self.overruled_orders or (), loaders)]
         self.overruled_orders = None
         if self._on_unresumable_data == "refuse":
-            is_known = self.batches is not None and self.batches.global_batch_size is not None
-            texts += start_warnings.unresumable_warnings(
-                loaders, trainer.world_size, is_known=is_known
-            )
+            sizes = samples_per_step(self.batches, loaders)
+            texts += start_warnings.unresumable_warnings(loaders, trainer.world_size, sizes)
         for text in texts:
             rank_zero_warn(text)
 

@@ -11,18 +11,28 @@ import torch
 from torch import nn
 
 from lightning_elastic_zero.data_progress import (
+    Consumed,
     DataProgress,
+    Position,
     collect_rng_states,
     read_position,
     set_rng_states,
 )
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings, batch_size_of
-from lightning_elastic_zero.trainer.dataloaders import elastic_sampler_of
+from lightning_elastic_zero.trainer.dataloader_resume import Placement
+from lightning_elastic_zero.trainer.dataloaders import (
+    elastic_sampler_of,
+    length_of,
+    samples_per_step,
+)
 from lightning_elastic_zero.trainer.epoch_metrics import EpochMetrics
 from lightning_elastic_zero.trainer.lightning_internals import (
+    combined_loader,
+    exhausted_loaders,
     is_fitting,
     known_callback_metrics,
     logged_steps,
+    repeats_shorter_loaders,
     run_seed,
     training_loaders,
 )
@@ -72,6 +82,7 @@ class RunRecorder:
         self._validated_at = -1
         self.seed = run_seed()
         """That orders the samples where the user gives none; a resume restores it."""
+        self._placement: Placement | None = None
         self.epoch_metrics = EpochMetrics()
         """What an epoch has summed up."""
 
@@ -129,11 +140,13 @@ class RunRecorder:
         if self._validated_at == _batches_done(trainer) - pending_micro_batches(trainer):
             position = replace(position, is_validated=True)
         elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
-        size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
-        if size is None and batches is not None:
+        size = None
+        if batches is not None:
             # As the loaders are now: train_dataloader may give another batch size in each epoch.
             live = batch_size_of(training_loaders(trainer)) or batches.loader_batch_size
             size = replace(batches, loader_batch_size=live).global_batch_size
+        if size is None:
+            size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
         total = trainer.num_training_batches
         return DataProgress(
             position,
@@ -146,10 +159,40 @@ class RunRecorder:
             else None,
             planned_steps=_planned_steps(trainer),
             loaders=tuple(s.describe() if s is not None else {} for s in elastic),
+            consumed=self._consumed(trainer, position),
             orders=tuple(s.latest_order() if s is not None else None for s in elastic),
             settings=_batch_counts(trainer, batches),
             seed=self.seed,
         )
+
+    def begin_at(self, placement: Placement) -> None:
+        """Note where a resumed run goes on."""
+        self._placement = placement
+
+    def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
+        """Return what this epoch has consumed of each training loader, up to a position."""
+        combined = combined_loader(trainer)
+        if combined is None:
+            return ()
+        loaders, begun = combined.flattened, self._placement
+        is_of_epoch = begun is not None and begun.position.epoch == position.epoch
+        if begun is None or not is_of_epoch or len(begun.consumed) != len(loaders):
+            begun = Placement(Position(position.epoch, 0), (Consumed(0),) * len(loaders))
+        steps = position.steps - begun.position.steps
+        repeats = len(loaders) > 1 and repeats_shorter_loaders(combined)
+        ended = exhausted_loaders(combined) if repeats else []
+        sizes = samples_per_step(self._batches, loaders)
+        parts: list[Consumed | None] = []
+        for index, (loader, size, part) in enumerate(
+            zip(loaders, sizes, begun.consumed, strict=True)
+        ):
+            whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)
+            is_lost = whole is None and ended[index : index + 1] == [True]
+            if size is None or part is None or is_lost:
+                parts.append(None)
+            else:
+                parts.append(_after(part, steps * size, whole, repeats=repeats))
+        return tuple(parts)
 
     def state_dict(
         self, trainer: pl.Trainer, record: DataProgress, device: torch.device
@@ -188,6 +231,25 @@ class RunRecorder:
     def _step_state_of(self, trainer: pl.Trainer) -> StepState | None:
         """Return what was kept at the last step, inside a window of micro-batches."""
         return self._step_state if _is_mid_accumulation(trainer) else None
+
+
+def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int | None:
+    """Return the samples of a whole pass through a loader; None where it has no length."""
+    if (elastic := elastic_sampler_of(loader)) is not None:
+        return elastic.total_size
+    length = length_of(loader)
+    return None if length is None or size is None else length * size // accumulate
+
+
+def _after(part: Consumed, samples: int, whole: int | None, *, repeats: bool) -> Consumed:
+    """Return what is consumed of a loader after so many samples more."""
+    samples += part.samples
+    if not whole:
+        return Consumed(samples, part.passes)
+    if not repeats:
+        return Consumed(min(samples, whole), part.passes)
+    passes, samples = divmod(samples, whole)
+    return Consumed(samples, part.passes + passes)
 
 
 def _is_mid_accumulation(trainer: pl.Trainer) -> bool:

@@ -81,15 +81,15 @@ def shuffle_warnings(overruled: Sequence[str], loaders: Sequence[object]) -> Ite
 
 
 def unresumable_warnings(
-    loaders: Sequence[object], world_size: int, *, is_known: bool
+    loaders: Sequence[object], world_size: int, samples_per_step: Sequence[int | None]
 ) -> Iterator[str]:
     """Yield which loaders cannot be resumed in mid-epoch; a step's samples may not be known."""
-    for loader in loaders:
+    for loader, size in zip(loaders, samples_per_step, strict=True):
         name = describe_loader(loader)
         if elastic_sampler_of(loader) is not None:
             continue
         if resumable_part_of(loader) is not None:
-            if not is_known:
+            if size is None:
                 yield (
                     f"A checkpoint inside an epoch will be refused on resume: the {name} does not "
                     "tell its batch_size, so it is not known how many samples a step has. Pass "

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_elastic_zero.data_progress import (
     LOADER_STATES,
+    Consumed,
     DataProgress,
     Position,
     fit_loop_at,
@@ -242,7 +243,9 @@ RECORD = DataProgress(
 
 def test_a_record_is_told_in_samples() -> None:
     """And an order by its epoch and digest; a loader whose order is its own has none."""
-    content = replace(RECORD, orders=((3, "d1"), None)).to_plain()
+    consumed = (Consumed(48, passes=1), None)
+    content = replace(RECORD, orders=((3, "d1"), None), consumed=consumed).to_plain()
+    assert content["consumed"] == [{"samples": 48, "passes": 1}, None]
     assert content["epoch_samples"] == 60
     assert content["orders"] == [{"epoch": 3, "digest": "d1"}, None]
 
@@ -259,6 +262,7 @@ RECORDS = st.builds(
     planned_steps=st.none() | COUNTS,
     loaders=st.just(RECORD.loaders),
     orders=st.lists(st.none() | st.tuples(COUNTS, st.text(max_size=3)), max_size=3).map(tuple),
+    consumed=st.lists(st.none() | st.builds(Consumed, COUNTS, COUNTS), max_size=3).map(tuple),
     settings=st.just(RECORD.settings),
 )
 
@@ -266,11 +270,21 @@ RECORDS = st.builds(
 @given(RECORDS)
 @example(DataProgress(Position(0, 0), 0, None, 1, 1, settings={}))
 def test_a_record_goes_through_the_manifest(record: DataProgress) -> None:
-    """What is written is what is read; what was written before orders were recorded, too."""
+    """What is written is what is read; what was written before some fields existed, too."""
     content = record.to_plain()
     assert DataProgress.from_plain(content, "here") == record
-    del content["orders"]
-    assert DataProgress.from_plain(content, "here") == replace(record, orders=())
+    del content["orders"], content["consumed"]
+    assert DataProgress.from_plain(content, "here") == replace(record, orders=(), consumed=())
+
+
+def test_what_a_loader_has_given_is_not_guessed() -> None:
+    """From the run's steps where there is one loader, and not where there are several."""
+    assert RECORD.consumed_of(0, is_only_one=True) == Consumed(60)
+    assert RECORD.consumed_of(0, is_only_one=False) is None
+    two = replace(RECORD, consumed=(Consumed(7), None))
+    assert [two.consumed_of(i, is_only_one=False) for i in (0, 1, 2)] == [Consumed(7), None, None]
+    unknown = replace(RECORD, global_batch_size=None)
+    assert unknown.consumed_of(0, is_only_one=True) is None
 
 
 @pytest.mark.parametrize(
@@ -285,6 +299,8 @@ def test_a_record_goes_through_the_manifest(record: DataProgress) -> None:
         {"world_size": 0},
         {"loaders": 3},
         {"global_batch_size": "many"},
+        {"consumed": [{"samples": -1, "passes": 0}]},
+        {"consumed": [{"samples": 1}]},
     ],
 )
 def test_garbled_records_are_refused(change: dict[str, Any]) -> None:

@@ -46,6 +46,18 @@ class IndexedSamples(Dataset[Any]):
         return x + self.noise * torch.randn(WIDTH), index
 
 
+class Items(IndexedSamples):
+    """Items that are batches of four samples."""
+
+    @override
+    def __len__(self) -> int:
+        return self.length // 4
+
+    @override
+    def __getitem__(self, index: int) -> Any:
+        return default_collate([super(Items, self).__getitem__(4 * index + i) for i in range(4)])
+
+
 class Backwards(Sampler[int]):
     """A sampler of a user's own."""
 
@@ -289,6 +301,17 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
             return StatefulLoader(Stream(length), batch_size=size)
         case "seeks":
             return made(SeekableStream(length, size))
+        case "items":
+            return DataLoader(Items(length, noise), batch_size=None, **options)
+        case "a stream first":
+            longer = DataLoader(IndexedSamples(2 * length, noise), 2 * size, shuffle=True)
+            return [made(SeekableStream(length, size)), longer]
+        case "a stream and a shorter one":
+            shorter = DataLoader(IndexedSamples(length // 2, noise), 2 * size, shuffle=True)
+            return [made(SeekableStream(length, size)), shorter]
+        case "a shorter stream":
+            shorter = made(SeekableStream(length // 2, size))
+            return [made(data, shuffle=True), shorter]
         case "goes on":
             return DataLoader(ContinuingStream(length), batch_size=size)
         case "two, one uncut":

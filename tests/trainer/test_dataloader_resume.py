@@ -93,6 +93,72 @@ def test_workers_begin_where_their_data_is_told_to(
     assert seen.steps == from_step(whole.steps, 3)
 
 
+def test_items_that_are_batches_come_once(worlds: Pools, tmp_path: Path) -> None:
+    """With batch_size=None a place is counted in items, on any number of devices."""
+    run = RunSpec(kind="items", length=48, global_batch=None, epochs=1)
+    for source, point, done in ((1, "step 0.4", 4), (2, "step 0.2", 4), (2, "step 0.3", 6)):
+        saving = replace(run, save=(point,), root=str(tmp_path / f"{source}"))
+        whole = worlds.run(source, partial(fit, saving))[0]
+        before = [i for step in range(done // source) for i in whole.steps[step]]
+        for world in (1, 2, 4):
+            seen = worlds.run(world, partial(fit, saving.resumed(point)))[0]
+            after = [i for ids in seen.steps.values() for i in ids]
+            again = done % world  # rounded down to a step: none is skipped
+            assert len(before) + len(after) == 4 * (12 + again)
+            assert set(before) | set(after) == set(range(48))
+
+
+def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
+    """Refused at once without it; with it, each step has as many samples on all devices."""
+    run = RunSpec(kind="items", length=48, global_batch=16, epochs=1)
+    for message in worlds.run(2, partial(error_of, run)):
+        assert message.startswith("UnsupportedError")
+        assert "logging_batch_size_per_gpu" in message
+    sized = replace(run, strategy={"logging_batch_size_per_gpu": 4})
+    whole, resumed = saved(replace(sized, global_batch=8), worlds, tmp_path)
+    for world in (1, 2):
+        seen = worlds.run(world, partial(fit, resumed))[0]
+        assert seen.steps == from_step(whole.steps, 3)
+        assert {len(ids) for ids in seen.steps.values()} == {8}
+    for message in worlds.run(3, partial(error_of, replace(sized, global_batch=6))):
+        assert message.startswith("UnsupportedError")
+        assert "global_batch_size=6" in message
+        assert "batch_size=None gives items of 4 samples" in message
+
+
+@pytest.mark.parametrize("point", [3, 5, 7])
+@pytest.mark.parametrize("kind", ["a stream first", "a stream and a shorter one"])
+def test_each_loader_goes_on_where_it_was(
+    kind: str, point: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Also with batches of other sizes, after a shorter one has begun again, and twice in a row."""
+    run = RunSpec(kind=kind, length=64, global_batch=None, batch_size=4, epochs=2)
+    saving = replace(run, save=(f"step 0.{point}",), root=str(tmp_path / "first"))
+    whole = worlds.run(2, partial(fit, saving))[0]
+    assert whole.global_step == 16
+    again = replace(saving.resumed(f"step 0.{point}"), save=("step 0.7",), root=str(tmp_path))
+    seen = worlds.run(2, partial(fit, again))[0]
+    assert seen.steps == from_step(whole.steps, point)
+    if point < 7:
+        seen = worlds.run(2, partial(fit, again.resumed("step 0.7")))[0]
+        assert seen.steps == from_step(whole.steps, 7)
+    here = replace(saving.resumed(f"step 0.{point}"), batch_size=8)
+    seen = worlds.run(1, partial(fit, here))[0]
+    assert seen.steps == from_step(whole.steps, point)
+
+
+def test_a_stream_that_has_begun_again_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """Where it is in an epoch is not known then; before, it goes on."""
+    run = RunSpec(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
+    saving = replace(run, save=("step 0.2", "step 0.6"), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, saving))[0]
+    seen = worlds.run(2, partial(fit, saving.resumed("step 0.2")))[0]
+    assert seen.steps == from_step(whole.steps, 2)
+    for message in worlds.run(2, partial(error_of, saving.resumed("step 0.6"))):
+        assert message.startswith("CheckpointMismatchError")
+        assert "how many samples the DataLoader of SeekableStream had given" in message
+
+
 @pytest.mark.long
 def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path: Path) -> None:
     """It is of one rank among two; for three it means nothing."""
