@@ -155,7 +155,7 @@ class CheckpointSaver:
         )
         with self._hooks.saving():
             if trainer is not None and not weights_only:
-                options = self._with_progress(options, client_state, trainer)
+                options = self._with_progress(options, client_state, trainer, str(path))
             self._write(engine, path, client_state, options, trainer)
 
     def _write(
@@ -182,7 +182,7 @@ class CheckpointSaver:
                 manager.save(*saved, replace(options, show=show))
 
     def _with_progress(
-        self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer
+        self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer, path: str
     ) -> SaveOptions:
         """Add where the run stands, in samples, and what of this moment only the trainer has."""
         if (loops := client_state.get("loops", {}).get("fit_loop")) is None:
@@ -190,7 +190,7 @@ class CheckpointSaver:
         of = self._resumer.recorder
         with self._resumer.settings.reapplied(trainer):
             record = of.record(trainer, loops, self._world_size)
-            own = of.state_dict(trainer, record, self._device)
+            own = of.state_dict(trainer, record, self._device, path)
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
                 self._last_fit.put_back(own)

@@ -141,13 +141,38 @@ class EpochMetrics:
         """Set the metrics aside: a run that is resumed inside a validation begins it anew."""
         self._before_validation = self._metrics.now() if self._metrics is not None else None
 
-    def validated(self) -> None:
+    def validated(self, trainer: pl.Trainer) -> None:
         """Note that the validation is over."""
+        if self._noted is not None:
+            self._noted["metrics"] |= self._validated_metrics(trainer)
         if self._metrics is not None and (before := self._before_validation) is not None:
             for name, held in self._metrics.now().items():
                 if name not in before or held["updates"] != before[name]["updates"]:
                     self._of_epoch.discard(name)
         self._before_validation = None
+
+    def _validated_metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the metrics after a validation that the open window has not changed itself.
+
+        A run that goes back to the step before the window does not validate there again.
+        """
+        if self._metrics is None or self._noted is None or self._before_validation is None:
+            return {}
+        noted, before = self._noted["metrics"], self._before_validation
+        reset = self._reset_after_validation(trainer)
+        return {
+            name: held
+            for name, held in self._metrics.now().items()
+            if name in noted and name in before and name not in reset
+            if noted[name]["updates"] == before[name]["updates"]
+        }
+
+    def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
+        """Return the metrics that Lightning resets right after the hooks that save."""
+        if self._metrics is None:
+            return set()
+        results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
+        return set(self._metrics.names(r.value for r in results if not r.is_tensor))
 
     def state(
         self, trainer: pl.Trainer, *, inside: bool, validated: bool, ending: bool
@@ -164,6 +189,8 @@ class EpochMetrics:
             return {}
         if inside and self._noted is not None:
             logged, metrics = self._noted["logged"], self._noted["metrics"]
+            if validated:
+                metrics = {**metrics, **self._validated_metrics(trainer)}
         else:
             logged = ResumableResults.of(trainer).to_plain()
             # An epoch's end may have reset those that were logged.
@@ -172,9 +199,7 @@ class EpochMetrics:
             if self._before_validation is not None and not validated:
                 metrics = self._before_validation
             elif self._before_validation is not None:
-                results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
-                # Lightning resets these right after the hooks that save.
-                reset = self._metrics.names(r.value for r in results if not r.is_tensor)
+                reset = self._reset_after_validation(trainer)
                 metrics = {name: held for name, held in metrics.items() if name not in reset}
             elif ending:
                 # The module's own hook, which comes after those of callbacks, resets them.

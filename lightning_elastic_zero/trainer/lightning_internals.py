@@ -40,6 +40,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_data_source": "know the batch size before there are loaders",
         "_last_train_dl_reload_epoch": "make loaders anew in the epochs of the run that saved",
         "_restarting": "go on in mid-epoch without one batch too many",
+        "_can_stop_early": "know whether a stop waits for min_epochs or min_steps",
         "_should_accumulate": "step where a window of micro-batches ends",
     },
     "the training epoch loop": {
@@ -110,6 +111,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
 ``WeightAveraging``, which came with 2.6.0."""
 
 NOT_CHECKED = {
+    "_defer_save_until_validation": "a ModelCheckpoint's, in releases that defer saves",
     "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
     "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
     "_signal_connector": "a trainer's",
@@ -368,6 +370,21 @@ def last_saved_step(callback: ModelCheckpoint) -> int:
 def set_last_saved_step(callback: ModelCheckpoint, step: int) -> None:
     """Set the step that a callback saved last, so that it does not save it once more."""
     callback._last_global_step_saved = step
+
+
+def is_save_deferred(callback: ModelCheckpoint) -> bool:
+    """Whether a callback's next save waits for a validation, which gives its metric."""
+    return bool(getattr(callback, "_defer_save_until_validation", False))
+
+
+def defer_save(callback: ModelCheckpoint) -> None:
+    """Let a callback save at the end of the next validation."""
+    callback._defer_save_until_validation = True
+
+
+def waits_to_stop(trainer: pl.Trainer) -> bool:
+    """Whether the trainer was told to stop, and goes on until min_epochs and min_steps."""
+    return trainer.should_stop and not trainer.fit_loop._can_stop_early
 
 
 def save_intervals(callback: ModelCheckpoint) -> tuple[int, int]:

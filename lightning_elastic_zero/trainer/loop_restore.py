@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_elastic_zero.data_progress import Position, validation_counters_at
 from lightning_elastic_zero.trainer.dataloader_resume import PendingResume
 from lightning_elastic_zero.trainer.lightning_internals import (
     combined_loader,
     data_fetcher,
+    defer_save,
     end_restart,
     forget_loader_states,
     is_validation_due,
@@ -27,6 +28,9 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     training_loaders,
 )
 from lightning_elastic_zero.trainer.step_intervals import StepIntervals, prefetch_next_batch
+
+SAVES = "saves"
+"""Entry of this library's part of the checkpoint dictionary: each ModelCheckpoint's saves."""
 
 
 class LoopRestorer:
@@ -89,6 +93,12 @@ class LoopRestorer:
         self._epoch.batch_progress.is_last_batch = True
         return replace(position, is_over=True)
 
+    def restore_stop(self) -> None:
+        """Stop as soon as min_epochs and min_steps allow, where a callback had asked for it."""
+        if self._state.get("waits_to_stop"):
+            self._trainer.should_stop = True
+            rank_zero_info("A callback had asked to stop; training goes on to min_epochs/min_steps")
+
     def start_progress_bar(self, position: Position) -> None:
         """Begin the progress bar's epoch in its middle; else it does not know its length.
 
@@ -102,14 +112,18 @@ class LoopRestorer:
         """Keep each ``ModelCheckpoint`` from saving a step again that it had saved.
 
         It does not keep that step; inside the next window of micro-batches it would write the same
-        state once more, over the checkpoint that the run was resumed from.
+        state once more, over the checkpoint that the run was resumed from. A save that waited for
+        a validation is made then.
         """
-        step = self._trainer.global_step
+        step, saves = self._trainer.global_step, self._state.get(SAVES, {})
         for callback in self._trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
+            saved = saves.get(callback.state_key, {"step": -1, "deferred": False})
             every, _ = save_intervals(callback)
-            if every >= 1 and step % every == 0:
+            if saved["deferred"]:
+                defer_save(callback)
+            elif saved["step"] == step or (every >= 1 and step % every == 0):
                 set_last_saved_step(callback, step)
 
     def complete_counters(self, position: Position) -> None:

@@ -52,7 +52,11 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     training_loaders,
 )
 from lightning_elastic_zero.trainer.loop_restore import LoopRestorer
-from lightning_elastic_zero.trainer.run_record import STATE_KEY, RunRecorder
+from lightning_elastic_zero.trainer.run_record import (
+    STATE_KEY,
+    VALIDATED_IN_WINDOW,
+    RunRecorder,
+)
 from lightning_elastic_zero.trainer.step_intervals import StepIntervals
 
 
@@ -215,7 +219,9 @@ class RunResumer:
         live.restart_at(position)
         set_last_reload(trainer, position.epoch)
         if position.is_validated:
-            self.recorder.mark_validated(trainer)
+            ahead = self._validated_ahead(pending, position)
+            self.recorder.mark_validated(trainer, ahead)
+            self._step_intervals.skip_validations(trainer, ahead)
         live.restore_validation_counters()
         live.restore_metrics()
         source = SavedMetrics.of(pending, rank)
@@ -225,6 +231,7 @@ class RunResumer:
         finish_placement(placed, combined)
         live.start_progress_bar(position)
         live.skip_repeated_saves()
+        live.restore_stop()
         given = pending.loader_states_at(position)
         if "random" not in pending.state:
             return given
@@ -238,6 +245,21 @@ class RunResumer:
                 f"its own (seed {run_seed()}, step {trainer.global_step}, rank)"
             )
         return given
+
+    def _validated_ahead(self, pending: PendingResume, position: Position) -> int:
+        """Return how many of the next micro-batches validations have followed before the save.
+
+        A save inside a window goes back to the step before; callbacks, whose states are of the
+        save, do not. As many samples are meant as in the run that saved.
+        """
+        inside = int(pending.state.get(VALIDATED_IN_WINDOW, 0))
+        record, batches = pending.record, self.batches
+        if not inside or batches is None or position.steps != pending.position.steps:
+            return 0
+        was, now = record.accumulate, batches.accumulate
+        done = record.position.steps * was + inside
+        saved, here = record.global_batch_size or 1, batches.global_batch_size or 1
+        return max(0, done * saved * now // (was * here) - position.steps * now)
 
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
         """Warn of what becomes of the training data that the user may not expect."""

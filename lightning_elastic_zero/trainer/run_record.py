@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_elastic_zero.data_progress import (
@@ -30,13 +31,16 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     combined_loader,
     exhausted_loaders,
     is_fitting,
+    is_save_deferred,
     known_callback_metrics,
+    last_saved_step,
     logged_steps,
     repeats_shorter_loaders,
     run_seed,
     training_loaders,
+    waits_to_stop,
 )
-from lightning_elastic_zero.trainer.loop_restore import validation_batches
+from lightning_elastic_zero.trainer.loop_restore import SAVES, validation_batches
 from lightning_elastic_zero.trainer.start_warnings import BATCH_COUNT_SETTINGS
 from lightning_elastic_zero.trainer.stateful_loaders import LoaderStates
 from lightning_elastic_zero.trainer.step_intervals import (
@@ -47,6 +51,9 @@ from lightning_elastic_zero.trainer.step_intervals import (
 
 STATE_KEY = "lightning_elastic_zero"
 """Entry of the checkpoint dictionary with what the manifest has no place for."""
+
+VALIDATED_IN_WINDOW = "validated_in_window"
+"""Entry of the same: micro-batches after the step whose validations the callbacks have counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +122,14 @@ class RunRecorder:
     def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Note that the validation that was due here is over."""
         self.mark_validated(trainer)
-        self.epoch_metrics.validated()
+        self.epoch_metrics.validated(trainer)
         if self._random_before_validation is not None:
             set_rng_states(self._random_before_validation, device)
             self._random_before_validation = None
 
-    def mark_validated(self, trainer: pl.Trainer) -> None:
-        """Note that the validation of these batches is over."""
-        self._validated_at = _batches_done(trainer)
+    def mark_validated(self, trainer: pl.Trainer, ahead: int = 0) -> None:
+        """Note that the validations up to this batch, or so many batches ahead, are over."""
+        self._validated_at = _batches_done(trainer) + ahead
 
     def record(
         self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
@@ -137,7 +144,7 @@ class RunRecorder:
             validating=is_fitting(trainer) and trainer.validating,
         )
         # Inside a window the place is that of the step before, after which validation may have run.
-        if self._validated_at == _batches_done(trainer) - pending_micro_batches(trainer):
+        if self._validated_in_window(trainer) >= 0:
             position = replace(position, is_validated=True)
         elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
         size = None
@@ -195,18 +202,20 @@ class RunRecorder:
         return tuple(parts)
 
     def state_dict(
-        self, trainer: pl.Trainer, record: DataProgress, device: torch.device
+        self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
     ) -> dict[str, Any]:
-        """Return what else of this moment belongs to the checkpoint, this rank's own."""
+        """Return what else of this moment belongs to a checkpoint at a path, this rank's own."""
         step_state = self._step_state_of(trainer)
         # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
         metrics = known_callback_metrics(trainer)
-        validated, inside = record.position.is_validated, _is_mid_accumulation(trainer)
+        began = is_fitting(trainer) and trainer.validating
+        validated, inside = began and _is_validation_over(trainer), _is_mid_accumulation(trainer)
         ending = record.position.steps == 0 and _is_ending(trainer.fit_loop.epoch_progress)
         kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)
         return {
             **kept,
-            "validation_began": trainer.validating and not validated,
+            "validation_began": began and not validated,
+            VALIDATED_IN_WINDOW: max(0, self._validated_in_window(trainer)) if inside else 0,
             "validation_batches": validation_batches(trainer),
             "random": dict(step_state.random)
             if step_state
@@ -214,6 +223,8 @@ class RunRecorder:
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": ending,
             "axis": _logger_step(trainer),
+            "waits_to_stop": is_fitting(trainer) and waits_to_stop(trainer),
+            SAVES: dict(_saves(trainer, path)),
             "plateau_step_pending": not step_state
             and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
         }
@@ -227,6 +238,17 @@ class RunRecorder:
         """Return the states of loaders that keep their own, as of the last optimizer step."""
         step_state = self._step_state_of(trainer)
         return step_state.loaders if step_state else self._states_of_loaders.now(trainer)
+
+    def _validated_in_window(self, trainer: pl.Trainer) -> int:
+        """Return the micro-batches since the last step up to the last validation that is over.
+
+        It is negative where that validation was before the step. Hooks of the validation that runs
+        count it once its batches are done, since callbacks count it then.
+        """
+        done = _batches_done(trainer)
+        over = is_fitting(trainer) and trainer.validating and _is_validation_over(trainer)
+        validated_at = done if over else self._validated_at
+        return validated_at - (done - pending_micro_batches(trainer))
 
     def _step_state_of(self, trainer: pl.Trainer) -> StepState | None:
         """Return what was kept at the last step, inside a window of micro-batches."""
@@ -258,9 +280,29 @@ def _is_mid_accumulation(trainer: pl.Trainer) -> bool:
     return bool(current["ready"] != current["processed"] or pending_micro_batches(trainer))
 
 
+def _is_validation_over(trainer: pl.Trainer) -> bool:
+    """Whether all batches of the validation that is under way are done."""
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    current = progress.current
+    return bool(progress.is_last_batch and current.completed == current.ready > 0)
+
+
 def _batches_done(trainer: pl.Trainer) -> int:
     done: int = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["total"]["processed"]
     return done
+
+
+def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each ``ModelCheckpoint``'s key, the step that it saved last, and whether a save waits.
+
+    Its own state has neither. The callback that saves now notes its step afterwards.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
+            step = trainer.global_step if path in own else last_saved_step(callback)
+            deferred = path not in own and is_save_deferred(callback)
+            yield callback.state_key, {"step": step, "deferred": deferred}
 
 
 def _is_ending(progress: Any) -> bool:

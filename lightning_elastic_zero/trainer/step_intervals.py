@@ -106,11 +106,13 @@ class StepIntervals:
         self._is_planned = False
         self._frequencies: list[tuple[Any, int]] = []
         self._interval: int | float | None = None
+        self._validated = range(0)
+        """Micro-batches of the run, counted from 1, whose validations are not to take place."""
 
     def begin_fit(self, trainer: pl.Trainer, *, is_planned: bool) -> None:
         """Begin a fit whose loaders are made; of a planned global batch integers count batches."""
         self._is_planned = is_planned
-        self._frequencies, self._interval = [], None
+        self._frequencies, self._interval, self._validated = [], None, range(0)
         _set_validation_interval(trainer, is_planned=is_planned)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
@@ -126,6 +128,11 @@ class StepIntervals:
         """Compute what is due after the batch that was the last one when the run was saved."""
         self.restore(trainer)
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
+
+    def skip_validations(self, trainer: pl.Trainer, batches: int) -> None:
+        """Skip the validations after the next batches: callbacks have counted them already."""
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self._validated = range(done + 1, done + batches + 1)
 
     def suspend_plateau_steps(self, trainer: pl.Trainer) -> None:
         """Keep plateau schedulers from being due when Lightning ends the last batch again."""
@@ -182,15 +189,19 @@ class StepIntervals:
         if not isinstance(live, int) or interval is None:
             return  # by the clock, or at the end of data of which nothing is known
         accumulate, counted = trainer.accumulate_grad_batches, ready
+        total = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         is_end = is_last or ready % accumulate == 0
-        if isinstance(interval, float):
+        if total in self._validated:
+            counted = total if trainer.check_val_every_n_epoch is None else ready
+            is_due = False
+        elif isinstance(interval, float):
             every = live // accumulate
             at_steps = optimizer_steps_in(ready, accumulate) % max(1, every) == 0
             is_due = is_last if interval == 1.0 else is_end and at_steps
         elif not self._is_planned or not trainer.lightning_module.automatic_optimization:
             return  # a module that optimizes by itself has no windows
         elif trainer.check_val_every_n_epoch is None:
-            counted = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            counted = total
             is_due = is_end and steps % interval == 0
         else:
             is_due = is_end and optimizer_steps_in(ready, accumulate) % interval == 0

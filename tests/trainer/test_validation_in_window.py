@@ -1,0 +1,200 @@
+"""A validation inside an accumulation window takes place once, also where the run is resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from tests.engine._worker_pool import Pools
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import (
+    EventRecorder,
+    RecordingNet,
+    RunRecord,
+    RunSpec,
+    from_step,
+    gather_record,
+    trainer_of,
+)
+
+pytestmark = pytest.mark.engine
+
+RUN = RunSpec(length=96, epochs=3, global_batch=None, batch_size=2, validate=True, dropout=0.2)
+"""Without a global batch, so that an integer interval counts micro-batches: 24 on two ranks."""
+
+
+class Counter(Callback):
+    """Counts validations, saves in one of them or after a micro-batch, and ends a run early."""
+
+    def __init__(self, root: str, saves_at: int, saves_in: str, dies_at: int) -> None:
+        self.path = f"{root}/mine.ckpt"
+        self.saves_at, self.saves_in, self.dies_at = saves_at, saves_in, dies_at
+        self.began, self.ended = 0, 0
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self.began, "ended": self.ended}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.began, self.ended = state_dict["began"], state_dict["ended"]
+
+    def _save(self, trainer: pl.Trainer, moment: str) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        if (done, moment) == (self.saves_at, self.saves_in):
+            trainer.save_checkpoint(self.path)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.began += 1
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.ended += 1
+        self._save(trainer, "validation")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, "training")
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.dies_at:
+            raise KeyError
+
+
+class Net(RecordingNet):
+    """A net with a metric that only validations update, and that nothing resets."""
+
+    def __init__(self, run: RunSpec) -> None:
+        super().__init__(run)
+        self.validated = torchmetrics.SumMetric()
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.validated.update(self.loss(batch[0]).mean())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, where it is ended, and how it is resumed."""
+
+    accumulate: int
+    interval: int
+    dies_at: int
+    """Micro-batches after which the first run ends."""
+    resumes: str = "last.ckpt"
+    saves_at: int = 0
+    saves_in: str = ""
+    every_n_epochs: int | None = 1
+    patience: int = 4
+    min_epochs: int | None = None
+    by_steps: bool = False
+    """A third ModelCheckpoint saves at each step, once there is a metric."""
+
+    def run(self, root: Path) -> RunSpec:
+        """Return the run."""
+        trainer = {
+            "accumulate_grad_batches": self.accumulate,
+            "val_check_interval": self.interval,
+            "check_val_every_n_epoch": self.every_n_epochs,
+            "min_epochs": self.min_epochs,
+        }
+        return replace(RUN, root=str(root), trainer=trainer)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What callbacks have counted and decided at the end of a run."""
+
+    record: RunRecord
+    counted: tuple[int, int]
+    stopping: dict[str, Any]
+    best: list[dict[str, float]]
+    """Each ModelCheckpoint's names and scores."""
+    metrics: dict[str, float]
+    validated: float
+
+
+def decided(case: Case, run: RunSpec, dies_at: int = -1) -> Decisions | None:
+    """Fit; None for a run that ends early."""
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    torch.manual_seed(run.seed + comm.get_rank())
+    net, watch = Net(run), EventRecorder(run)
+    counter = Counter(run.root, case.saves_at, case.saves_in, dies_at)
+    stopping = EarlyStopping("val", patience=case.patience, min_delta=100.0)
+    made = partial(ModelCheckpoint, run.root, monitor="val", save_top_k=3)
+    saves = [
+        made(filename="first {step}"),
+        made(filename="second {step}", mode="max", save_last=True, enable_version_counter=False),
+    ]
+    if case.by_steps:
+        saves.insert(0, made(filename="third {step}", every_n_train_steps=1, save_top_k=-1))
+    trainer = trainer_of(run, [stopping, counter, watch, *saves])
+    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
+    try:
+        trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
+    except KeyError:
+        return None
+    return Decisions(
+        gather_record(trainer, net, watch),
+        (counter.began, counter.ended),
+        {k: float(v) for k, v in stopping.state_dict().items() if not isinstance(v, str | None)},
+        [{Path(p).name: float(s) for p, s in each.best_k_models.items()} for each in saves],
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        float(net.validated.compute()),
+    )
+
+
+CASES = {
+    "in the second window": Case(4, 6, 7),
+    "over epochs": Case(4, 6, 7, every_n_epochs=None),
+    "at its end and inside": Case(4, 2, 7, "mine.ckpt", 6, "validation"),
+    "later in the window": Case(4, 6, 7, "mine.ckpt", 7, "training"),
+    "before it": Case(4, 6, 7, "mine.ckpt", 6, "training"),
+    "in the first window": Case(4, 3, 4, "mine.ckpt", 3, "validation"),
+    "several in a window": Case(8, 3, 10),
+    "a save that waits for it": Case(4, 6, 5, "mine.ckpt", 5, "training", by_steps=True),
+    "a stop that waits for min_epochs": Case(
+        4, 18, 44, "mine.ckpt", 44, "training", patience=1, min_epochs=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_decisions_are_those_of_the_whole_run(case: Case, worlds: Pools, tmp_path: Path) -> None:
+    """Early stopping, the best k, counts, metrics, samples and losses, bit for bit."""
+    whole_root, root = tmp_path / "whole", tmp_path / "resumed"
+    (whole, *_) = worlds.run(2, partial(decided, case, case.run(whole_root)))
+    assert worlds.run(2, partial(decided, case, case.run(root), case.dies_at)) == [None, None]
+    again = replace(case.run(root), ckpt_path=str(root / case.resumes))
+    (seen, *_) = worlds.run(2, partial(decided, case, again))
+    assert whole is not None
+    assert seen is not None
+    assert seen.counted == whole.counted
+    assert seen.stopping == whole.stopping
+    assert seen.record.global_step == whole.record.global_step
+    assert seen.metrics == whole.metrics
+    assert seen.validated == whole.validated
+    first = min(seen.record.steps)
+    assert seen.record.steps == from_step(whole.record.steps, first)
+    assert seen.record.losses == from_step(whole.record.losses, first)
+    if case.saves_at in {
+        0,
+        case.dies_at,
+    }:  # else the first run has saved more, or fewer had seen it
+        assert seen.best == whole.best
+        names = [sorted(p.name for p in folder.glob("*.ckpt")) for folder in (root, whole_root)]
+        assert names[0] == names[1]
