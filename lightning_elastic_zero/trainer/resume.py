@@ -218,8 +218,8 @@ class RunResumer:
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
         live.restart_at(position)
         set_last_reload(trainer, position.epoch)
-        if position.is_validated:
-            ahead = self._validated_ahead(pending, position)
+        ahead = _validated_ahead(pending, position, now)
+        if position.is_validated or ahead:
             self.recorder.mark_validated(trainer, ahead)
             self._step_intervals.skip_validations(trainer, ahead)
         live.restore_validation_counters()
@@ -246,21 +246,6 @@ class RunResumer:
             )
         return given
 
-    def _validated_ahead(self, pending: PendingResume, position: Position) -> int:
-        """Return how many of the next micro-batches validations have followed before the save.
-
-        A save inside a window goes back to the step before; callbacks, whose states are of the
-        save, do not. As many samples are meant as in the run that saved.
-        """
-        inside = int(pending.state.get(VALIDATED_IN_WINDOW, 0))
-        record, batches = pending.record, self.batches
-        if not inside or batches is None or position.steps != pending.position.steps:
-            return 0
-        was, now = record.accumulate, batches.accumulate
-        done = record.position.steps * was + inside
-        saved, here = record.global_batch_size or 1, batches.global_batch_size or 1
-        return max(0, done * saved * now // (was * here) - position.steps * now)
-
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
         """Warn of what becomes of the training data that the user may not expect."""
         loaders = training_loaders(trainer)
@@ -284,6 +269,24 @@ class RunResumer:
             foreign_path="" if pending.is_own_format else pending.where,
         ):
             rank_zero_warn(text)
+
+
+def _validated_ahead(pending: PendingResume, position: Position, now: DataProgress) -> int:
+    """Return how many of the next micro-batches validations have followed before the save.
+
+    A save inside a window goes back to the step before; callbacks, whose states are of the save,
+    do not. As many samples are meant as in the run that saved.
+    """
+    inside = int(pending.state.get(VALIDATED_IN_WINDOW, 0))
+    if not inside or position.steps != pending.position.steps:
+        return 0
+    record = pending.record
+    done = record.position.steps * record.accumulate + inside
+    saved, here = record.global_batch_size, now.global_batch_size
+    if not saved or not here:
+        saved = here = 1
+    batches = done * saved * now.accumulate // (record.accumulate * here)
+    return max(0, batches - position.steps * now.accumulate)
 
 
 def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:

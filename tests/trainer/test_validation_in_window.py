@@ -34,6 +34,11 @@ RUN = RunSpec(length=96, epochs=3, global_batch=None, batch_size=2, validate=Tru
 """Without a global batch, so that an integer interval counts micro-batches: 24 on two ranks."""
 
 
+def _done(trainer: pl.Trainer) -> int:
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.total.processed)
+
+
 class Counter(Callback):
     """Counts validations, saves in one of them or after a micro-batch, and ends a run early."""
 
@@ -51,8 +56,7 @@ class Counter(Callback):
         self.began, self.ended = state_dict["began"], state_dict["ended"]
 
     def _save(self, trainer: pl.Trainer, moment: str) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        if (done, moment) == (self.saves_at, self.saves_in):
+        if (_done(trainer), moment) == (self.saves_at, self.saves_in):
             trainer.save_checkpoint(self.path)
 
     @override
@@ -70,7 +74,7 @@ class Counter(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.dies_at:
+        if _done(trainer) == self.dies_at:
             raise KeyError
 
 
