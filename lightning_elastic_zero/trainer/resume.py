@@ -21,6 +21,7 @@ from lightning_elastic_zero.data_progress import (
     VALIDATION,
     DataProgress,
     ElasticSampler,
+    Position,
     fit_loop_at,
     infer_progress,
     seed_rng_streams,
