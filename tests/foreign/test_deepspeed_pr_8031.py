@@ -267,6 +267,25 @@ def test_other_parameter_groups_are_refused(pools: Pools, tmp_path: Path) -> Non
     assert "it was saved with other parameter groups" in found.message
 
 
+def count_in_groups(shard: dict[str, Any]) -> None:
+    """Count steps as apex's FusedAdam does."""
+    shard["base_optimizer_state_step"] = 4
+    for states in shard["base_optimizer_state"]:
+        del states["step"]
+
+
+def test_steps_of_the_groups_are_not_dropped(tmp_path: Path) -> None:
+    """An optimizer that counts in its groups alone would begin anew: its state is refused."""
+    path, _ = unpack_others("plain-on-2", tmp_path)
+    folder = path / "elastic"
+    for rank in (0, 1):
+        folder = edited(folder, tmp_path / f"rank {rank}", rank, count_in_groups)
+    with closing(open_checkpoint(folder)) as reader:
+        assert "counts steps in the parameter groups" in reader.info.unmatched
+    with closing(open_checkpoint(path)) as reader:
+        assert not reader.info.unmatched
+
+
 @pytest.mark.parametrize("to", ["fp32", "lightning", "universal", "dcp"])
 def test_conversions_hold_the_weights(to: str, tmp_path: Path) -> None:
     """Each target that has room for them has the masters and frozen weights, bit for bit."""

@@ -141,6 +141,12 @@ class ZeroReader(TagReader):
 
     def _unmatched(self) -> str:
         """Describe whose optimizer state the shards lack; nothing where they lack none."""
+        if self._shards.counts_in_groups():
+            return (
+                "its optimizer counts steps in the parameter groups and not in its states, and "
+                "elastic shards hold no parameter groups, so that the steps would begin anew; "
+                f"{FRESH_OPTIMIZER_HINT}"
+            )
         if not (lacking := self._shards.without_state()):
             return ""
         return (

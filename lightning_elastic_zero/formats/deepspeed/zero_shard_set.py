@@ -36,7 +36,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed.class_stubs import stub_fields
-from lightning_elastic_zero.formats.deepspeed.constants import STATES
+from lightning_elastic_zero.formats.deepspeed.constants import GROUP_STEP, STATES
 from lightning_elastic_zero.formats.deepspeed.hyperparameter_differences import (
     HyperparameterDifferences,
 )
@@ -312,6 +312,12 @@ class ZeroShardSet:
         """Return the parameters without optimizer state in groups that have some."""
         lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
         return [name for index in lacking for name in self.buffers[index].names]
+
+    def counts_in_groups(self) -> bool:
+        """Whether an elastic shard's optimizer counts its steps in the parameter groups alone."""
+        counted = self._shard(0).get(GROUP_STEP)
+        in_states = any(key.name == "step" for group in self.groups for key in group.state)
+        return self.elastic and bool(counted) and not in_states
 
     def steps(self) -> list[int]:
         """Return how many steps Adam has taken, by the first shard: for each of its flat buffers.
