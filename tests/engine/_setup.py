@@ -91,6 +91,8 @@ class Setup:
     """Masters and optimizer states are in files (ZeRO-3): ``plain``, or ``pipelined``."""
     fp32_gradients: bool = False
     """Gradients are accumulated in fp32, whatever the weights' type (ZeRO-2 and 3)."""
+    zips: bool = True
+    """With DeepSpeed's own ``checkpoint_serialization``."""
     unpartitioned: bool = False
     """``B`` as DeepSpeed 0.18.4 has it (``wrapper_of_0_18_4``)."""
 
@@ -196,6 +198,7 @@ class Setup:
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
             "aio": AIO,
+            **({} if self.zips else {"checkpoint": {"checkpoint_serialization": False}}),
             **self._types(),
         }
 

@@ -1,4 +1,4 @@
-"""Writers of other people's checkpoints: Lightning with DDP or alone, and FSDP2 over gloo.
+"""Writers of other people's checkpoints: Lightning with DDP, FSDP2 or alone; FSDP2 over gloo.
 
 Each says what it holds in memory when it saves, in the oracle's words. Nothing here may import
 ``lightning_elastic_zero``.
@@ -111,9 +111,18 @@ def make(run: Run) -> Net:
 # -- Lightning ----------------------------------------------------------------------------------
 
 
-def fit_lightning(run: Run, *, weights_only: bool = False) -> None:
-    """Fit with a real Trainer: DDP, or one device; save. Collective."""
+def fit_lightning(run: Run, *, weights_only: bool = False, sharded: str = "") -> None:
+    """Fit with a real Trainer, and save. Collective.
+
+    Args:
+        run: what is trained.
+        weights_only: save no optimizer.
+        sharded: with ModelParallelStrategy and FSDP2, which saves a ``directory`` or a ``file``;
+            else DDP, or one device.
+    """
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
     class Lit(Net, pl.LightningModule):
@@ -127,21 +136,35 @@ def fit_lightning(run: Run, *, weights_only: bool = False) -> None:
             """Return the numbers of the steps."""
             return DataLoader(range(run.steps), batch_size=None)  # type: ignore[arg-type]
 
+        def configure_model(self) -> None:
+            """Shard the parameters."""
+            if sharded and self.device_mesh is not None:
+                mesh = self.device_mesh["data_parallel"]
+                fully_shard(self.a, mesh=mesh)
+                fully_shard(self, mesh=mesh)
+
         def configure_optimizers(self) -> Engine:
             """Return the optimizer."""
             return make_optimizer(run.optimizer, group_members(self, run.grouping), 1.0)
 
         def on_train_end(self) -> None:
             """Describe what is held."""
+            if sharded:
+                share_buffers(self)
             optimizer = self.optimizers()
             assert isinstance(optimizer, pl.core.optimizer.LightningOptimizer)
             keep(held(self, optimizer.optimizer, run), run)
 
     warnings.simplefilter("ignore")
+    plain = "ddp" if run.world > 1 else "auto"
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=run.world,
-        strategy="ddp" if run.world > 1 else "auto",
+        strategy=ModelParallelStrategy(
+            run.world, 1, save_distributed_checkpoint=sharded == "directory"
+        )
+        if sharded
+        else plain,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -225,11 +248,15 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(run.optimizer, group_members(model, run.grouping), 1.0)
     steps(model, optimizer, run, distributed.get_rank())
-    # Of buffers that differ between ranks, torch saves any one's.
-    for buffer in model.buffers():
-        distributed.broadcast(buffer, 0)
+    share_buffers(model)
     keep(held(model, optimizer, run), run)
     return model, optimizer
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give all ranks rank 0's buffers: of those that differ torch saves any one's. Collective."""
+    for buffer in model.buffers():
+        distributed.broadcast(buffer, 0)
 
 
 def state_dicts(
@@ -245,21 +272,11 @@ def state_dicts(
     )
 
 
-def save_fsdp_full(run: Run, *, by_name: bool = False) -> None:
-    """Save one file as Lightning's FSDP and ModelParallel strategies do. Collective.
-
-    Args:
-        run: what is trained.
-        by_name: leave the optimizer's state as torch gives it, keyed by name.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
-
+def save_fsdp_full(run: Run) -> None:
+    """Save one file with the optimizer's state as torch gives it, keyed by name. Collective."""
     model, optimizer = train_fsdp(run)
     weights, state = state_dicts(model, optimizer, full_state_dict=True)
     if distributed.get_rank() == 0:
-        if not by_name:
-            key = OptimStateKeyType.PARAM_ID
-            state = FullyShardedDataParallel.rekey_optim_state_dict(state, key, model)
         tree = {"state_dict": weights, "optimizer_states": [state]}
         torch.save({**lightning_rest(run), **tree}, run.path)
     distributed.barrier()
@@ -267,7 +284,6 @@ def save_fsdp_full(run: Run, *, by_name: bool = False) -> None:
 
 LAYOUTS = {
     "fsdp": ("model", "optimizer_0"),
-    "model parallel": ("state_dict", "optimizer_0"),
     "plain": ("model", "optim"),
     "flattened": ("model", "optim"),
     "app": ("app", "app"),
@@ -278,10 +294,15 @@ LAYOUTS = {
 def save_sharded(run: Run, layout: str) -> None:
     """Save a directory: Lightning's layouts, torch's own, and that of torch's tutorial. Collective.
 
+    Lightning's FSDPStrategy needs a GPU, so its layout is put together here.
+
     Args:
         run: what is trained.
-        layout: one of ``LAYOUTS``.
+        layout: one of ``LAYOUTS``, or ``model parallel``, which is Lightning's own.
     """
+    if layout == "model parallel":
+        fit_lightning(run, sharded="directory")
+        return
     from torch.distributed import checkpoint as dcp
 
     model, optimizer = train_fsdp(run)
@@ -291,7 +312,7 @@ def save_sharded(run: Run, layout: str) -> None:
     tree: dict[str, Any] = {of_model: weights, of_optimizer: state}
     if layout == "app":
         tree = {"app": {"model": weights, "optim": state}}
-    lightning = layout in ("fsdp", "model parallel")
+    lightning = layout == "fsdp"
     if not lightning:
         tree["epoch"] = 1
     dcp.save(tree, checkpoint_id=run.path)  # type: ignore[attr-defined]

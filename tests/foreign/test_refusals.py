@@ -308,15 +308,6 @@ class TestTrust:
         )
         assert done.returncode == 0, done.stderr.decode()
 
-    def test_files_from_before_zips(self, tmp_path: Path) -> None:
-        """``checkpoint_serialization: false`` writes no zips: those files are read whole."""
-        path = unpack("zero2-ds0.19", tmp_path).checkpoint
-        whole = read_whole(path)
-        for file in tag_of(path).glob("*.pt"):
-            tree = torch.load(file, weights_only=False)
-            torch.save(tree, file, _use_new_zipfile_serialization=False)
-        assert_same(whole, read_whole(path))
-
 
 class TestOtherRuns:
     def test_tensor_parallelism(self, tmp_path: Path) -> None:
