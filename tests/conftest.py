@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.devices._device_ranks import DEVICE, KINDS, chosen_device
@@ -45,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Return what repeats this run's random choices."""
     seed = config.getoption("--hypothesis-seed")
-    random = "fixed examples" if seed is None else f"--hypothesis-seed={seed}"
-    return f"device: {config.stash[DEVICE]}; {random}"
+    drawn = "fixed" if seed is None else f"--hypothesis-seed={seed}"
+    return f"device: {config.stash[DEVICE]}; random choices: {drawn}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,7 +82,9 @@ def _count(test: pytest.Item) -> int | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what processors do not have."""
+    """Skip what processors do not have; draw the same numbers, whatever ran before a test."""
+    torch.manual_seed(_seed(item.config))
+    random.seed(_seed(item.config))
     if item.config.stash[DEVICE] == "cpu" and item.get_closest_marker("gpu"):
         pytest.skip("only a CUDA device has what it looks at")
 
@@ -133,7 +137,11 @@ def _place_of_folder(item: pytest.Item) -> int:
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
     """Return what a test's random choices are drawn from."""
-    return int(pytestconfig.getoption("--hypothesis-seed") or 0)
+    return _seed(pytestconfig)
+
+
+def _seed(config: pytest.Config) -> int:
+    return int(config.getoption("--hypothesis-seed") or 0)
 
 
 @pytest.fixture(scope="session")
