@@ -27,7 +27,7 @@ class ExistingTarget:
     """What lies at a path."""
 
     kind: Literal["nothing", "link", "empty", "checkpoint", "other"]
-    """A link: to a checkpoint of this library's, or to nothing."""
+    """A link: to a checkpoint of this library, or to a name in its own folder that is gone."""
     refusal_reason: str = ""
     """Why it must not be replaced, as the predicate of a sentence; empty if it may."""
 
@@ -43,15 +43,27 @@ def inspect_target(path: Path) -> ExistingTarget:
     except (FileNotFoundError, NotADirectoryError):
         return ExistingTarget("nothing")
     if stat.S_ISLNK(mode):
-        if is_checkpoint(path) or not path.exists():
+        if is_checkpoint(path) or _names_missing_sibling(path):
             return ExistingTarget("link")
-        leads = real_path(path)
-        return ExistingTarget(
-            "other", f"is a link to {leads}, which is no checkpoint of this library"
+        what = (
+            "which is no checkpoint of this library"
+            if path.exists()
+            else "where nothing is: perhaps that disk is not mounted"
         )
+        return ExistingTarget("other", f"is a link to {real_path(path)}, {what}")
     if not stat.S_ISDIR(mode):
         return ExistingTarget("other", "is a file, and a checkpoint is a directory")
     return _directory(path)
+
+
+def _names_missing_sibling(link: Path) -> bool:
+    """Return whether a link names a file of its own folder that is gone.
+
+    So does a ``last.ckpt`` whose checkpoint was deleted. Only such a link cannot lead to a disk
+    that is not mounted.
+    """
+    text = link.readlink()
+    return len(text.parts) == 1 and not os.path.lexists(link.parent / text)
 
 
 def _directory(path: Path) -> ExistingTarget:

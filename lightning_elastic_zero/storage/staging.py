@@ -29,7 +29,7 @@ from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.deleting import ignore_progress, remove_hidden
 from lightning_elastic_zero.storage.existing_target import inspect_target
 from lightning_elastic_zero.storage.file_ownership import is_checkpoint
-from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.paths import real_path, sync_directory
 from lightning_elastic_zero.storage.process_identity import ProcessIdentity, touch_regularly
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class StagedDirectory:
     """A directory in the making: ``create``, write below ``path``, then ``publish`` or ``abandon``.
 
     One process does this, on rank 0; the others find the directory by ``staging_path``. Only a
-    checkpoint of this library's is replaced, an empty directory, and a link to a checkpoint or to
-    nothing: ``existing_target`` says what lies there.
+    checkpoint of this library's is replaced, an empty directory, and a link to a checkpoint:
+    ``existing_target`` says what lies there.
 
     Attributes:
         path: where the files are written.
@@ -209,11 +209,17 @@ def make_parents(target: Path) -> None:
     """Make the directories above a target that are missing, so that they outlive a power cut.
 
     Raises:
-        SaveError: a file lies above it.
+        SaveError: a file, or a link that leads to nothing, lies above it.
         OSError: one could not be made.
     """
     directory = target.parent
     above = (directory, *directory.parents)
+    if link := next((path for path in above if path.is_symlink() and not path.exists()), None):
+        msg = (
+            f"Could not write {target}: {link} is a link to {real_path(link)}, where nothing is. "
+            "Mount that disk, or choose another path."
+        )
+        raise SaveError(msg)
     if file := next((path for path in above if path.exists() and not path.is_dir()), None):
         msg = f"Could not write {target}: {file} is a file, not a directory. Choose another path."
         raise SaveError(msg)

@@ -108,8 +108,8 @@ class TestPublish:
         assert (contents(best), contents(target)) == (whole("old"), whole("new"))
         assert names_in(tmp_path) == ["best.ckpt", "last.ckpt"]
 
-    def test_replaces_a_dangling_link(self, tmp_path: Path) -> None:
-        """A link to nothing is no obstacle."""
+    def test_replaces_a_link_whose_checkpoint_was_deleted(self, tmp_path: Path) -> None:
+        """A ``last.ckpt`` that names a file of its own folder is no obstacle."""
         (tmp_path / "last.ckpt").symlink_to("gone")
         publish(tmp_path / "last.ckpt", "new")
         assert contents(tmp_path / "last.ckpt") == whole("new")

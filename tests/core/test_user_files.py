@@ -129,6 +129,23 @@ def a_link_to_an_empty_folder(path: Path) -> None:
     path.symlink_to("disk")
 
 
+def a_link_to_an_unmounted_disk(path: Path) -> None:
+    """Leave a link to a disk that is not mounted."""
+    path.symlink_to("../not-mounted/runs")
+
+
+def a_link_to_an_empty_mount_point(path: Path) -> None:
+    """Leave a link below a folder on which a disk is to be mounted."""
+    (path.parent / "mount").mkdir(exist_ok=True)
+    path.symlink_to("mount/runs")
+
+
+def a_link_to_a_dangling_link(path: Path) -> None:
+    """Leave a link to another link of this folder, whose disk is not mounted."""
+    (path.parent / "disk").symlink_to("../not-mounted")
+    path.symlink_to("disk")
+
+
 def deepspeeds(path: Path) -> None:
     """Leave what ``engine.save_checkpoint`` wrote under two tags."""
     for tag in ("global_step10", "global_step20"):
@@ -200,7 +217,18 @@ DIRECTORIES: list[Place] = [
     a_dirpath,
     a_root,
 ]
-OTHERS: list[Place] = [a_file, a_link_to_a_file, a_link_to_a_folder, a_link_to_an_empty_folder]
+DANGLING: list[Place] = [
+    a_link_to_an_unmounted_disk,
+    a_link_to_an_empty_mount_point,
+    a_link_to_a_dangling_link,
+]
+OTHERS: list[Place] = [
+    a_file,
+    a_link_to_a_file,
+    a_link_to_a_folder,
+    a_link_to_an_empty_folder,
+    *DANGLING,
+]
 
 
 def in_the_way(places: list[Place]) -> pytest.MarkDecorator:
@@ -228,6 +256,10 @@ class TestSaving:
             (overwritten_by_stock, rf"holds what no save wrote: {SHARD}"),
             (a_file, "is a file, and a checkpoint is a directory"),
             (a_link_to_a_folder, r"is a link to .*disk, which is no checkpoint"),
+            (
+                a_link_to_an_unmounted_disk,
+                r"is a link to .*not-mounted/runs, where nothing is: perhaps that disk is not",
+            ),
             (deepspeeds, r"DeepSpeed saved there \(global_step10, global_step20, latest\)"),
             (stock_lightnings, r"DeepSpeed saved there \(checkpoint, latest\)"),
             (damaged, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
@@ -250,6 +282,15 @@ class TestSaving:
         instead = "last/step-20" if below or place in {damaged, nested, of_no_size} else "last-v1"
         if place is not a_link_to_a_folder:
             assert f"Save to {tmp_path / instead}, or" in str(told.value)
+
+    @in_the_way(DANGLING)
+    def test_a_folder_that_is_not_mounted(self, place: Place, tmp_path: Path) -> None:
+        """A link above the target that leads to nothing is named, and stays."""
+        place(tmp_path / "runs")
+        before = snapshot(tmp_path)
+        with pytest.raises(SaveError, match=r"runs is a link to .*, where nothing is\. Mount that"):
+            StagedDirectory.create(tmp_path / "runs" / "a" / "b.ckpt", "new")
+        assert snapshot(tmp_path) == before
 
     def test_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It and what contains it are not replaced, though empty: every later path would fail."""
@@ -334,7 +375,7 @@ class TestRaces:
         assert names_in(tmp_path) == ["last.ckpt", kept.name]
         assert f"What was {target} is kept as {kept}: it holds what no save wrote" in caplog.text
 
-    @in_the_way([a_file, a_link_to_a_folder, a_root, stock_lightnings])
+    @in_the_way([a_file, a_link_to_a_folder, a_root, stock_lightnings, *DANGLING])
     def test_a_name_that_was_taken_meanwhile(self, place: Place, tmp_path: Path) -> None:
         """It is not exchanged for the checkpoint: the save fails, and all of it is as it was."""
         target = tmp_path / "last.ckpt"
