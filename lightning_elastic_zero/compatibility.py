@@ -61,7 +61,7 @@ class BufferPair:
     overflows: bool = False
     """Whether finite ones among them would become infinite."""
     writable: bool = True
-    """False where several elements of the model's buffer share one place in memory."""
+    """False where the model's buffer is an expanded view, or on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +301,8 @@ def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: Collection[str
     shared = [b.name for b in buffers if not b.writable]
     if shared:
         yield (
-            "buffers whose elements share their memory (expanded views), so that they cannot be "
-            f"written: {list_names(shared)}; .clone() them where they are registered"
+            "buffers that cannot be written (expanded views, sparse, or on the meta device): "
+            f"{list_names(shared)}; .clone() expanded ones where they are registered"
         )
 
 

@@ -213,9 +213,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(bits, wanted)
 
 
-def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor lie in one place, as in an expanded view."""
-    return any(
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Return whether each element has memory of its own: no expanded view, no meta tensor."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return not any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 

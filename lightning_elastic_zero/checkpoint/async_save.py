@@ -29,6 +29,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from lightning_elastic_zero.checkpoint.cancellation import Cancellation
 from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
 from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
@@ -98,6 +100,7 @@ class AsyncCheckpointer:
         """Whether a save is in flight."""
         return self._job is not None and not self._job.over.is_set()
 
+    @torch.inference_mode(mode=False)  # Its copies are filled by threads that are not in it.
     def save(
         self,
         engine: EngineHandle,

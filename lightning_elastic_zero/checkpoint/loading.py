@@ -14,6 +14,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_elastic_zero.checkpoint.extra_states import restore_extra_states
 from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
 from lightning_elastic_zero.checkpoint.fingerprint_check import (
@@ -38,7 +40,7 @@ from lightning_elastic_zero.compatibility import (
     rounded_buffers,
 )
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
+from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError, RanksError
 from lightning_elastic_zero.formats import (
     CheckpointReader,
     RenamedReader,
@@ -59,10 +61,14 @@ _NOTHING_TO_TAKE = (
 )
 
 
+@torch.inference_mode(mode=False)
 def load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
 ) -> LoadResult:
     """Restore a checkpoint into a live engine, whole or not at all. Collective.
+
+    Called under ``torch.inference_mode``, as within a validation, it makes normal tensors all the
+    same: others could not be trained.
 
     With ``LoadOptions.fingerprint`` the state that is live then is compared with the saved one:
     what fails of that has changed the engine already.
@@ -138,7 +144,8 @@ def _load(
         source = load.source
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
-        filled.targets.commit(filled.values)
+        failure = _commit(filled)
+        ranks.run_all(f"{step}: commit", partial(_raise, failure))
         verdict = load.compare(step, scope, shared) if options.fingerprint else Verdict("", "")
 
     def finish() -> int:
@@ -167,6 +174,25 @@ def _load(
         group_origins=filled.values.group_origins,
         fingerprint_result=verdict.text,
     )
+
+
+def _commit(filled: _Filled) -> RanksError | None:
+    """Change the engine; return the failure of a step that must not fail, for all ranks to hear."""
+    try:
+        filled.targets.commit(filled.values)
+    except Exception as error:  # noqa: BLE001 (raised on all ranks)
+        failure = RanksError(
+            "the load failed while it changed the engine, which now holds a mixture: "
+            f"{type(error).__name__}: {error}. Do not train it further: start the run again"
+        )
+        failure.__cause__ = error
+        return failure
+    return None
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _find(

@@ -16,8 +16,8 @@ from lightning_elastic_zero.tensor_state import (
     RestoreTargets,
     can_overflow,
     dtype_name,
-    has_internal_overlap,
     is_lossy_cast,
+    is_writable,
     overflowed,
     overflows,
 )
@@ -41,7 +41,7 @@ def buffer_pairs(
             dtype=dtype_name(wanted.dtype),
             loses=is_lossy_cast(held, wanted.dtype),
             overflows=overflows(held, wanted.dtype),
-            writable=not has_internal_overlap(wanted),
+            writable=is_writable(wanted),
         )
 
 

@@ -40,18 +40,19 @@ def commit_optimizer(
     """
     optimizer = engine.optimizer
     keep_fp32 = bool(engine.zero_load_from_fp32_weights())
-    forget_swapped_states(optimizer)
-    for flat, scalars in zip(flats, values.scalars, strict=True):
-        with swapped_in(flat.buffer.swapped):
-            commit_masters(flat, keep_fp32=keep_fp32)
-            commit_state(stepping_optimizer(optimizer, flat.buffer.sub_group), flat, scalars)
-            place_momentum(optimizer, wrapper, flat.buffer)
-    commit_groups(inner_optimizer(optimizer), values)
-    restore_backup_hyperparameters(optimizer, values.hyperparameters)
     # Where a group begins without, DeepSpeed links parameters to states at the next step.
-    stateful = (bool(f.states or s) for f, s in zip(flats, values.scalars, strict=True))
-    has_state = all(stateful)
-    refresh_low_precision(optimizer, wrapper, has_state=has_state)
+    has_state = all(f.states or s for f, s in zip(flats, values.scalars, strict=True))
+    forget_swapped_states(optimizer)
+    try:
+        for flat, scalars in zip(flats, values.scalars, strict=True):
+            with swapped_in(flat.buffer.swapped):
+                commit_masters(flat, keep_fp32=keep_fp32)
+                commit_state(stepping_optimizer(optimizer, flat.buffer.sub_group), flat, scalars)
+                place_momentum(optimizer, wrapper, flat.buffer)
+        commit_groups(inner_optimizer(optimizer), values)
+        restore_backup_hyperparameters(optimizer, values.hyperparameters)
+    finally:  # Other ranks wait in here for one that has failed.
+        refresh_low_precision(optimizer, wrapper, has_state=has_state)
     commit_counters(engine, values)
     if any(MOMENTUM_KEY in flat.states for flat in flats):
         warn_of_momentum_scale(engine, values.loss_scaler)

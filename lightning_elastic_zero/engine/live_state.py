@@ -359,11 +359,13 @@ class LiveEngine:
         values: RestoreValues,
     ) -> None:
         """Commit what was received: collective, after all ranks have agreed that all is well."""
-        if self._wrapper:
-            vars(self).pop("_states", None)  # the old ones go with each buffer, not all at the end
-            commit_optimizer(self._engine, self._wrapper, flats, values)
-        commit_pieces(self._frozen(), frozen)
-        self._after_weights_changed(values.module_buffers)
+        try:
+            if self._wrapper:
+                vars(self).pop("_states", None)  # The old ones go with each buffer.
+                commit_optimizer(self._engine, self._wrapper, flats, values)
+            commit_pieces(self._frozen(), frozen)
+        finally:  # Other ranks wait in here for one that has failed.
+            self._after_weights_changed(values.module_buffers)
 
     @torch.no_grad()
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
@@ -392,8 +394,10 @@ class LiveEngine:
 
     def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Write buffers, and refresh what forward reads of the weights: collective (ZeRO-3)."""
-        write_buffers(self._engine.module, buffers)
-        drop_secondary_tensors(self._engine.module)
-        # What ZeRO-3 keeps gathered between steps.
-        if persistent := getattr(self._optimizer, "persistent_parameters", None):
-            persistent[0].all_gather(persistent)
+        try:
+            write_buffers(self._engine.module, buffers)
+            drop_secondary_tensors(self._engine.module)
+        finally:
+            # What ZeRO-3 keeps gathered between steps.
+            if persistent := getattr(self._optimizer, "persistent_parameters", None):
+                persistent[0].all_gather(persistent)

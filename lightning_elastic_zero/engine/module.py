@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Parameter
-from lightning_elastic_zero.tensor_state import dtype_name
+from lightning_elastic_zero.tensor_state import dtype_name, is_writable
+from lightning_elastic_zero.text import format_names
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -81,11 +83,21 @@ def allocate_pieces(
         held: names of the weights that the checkpoint holds.
         rank: this one.
         first: number of the first tensor, as ``Fragment.buffer`` has it.
+
+    Raises:
+        CheckpointMismatchError: a weight cannot be written.
     """
+    wanted = {name: p for name, p in parameters.items() if name in held}
+    if unfit := [n for n, p in wanted.items() if not is_writable(getattr(p, "ds_tensor", p))]:
+        msg = (
+            "frozen weights that cannot be written (expanded views, sparse, or on the meta "
+            f"device): {format_names(unfit)}; clone them, so that each element has memory of its own"
+        )
+        raise CheckpointMismatchError(msg)
     pieces: dict[Fragment, torch.Tensor] = {}
-    for name, parameter in parameters.items():
+    for name, parameter in wanted.items():
         start, piece = weight_piece(parameter)
-        if name in held and piece.numel():
+        if piece.numel():
             fragment = Fragment(name, start, start + piece.numel(), rank, first + len(pieces), 0)
             pieces[fragment] = torch.empty_like(piece, device="cpu")
     return pieces
@@ -114,10 +126,21 @@ def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.
 
 
 def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy values into the module's persistent buffers."""
+    """Copy values into the module's persistent buffers.
+
+    A buffer that was assigned under ``torch.inference_mode`` cannot be changed outside of it, nor
+    be trained with: a normal tensor takes its place, under all its names.
+    """
+    normal: dict[torch.Tensor, torch.Tensor] = {}
     for name, buffer in persistent_buffers(module).items():
-        if name in values:
-            buffer.copy_(values[name])
+        if name not in values:
+            continue
+        target = buffer
+        if buffer.is_inference():
+            target = normal.setdefault(buffer, torch.empty_like(buffer))
+            owner, _, own_name = name.rpartition(".")
+            module.get_submodule(owner)._buffers[own_name] = target  # noqa: SLF001 (torch's)
+        target.copy_(values[name])
 
 
 def drop_secondary_tensors(module: torch.nn.Module) -> None:

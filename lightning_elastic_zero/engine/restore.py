@@ -163,6 +163,7 @@ def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a live state can take values of a type for each element that is stepped."""
     return (
         isinstance(live, torch.Tensor)
+        and not live.is_inference()
         and live.shape == stepped.shape
         and live.dtype == dtype
         and live.device == stepped.device
@@ -278,7 +279,12 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:  # noqa: ANN401
                 group[key] = unplain(value, group.get(key))
 
 
-def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: ANN401
+_START_NEW_SCHEDULER = (
+    "configure the scheduler that was saved, or pass load_hyperparameters=False to start a new one"
+)
+
+
+def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Refuse the state of another kind of scheduler, which would fail when all else is restored.
 
     Args:
@@ -290,15 +296,24 @@ def check_scheduler(live: Any, saved: Mapping[str, object]) -> None:  # noqa: AN
     """
     if live is None:
         return
-    kept = live.state_dict().keys()
+    state = live.state_dict()
+    kept = state.keys()
     # What begins with "_" and `verbose` come and go with releases of torch; nested states do not.
     public = {key for key in kept if not key.startswith("_")} - {"verbose"}
     lacking = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
+    chained, saved_chained = (held.get("_schedulers", []) for held in (state, saved))
+    if not lacking and len(chained) != len(saved_chained):
+        msg = (
+            f"the learning-rate scheduler that was saved was a chain of {len(saved_chained)} "
+            f"schedulers; {type(live).__name__}, which this run has, is one of {len(chained)}: "
+            f"{_START_NEW_SCHEDULER}"
+        )
+        raise CheckpointMismatchError(msg)
     if lacking:
         msg = (
             f"the learning-rate scheduler that was saved kept {sorted(saved)}; "
-            f"{type(live).__name__}, which this run has, keeps {sorted(kept)}: configure the "
-            "scheduler that was saved, or pass load_hyperparameters=False to start a new one"
+            f"{type(live).__name__}, which this run has, keeps {sorted(kept)}: "
+            f"{_START_NEW_SCHEDULER}"
         )
         raise CheckpointMismatchError(msg)
 

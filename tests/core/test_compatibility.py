@@ -23,8 +23,8 @@ from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, S
 from lightning_elastic_zero.partition import FlatBuffer
 from lightning_elastic_zero.tensor_state import (
     dtype_name,
-    has_internal_overlap,
     is_lossy_cast,
+    is_writable,
     overflows,
 )
 from lightning_elastic_zero.unrestored import describe_unrestored
@@ -498,7 +498,7 @@ def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
         dtype=dtype_name(here.dtype),
         loses=is_lossy_cast(saved, here.dtype),
         overflows=overflows(saved, here.dtype),
-        writable=not has_internal_overlap(here),
+        writable=is_writable(here),
     )
 
 
@@ -529,8 +529,8 @@ def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
             "float16), count (saved int64, here uint8)"
         ),
         (
-            "  - buffers whose elements share their memory (expanded views), so that they cannot "
-            "be written: view; .clone() them where they are registered"
+            "  - buffers that cannot be written (expanded views, sparse, or on the meta device): "
+            "view; .clone() expanded ones where they are registered"
         ),
     ]
 

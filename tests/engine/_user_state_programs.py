@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fractions
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.engine._oracle import differences, dump
 from tests.engine._setup import Engine, Setup, engine_of, train
 
 STEPS = 3
@@ -118,3 +122,97 @@ def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
         attempt("buffer", engine, {})
     left = sorted(path.name for path in Path(folder).iterdir() if path.name != "numbers.ckpt")
     return {**found, "left": ", ".join(left)}
+
+
+def reassign_average(engine: Engine) -> None:
+    """Reassign buffers under inference mode, as an evaluation may, on the last rank."""
+    if engine.global_rank:
+        module = engine.module
+        with torch.inference_mode():
+            module.average = module.average * 2
+            module.bn.running_mean = torch.zeros_like(module.bn.running_mean)
+
+
+def load_after(
+    setup: Setup,
+    folder: str,
+    change: Callable[[Engine], None],
+    mode: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> tuple[dict[str, int], list[float], list[float]]:
+    """Load into an engine that was changed; return what differs two steps later, and all losses.
+
+    Args:
+        setup: of both runs.
+        folder: where the checkpoint is written.
+        change: done to the second engine before it loads.
+        mode: makes the context in which both the save and the load are called.
+    """
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+
+    path = f"{folder}/{setup}.ckpt"
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, STEPS)
+        with mode():
+            save_checkpoint(engine, path)
+        went_on = train(engine, setup, STEPS, STEPS + 2)
+        wanted = dump(engine, setup)
+    with engine_of(setup, 7) as engine:
+        train(engine, setup, 100, 101)
+        change(engine)
+        with mode():
+            load_checkpoint(engine, path)
+        resumed = train(engine, setup, STEPS, STEPS + 2)
+        found = dump(engine, setup)
+    return differences(wanted or {}, found or {}), went_on, resumed
+
+
+def leave(_: Engine) -> None:
+    """Change nothing."""
+
+
+@dataclass(frozen=True)
+class LoadingAfter:
+    """A load into an engine that was changed; to be pickled."""
+
+    path: str
+    change: Callable[[Engine], None]
+    unchanged: bool = True
+
+    def __call__(self, engine: Engine) -> None:
+        """Change the engine, and load; fail if that changes a weight and must not."""
+        from lightning_elastic_zero import load_checkpoint
+
+        self.change(engine)
+        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        try:
+            load_checkpoint(engine, self.path)
+        finally:
+            for name, parameter in engine.module.named_parameters() if self.unchanged else ():
+                assert torch.equal(parameter, before[name]), name
+
+
+def expand_frozen(engine: Engine) -> None:
+    """Give a frozen weight of the last rank one number for all of its elements."""
+    if engine.global_rank:
+        bias = engine.module.frozen.bias
+        bias.data = torch.ones(1).expand(bias.shape)
+
+
+class Stubborn(dict[str, Any]):
+    """A parameter group that takes no other values."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        raise TypeError(key)
+
+
+def refuse_hyperparameters(engine: Engine) -> None:
+    """Let the last rank's optimizer take no hyperparameters."""
+    if engine.global_rank:
+        groups = engine.optimizer.optimizer.param_groups
+        groups[0] = Stubborn(groups[0])
+
+
+def leave_buffer_on_meta(engine: Engine) -> None:
+    """Move a buffer of the last rank to the meta device."""
+    if engine.global_rank:
+        engine.module.average = engine.module.average.to("meta")

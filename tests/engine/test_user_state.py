@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engine._setup import Setup
-from tests.engine._user_state_programs import numbers_of_numpy, refused_saves
+from tests.engine._save_load_programs import Saved, refusal
+from tests.engine._setup import Engine, Setup
+from tests.engine._user_state_programs import (
+    LoadingAfter,
+    expand_frozen,
+    leave,
+    leave_buffer_on_meta,
+    load_after,
+    numbers_of_numpy,
+    reassign_average,
+    refuse_hyperparameters,
+    refused_saves,
+)
 from tests.engine._worker_pool import Pools
+from tests.timeouts import PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
@@ -38,3 +53,64 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
         ) in found["scheduler"]
         assert "the module's buffers.bn.sparse is a Tensor" in found["buffer"]
         assert found["left"] == ""
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(2, "0"), Setup(2, "2", "bf16"), Setup(2, "3", sub_group=700)],
+    ids=str,
+)
+def test_a_load_under_inference_mode_trains_on(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """As within a validation: the states that a load makes can be trained, bit for bit."""
+    program = partial(load_after, setup, str(tmp_path), leave, torch.inference_mode)
+    for differing, went_on, resumed in pools.run(setup.world, program):
+        assert resumed == went_on
+        assert not differing
+
+
+@pytest.mark.essential
+def test_a_buffer_that_an_evaluation_has_reassigned(pools: Pools, tmp_path: Path) -> None:
+    """One that was made under inference mode, on one rank, is restored and can be trained."""
+    setup = Setup(2, "2")
+    change = partial(load_after, setup, str(tmp_path), reassign_average, contextlib.nullcontext)
+    for differing, went_on, resumed in pools.run(setup.world, change):
+        assert resumed == went_on
+        assert not differing
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("setup", [Setup(2, "1"), Setup(2, "3")], ids=str)
+def test_a_change_that_fails_on_one_rank(
+    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """All ranks raise at once, and say that the engine is of no use any more."""
+    load = LoadingAfter(saved_by(setup).path, refuse_hyperparameters, unchanged=False)
+    for refused in pools.run(setup.world, partial(refusal, setup, load, look=False)):
+        assert refused.error == "RanksError", refused
+        assert "now holds a mixture: TypeError: " in refused.message
+        assert refused.seconds < PROMPT_TIMEOUT_S
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (expand_frozen, "frozen weights that cannot be"),
+        (leave_buffer_on_meta, "buffers that cannot be"),
+    ],
+)
+def test_what_cannot_be_written_on_one_rank(
+    change: Callable[[Engine], None],
+    says: str,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """All ranks refuse it by name before anything is changed, and at once."""
+    setup = Setup(2, "1")
+    load = LoadingAfter(saved_by(setup).path, change)
+    program = partial(refusal, setup, load, look=False)
+    for refused in pools.run(setup.world, program):
+        assert refused.error == "CheckpointMismatchError", refused
+        assert says in refused.message
+        assert refused.seconds < PROMPT_TIMEOUT_S
