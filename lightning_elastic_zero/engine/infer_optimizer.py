@@ -7,7 +7,7 @@ alike in both compute the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_elastic_zero.engine.optimizer_state import (
@@ -64,6 +64,65 @@ def check_unnamed_state(
             _refuse_stateless(index, held, name)
 
 
+def check_configured_state(
+    saved: Sequence[Group],
+    inner: Any,  # noqa: ANN401 (any optimizer)
+    *,
+    hyperparameters: bool,
+) -> str:
+    """Refuse saved state without which the optimizer, as it will be configured, cannot step.
+
+    Optimizers make their states at a parameter's first step only: one with ``amsgrad=True``
+    fails at the next step on states that were saved without.
+
+    Args:
+        saved: the checkpoint's parameter groups, in the order of the live ones.
+        inner: the run's optimizer.
+        hyperparameters: whether those that were saved are restored.
+
+    Returns:
+        Which restored states the optimizer will not use, as a warning; empty: it uses all.
+
+    Raises:
+        CheckpointMismatchError: states are missing.
+    """
+    unused = []
+    for index, held in enumerate(saved[: len(inner.param_groups)]):
+        states = {key.name for key in held.state}
+        kept = _kept_states(inner, index, held.hyperparameters if hyperparameters else {})
+        if not states or kept is None:
+            continue
+        # A state that the saved settings ask for too is not missing because of the settings.
+        known = not hyperparameters and _own_names(inner.param_groups[index]) <= _own_keys(held)
+        expected = _kept_states(inner, index, held.hyperparameters) if known else None
+        if lacking := kept - states - (expected or set()):
+            msg = (
+                f"parameter group {index} was saved with the optimizer states {sorted(states)}, "
+                f"and {type(inner).__name__} as configured here also needs {sorted(lacking)}"
+                f"{_changed_numbers(held, inner.param_groups[index])}: configure what was saved, "
+                "or pass load_optimizer_state=False to start with a fresh optimizer"
+            )
+            raise CheckpointMismatchError(msg)
+        if beyond := states - kept - {"step"}:
+            unused.append(f"parameter group {index}: {', '.join(sorted(beyond))}")
+    if not unused:
+        return ""
+    return (
+        f"{type(inner).__name__} as configured here does not use these restored states, which "
+        f"stay as they were saved: {'; '.join(unused)}"
+    )
+
+
+def _changed_numbers(held: Group, here: Mapping[str, Any]) -> str:
+    """Return the numbers and flags that differ from those of a saved group, in brackets."""
+    changes = [
+        f"{key} was {value!r} and is {here[key]!r}"
+        for key, value in held.hyperparameters.items()
+        if key in here and isinstance(value, (bool, int, float)) and value != here[key]
+    ]
+    return f" ({', '.join(changes)})" if changes else ""
+
+
 def check_unnamed_hyperparameters(
     saved: Sequence[Group],
     live: Sequence[Group],
@@ -95,7 +154,11 @@ def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
 
 def _own_keys(group: Group) -> set[str]:
     """Return the hyperparameters that say what an optimizer computes."""
-    return set(group.hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS - MEMBER_KEYS
+    return _own_names(group.hyperparameters)
+
+
+def _own_names(hyperparameters: Iterable[str]) -> set[str]:
+    return set(hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS - MEMBER_KEYS
 
 
 def _refuse(index: int, saved: str, live: str) -> None:

@@ -28,6 +28,7 @@ from lightning_elastic_zero.engine.fragment_addresses import (
     weights_match,
 )
 from lightning_elastic_zero.engine.infer_optimizer import (
+    check_configured_state,
     check_unnamed_hyperparameters,
     check_unnamed_state,
 )
@@ -303,9 +304,14 @@ class LiveEngine:
             check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
             if state:
                 check_unnamed_state(source.groups, self._inner, stepped=stepped)
-        changed = weight_decay_change(source, self._inner) if hyperparameters else ""
-        if changed and self._rank == 0:
-            log.warning("%s", changed)
+        warnings = [weight_decay_change(source, self._inner)] if hyperparameters else []
+        if state and not (hyperparameters and saved == type(self._inner).__name__):
+            warnings.append(
+                check_configured_state(source.groups, self._inner, hyperparameters=hyperparameters)
+            )
+        for warning in filter(None, warnings):
+            if self._rank == 0:
+                log.warning("%s", warning)
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
         """Refuse state of another kind of scheduler.

@@ -91,7 +91,7 @@ def allocate_pieces(
     if unfit := [n for n, p in wanted.items() if not is_writable(getattr(p, "ds_tensor", p))]:
         msg = (
             "frozen weights that cannot be written (expanded views, sparse, or on the meta "
-            f"device): {format_names(unfit)}; clone them, so that each element has memory of its own"
+            f"device): {format_names(unfit)}; clone them: each element needs memory of its own"
         )
         raise CheckpointMismatchError(msg)
     pieces: dict[Fragment, torch.Tensor] = {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.engine.infer_optimizer import (
+    check_configured_state,
     check_unnamed_hyperparameters,
     check_unnamed_state,
 )
@@ -17,7 +18,7 @@ from lightning_elastic_zero.engine.restore import commit_groups
 from lightning_elastic_zero.engine.weight_decay import weight_decay_change
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.manifest import Group, Manifest, Plain, Progress, StateKey, Writer
-from lightning_elastic_zero.tensor_state import RestoreValues
+from lightning_elastic_zero.tensor_state import RestoreValues, state_key
 
 Kind: TypeAlias = "type[torch.optim.Optimizer]"
 
@@ -176,3 +177,67 @@ def test_what_a_group_takes_over(saved_by: str, mine: int | None) -> None:
     assert inner.param_groups[0] is group
     taken = {"lr": 0.5, "initial_lr": 0.25} | ({} if mine is None else {"mine": mine})
     assert group == before | taken
+
+
+SETTINGS: list[tuple[Kind, dict[str, Any], dict[str, Any], str]] = [
+    (torch.optim.Adam, {}, {"amsgrad": True}, "max_exp_avg_sq"),
+    (torch.optim.AdamW, {}, {"amsgrad": True}, "max_exp_avg_sq"),
+    (torch.optim.SGD, {}, {"momentum": 0.9}, ""),
+    (torch.optim.RMSprop, {}, {"momentum": 0.9}, "momentum_buffer"),
+    (torch.optim.RMSprop, {}, {"centered": True}, "grad_avg"),
+    (torch.optim.RMSprop, {"centered": True}, {"momentum": 0.9}, "momentum_buffer"),
+    (torch.optim.NAdam, {}, {"momentum_decay": 0.1}, ""),
+    (torch.optim.Adagrad, {}, {"lr_decay": 0.1}, ""),
+    (torch.optim.Rprop, {}, {"etas": (0.4, 1.1)}, ""),
+    (torch.optim.ASGD, {}, {"alpha": 0.5}, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "saved", "here", "lacking"), SETTINGS)
+@pytest.mark.parametrize("restored", [False, True])
+def test_state_fits_the_settings(
+    kind: Kind, saved: dict[str, Any], here: dict[str, Any], lacking: str, restored: bool
+) -> None:
+    """Refused is exactly what torch itself could not step with; state that is unused is told."""
+    for settings, other in ((saved, here), (here, saved)):
+        trained, live = (optimizer(kind, **{"lr": 0.1, **o}) for o in (settings, other))
+        state = stepped(trained)
+        live.state[live.param_groups[0]["params"][0]].update(state)
+        keys = [state_key(k, v, elementwise=v.ndim > 0) for k, v in state.items()]
+        held = replace(own(trained), state=tuple(keys))
+        if restored:  # The live settings become the saved ones: nothing is missing.
+            assert not check_configured_state([held], live, hyperparameters=True)
+            continue
+        try:
+            stepped(live)
+        except KeyError:
+            with pytest.raises(CheckpointMismatchError, match=lacking) as refused:
+                check_configured_state([held], live, hyperparameters=False)
+            assert lacking
+            assert " was " in str(refused.value)
+        else:
+            told = check_configured_state([held], live, hyperparameters=False)
+            unused = state.keys() - stepped(optimizer(kind, **{"lr": 0.1, **other})).keys()
+            assert all(name in told for name in unused)
+            assert bool(told) == bool(unused)
+
+
+def stepped(inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """Step an optimizer once; return the states of its parameter."""
+    (parameter,) = inner.param_groups[0]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    inner.step()
+    return dict(inner.state[parameter])
+
+
+def test_state_of_an_adam_without_a_setting() -> None:
+    """DeepSpeed's kinds of Adam have no ``amsgrad``, which torch's then has as configured."""
+    inner = optimizer(torch.optim.AdamW, amsgrad=True)
+    keys = [StateKey(name, "elementwise", "float32") for name in ("exp_avg", "exp_avg_sq")]
+    step = StateKey("step", "scalar", "int")
+    held = Group(("a",), FUSED_ADAM, (*keys, step))
+    for restored in (True, False):
+        with pytest.raises(CheckpointMismatchError, match="max_exp_avg_sq"):
+            check_configured_state([held], inner, hyperparameters=restored)
+        plain = optimizer(torch.optim.AdamW)
+        assert not check_configured_state([held], plain, hyperparameters=restored)

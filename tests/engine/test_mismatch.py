@@ -76,6 +76,18 @@ def test_another_model_is_refused(
         assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names, **alone)
 
 
+@pytest.mark.essential
+@pytest.mark.parametrize("target", [Setup(2, "1"), Setup(3, "3", "bf16"), Setup(2, "0")], ids=str)
+def test_settings_that_need_other_states_are_refused(
+    target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """With ``load_hyperparameters=False``: amsgrad on states that were saved without it."""
+    saved, here = saved_by(RUNS[0][0]), replace(target, optimizer="AMSGrad")
+    options = {"load_hyperparameters": False}
+    names = ("max_exp_avg_sq", "amsgrad was False and is True", "load_optimizer_state=False")
+    assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names, **options)
+
+
 RESIZED = ("a", "b", "bn", "frozen", "average")
 """Layers and buffers whose size is ``Setup.hidden``."""
 
