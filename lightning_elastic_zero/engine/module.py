@@ -12,7 +12,6 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.layout import Fragment
 from lightning_elastic_zero.manifest import Parameter
 from lightning_elastic_zero.tensor_state import dtype_name, is_writable
-from lightning_elastic_zero.text import format_names
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -91,7 +90,7 @@ def allocate_pieces(
     if unfit := [n for n, p in wanted.items() if not is_writable(getattr(p, "ds_tensor", p))]:
         msg = (
             "frozen weights that cannot be written (expanded views, sparse, or on the meta "
-            f"device): {format_names(unfit)}; clone them: each element needs memory of its own"
+            f"device): {', '.join(unfit[:20])}; clone them: each element needs memory of its own"
         )
         raise CheckpointMismatchError(msg)
     pieces: dict[Fragment, torch.Tensor] = {}
@@ -139,7 +138,7 @@ def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -
         if buffer.is_inference():
             target = normal.setdefault(buffer, torch.empty_like(buffer))
             owner, _, own_name = name.rpartition(".")
-            module.get_submodule(owner)._buffers[own_name] = target  # noqa: SLF001 (torch's)
+            setattr(module.get_submodule(owner), own_name, target)
         target.copy_(values[name])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,17 @@ from lightning_elastic_zero.engine.deepspeed_internals import updates_offloaded_
 from lightning_elastic_zero.engine.flat_buffers import (
     PLAIN,
     REPLICATED,
+    LiveFlatBuffer,
     inner_optimizer,
     live_flat_buffers,
 )
+from lightning_elastic_zero.engine.module import full_shape
 from lightning_elastic_zero.engine.release_check import check_names
 from lightning_elastic_zero.engine.unfit_optimizers import unfit_class, unfit_name
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.requirements import DEEPSPEED, version_of
+from lightning_elastic_zero.tensor_state import dtype_name
 
 OPTIMIZER_WRAPPERS = {
     PLAIN: "stage 0 in fp32",
@@ -132,7 +135,9 @@ def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     _refuse(reasons, trains=trains)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, config: Mapping[str, Any], module: torch.nn.Module
+) -> None:
     """Refuse an optimizer for ZeRO before DeepSpeed, which asks for an option to take it first.
 
     What stage 0 makes of it depends on DeepSpeed's release, and is left to ``check_supported``.
@@ -140,12 +145,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any])
     Args:
         optimizer: the user's.
         config: the DeepSpeed config dict.
+        module: whose parameters it trains.
 
     Raises:
         UnsupportedError: with every reason that was found.
     """
+    groups = enumerate(group["params"] for group in optimizer.param_groups)
+    reasons = [*_not_in_module(((i, p) for i, held in groups for p in held), module)]
     if (config.get("zero_optimization") or {}).get("stage", 0):
-        _refuse([*unfit_class(optimizer, in_zero=True)])
+        reasons += unfit_class(optimizer, in_zero=True)
+    _refuse(reasons)
 
 
 def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
@@ -261,12 +270,45 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:  # noqa: ANN40
         yield from _offloaded_muon(engine.optimizer)
     if wrapper != PLAIN:
         yield from _added_later(engine)
-    flats = len({buffer.group for buffer in live_flat_buffers(engine.optimizer, wrapper)})
+    buffers = live_flat_buffers(engine.optimizer, wrapper)
+    members = [(buffer.group, p) for buffer in buffers for p in buffer.parameters]
+    yield from _not_in_module(members, engine.module)
+    yield from _mixed_types(buffers)
+    flats = len({buffer.group for buffer in buffers})
     if len(inner.param_groups) < flats:
         yield (
             f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
             f"{len(inner.param_groups)} when it starts; put all parameters into one group"
         )
+
+
+def _not_in_module(
+    members: Iterable[tuple[int, torch.nn.Parameter]], module: torch.nn.Module
+) -> Iterator[str]:
+    """Yield the parameter groups with parameters that have no name in the module."""
+    known, unnamed = set(module.parameters()), dict[int, list[str]]()
+    for group, parameter in members:
+        if parameter not in known:
+            unnamed.setdefault(group, []).append(str(full_shape(parameter)))
+    for group, shapes in unnamed.items():
+        yield (
+            f"parameter group {group} of the optimizer has {len(shapes)} parameters that the "
+            f"module lacks, of the shapes {', '.join(shapes[:5])}: register them in the module, "
+            "as attributes of it or of a submodule, or leave them out of the optimizer"
+        )
+
+
+def _mixed_types(buffers: Iterable[LiveFlatBuffer]) -> Iterator[str]:
+    """Yield the parameter groups of stage 0 whose weights have several types."""
+    types = dict[int, set[str]]()
+    for buffer in buffers:
+        types.setdefault(buffer.group, set()).add(dtype_name(buffer.values.dtype))
+    for group, names in types.items():
+        if len(names) > 1:
+            yield (
+                f"parameter group {group} has weights of the types {' and '.join(sorted(names))}: "
+                "put the weights of each type into a parameter group of their own"
+            )
 
 
 def _offloaded_muon(optimizer: Any) -> Iterator[str]:  # noqa: ANN401 (untyped library)

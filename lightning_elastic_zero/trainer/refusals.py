@@ -36,13 +36,17 @@ def check_config(trainer: pl.Trainer | None, config: Mapping[str, Any] | None) -
     engines.check_config(config or {}, trains=not is_evaluating(trainer))
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any] | None) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    config: Mapping[str, Any] | None,
+    module: pl.LightningModule,
+) -> None:
     """Refuse an optimizer that a module has configured.
 
     Raises:
         UnsupportedError: with every reason that was found.
     """
-    engines.check_optimizer(optimizer, config or {})
+    engines.check_optimizer(optimizer, config or {}, module)
 
 
 def check_engine(trainer: pl.Trainer, engine: Any, *, cut_up: bool) -> None:

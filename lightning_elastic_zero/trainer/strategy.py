@@ -194,7 +194,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def _init_optimizers(self) -> Any:
         """Return the module's optimizer and schedule; refuse one before DeepSpeed does."""
         optimizer, schedule = super()._init_optimizers()
-        refusals.check_optimizer(optimizer, self.config)
+        if (module := self.lightning_module) is not None:
+            refusals.check_optimizer(optimizer, self.config, module)
         return optimizer, schedule
 
     @override

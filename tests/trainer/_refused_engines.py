@@ -12,7 +12,7 @@ from torch import distributed, nn
 from lightning_elastic_zero import save_checkpoint
 from tests.outcome import error_text
 from tests.trainer._quiet_trainer import SMALL_BUCKETS
-from tests.trainer._refused_setups import BY_TRAINER, ON_CPU, UNTESTED, WIDTH, ltd
+from tests.trainer._refused_setups import BY_TRAINER, ON_CPU, STRANGER, UNTESTED, WIDTH, ltd
 
 TENSOR = (
     "tensor or model parallelism over 2 ranks, in which each has a slice of a weight; leave it "
@@ -98,6 +98,19 @@ def late_group() -> Any:  # noqa: ANN401
     return made
 
 
+def stranger() -> Any:  # noqa: ANN401
+    """Make an engine whose optimizer has a parameter that the module lacks."""
+    model = layers()
+    return engine(model, 0, trained=[*model.parameters(), nn.Parameter(torch.ones(7))])
+
+
+def two_types() -> Any:  # noqa: ANN401
+    """Make an engine with weights of two types in one group."""
+    model = layers()
+    model[1].to(torch.bfloat16)
+    return engine(model, 0)
+
+
 def zenflow() -> Any:  # noqa: ANN401
     """Make an engine with ZenFlow."""
     steps = {"select_strategy": "step", "select_interval": 2, "update_interval": 1}
@@ -140,6 +153,12 @@ def told(make: Callable[[], Any], *reasons: str) -> tuple[Callable[[], Any], tup
 
 
 BY_SAVE = {
+    "a parameter that the module lacks": told(stranger, STRANGER),
+    "weights of two types": told(
+        two_types,
+        "parameter group 0 has weights of the types bfloat16 and float32: put the weights of each "
+        "type into a parameter group of their own",
+    ),
     "a PipelineModule": told(
         pipeline,
         "a PipelineModule: pipeline parallelism, in which each rank has some of the layers only; "

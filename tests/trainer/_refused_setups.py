@@ -74,6 +74,11 @@ MUON = (
     "the optimizer torch.optim.Muon in ZeRO: it steps whole matrices, which are cut; use stage 0, "
     'or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)'
 )
+STRANGER = (
+    "parameter group 0 of the optimizer has 1 parameters that the module lacks, of the shapes "
+    "(7,): register them in the module, as attributes of it or of a submodule, or leave them out "
+    "of the optimizer"
+)
 ON_CPU = {"device": "cpu"}
 
 BY_TRAINER = {
@@ -186,6 +191,12 @@ BY_TRAINER = {
         optimizer="torch.optim.Adafactor",
         precision="bf16-mixed",
     ),
+    "a parameter that the module lacks": Refused(
+        STRANGER,
+        3,
+        layers="a stranger",
+    ),
+    "a parameter that the module lacks, in stage 0": Refused(STRANGER, 0, layers="a stranger"),
     "Adagrad of two groups": Refused(
         "Adagrad with 2 parameter groups: DeepSpeed itself collapses them into 1 when it starts; "
         "put all parameters into one group",
@@ -302,6 +313,8 @@ class Net(pl.LightningModule):
             groups = split_params_into_different_moe_groups_for_optimizer(
                 {"params": groups[0]["params"], "name": "all"}
             )
+        if self.case.layers == "a stranger":
+            groups[0]["params"].append(nn.Parameter(torch.ones(7)))
         if self.case.groups == 2:
             all_of_them = groups[0]["params"]
             groups = [{"params": all_of_them[:2]}, {"params": all_of_them[2:]}]
