@@ -266,7 +266,11 @@ def batch_size_of(loaders: Any) -> int | None:
     """
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
-        for source in (getattr(loader, "batch_sampler", None), loader):
+        # The last is a batch sampler that was passed as sampler, with batch_size=None.
+        batch_sampler, sampler = (
+            getattr(loader, name, None) for name in ("batch_sampler", "sampler")
+        )
+        for source in (batch_sampler, loader, sampler):
             size = getattr(source, "batch_size", None)
             if type(size) is int and size > 0:
                 return size

@@ -31,6 +31,8 @@ class GradientAccumulation:
         self._engine = engine
         self._pending, self._epoch = 0, 0
         self._loss_scaling_check = LossScalingCheck()
+        self._manual_backwards = 0
+        self._is_warned = False
 
     @contextmanager
     def scaled(
@@ -58,6 +60,23 @@ class GradientAccumulation:
     def ensure_scaled(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context in which DeepSpeed's ``backward`` scales a loss in stage 0, too."""
         return ensure_scaled(self._engine, loss)
+
+    def before_manual_backward(self) -> None:
+        """Warn where a module that optimizes by itself accumulates: ZeRO drops what was before."""
+        self._manual_backwards += 1
+        stage = self._engine.zero_optimization_stage()
+        if self._manual_backwards > 1 and stage and not self._is_warned:
+            self._is_warned = True
+            rank_zero_warn(
+                "manual_backward was called more than once before optimizer.step(). DeepSpeed's "
+                f"ZeRO-{stage} does not add up the gradients of these calls. Add up the losses "
+                "and call manual_backward once, or use automatic optimization, whose accumulation "
+                "is exact (global_batch_size or accumulate_grad_batches)"
+            )
+
+    def after_manual_step(self) -> None:
+        """Begin to count the backward passes of the next step."""
+        self._manual_backwards = 0
 
     def set_boundary(self, trainer: pl.Trainer) -> bool:
         """Set and return whether the next micro-batch ends Lightning's window."""

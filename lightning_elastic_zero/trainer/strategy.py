@@ -226,6 +226,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Compute the mean over the global batch: Lightning has divided by the accumulation."""
         trainer = self._trainer
         if trainer is None or not trainer.lightning_module.automatic_optimization:
+            self._accumulation.before_manual_backward()
             with self._accumulation.ensure_scaled(closure_loss):
                 return super().backward(closure_loss, *args, **kwargs)
         weight = self._resumer.weight(trainer, self.global_rank)
@@ -236,6 +237,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step where Lightning's window of micro-batches ends, and only there."""
         if (trainer := self._trainer) is None or trainer.accumulate_grad_batches == 1:
+            self._accumulation.after_manual_step()
             return super().optimizer_step(optimizer, *args, **kwargs)
         steps = self._accumulation.set_boundary(trainer)
         result = super().optimizer_step(optimizer, *args, **kwargs)

@@ -58,6 +58,14 @@ class Items(IndexedSamples):
         return default_collate([super(Items, self).__getitem__(4 * index + i) for i in range(4)])
 
 
+class Lists(IndexedSamples):
+    """A data set whose indices are lists, which a batch sampler passed as sampler gives."""
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        return default_collate([super(Lists, self).__getitem__(i) for i in index])
+
+
 class Backwards(Sampler[int]):
     """A sampler of a user's own."""
 
@@ -301,6 +309,9 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
             return StatefulLoader(Stream(length), batch_size=size)
         case "seeks":
             return made(SeekableStream(length, size))
+        case "batch sampler as sampler":
+            batches = BatchSampler(RandomSampler(data), 4, drop_last=False)
+            return DataLoader(Lists(length, noise), sampler=batches, batch_size=None, **options)
         case "items":
             return DataLoader(Items(length, noise), batch_size=None, **options)
         case "a stream first":

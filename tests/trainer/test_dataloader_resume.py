@@ -126,6 +126,20 @@ def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) 
         assert "batch_size=None gives items of 4 samples" in message
 
 
+def test_a_batch_sampler_as_sampler_has_a_size(worlds: Pools, tmp_path: Path) -> None:
+    """Its batches are not cut: one error says which global batches fit, and those that fit run."""
+    run = RunSpec(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
+    for message in worlds.run(2, partial(error_of, run)):
+        assert message.startswith("UnsupportedError: global_batch_size=12 on 2 devices")
+        assert "gives items of 4 samples, which are not cut: make" in message
+        assert "a multiple of devices x 4" in message
+    whole, resumed = saved(replace(run, global_batch=8), worlds, tmp_path)
+    for world in (1, 2):
+        seen = worlds.run(world, partial(fit, resumed))[0]
+        assert seen.steps == from_step(whole.steps, 3)
+        assert {len(ids) for ids in seen.steps.values()} == {8}
+
+
 @pytest.mark.parametrize("point", [3, 5, 7])
 @pytest.mark.parametrize("kind", ["a stream first", "a stream and a shorter one"])
 def test_each_loader_goes_on_where_it_was(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from tests.engine._worker_pool import Pools
+from tests.outcome import warnings_heard
 from tests.trainer._quiet_trainer import elastic, quiet_trainer
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
@@ -20,6 +23,7 @@ from tests.trainer._recorded_runs import (
     fit,
     fits,
     from_step,
+    trainer_of,
 )
 
 pytestmark = pytest.mark.engine
@@ -144,6 +148,37 @@ def test_own_optimization_cannot_accumulate(worlds: Pools) -> None:
     for message in worlds.run(2, partial(error_of, RunSpec(manual=True))):
         assert message.startswith("UnsupportedError: the module optimizes by itself")
         assert "batch_size=6" in message
+
+
+class BackwardTwice(RecordingNet):
+    """A net that optimizes by itself, with two backward passes to a step."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override] # no loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for half in batch[0].chunk(2):
+            self.manual_backward(self.loss(half).mean())
+        optimizer.step()
+
+
+def warnings_of_backward(net: type[RecordingNet], stage: int) -> list[str]:
+    """Train a net that optimizes by itself; return what is said of its backward passes."""
+    run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
+    with warnings_heard("manual_backward") as said:
+        trainer_of(run, []).fit(net(run), run.loaders())
+    return said
+
+
+@pytest.mark.parametrize(("stage", "count"), [(0, 0), (2, 1)])
+def test_gradients_that_deepspeed_does_not_add_up_are_said(
+    stage: int, count: int, worlds: Pools
+) -> None:
+    """Once, in ZeRO alone; nothing is said where each step has one backward pass."""
+    for said in worlds.run(2, partial(warnings_of_backward, BackwardTwice, stage))[:1]:
+        assert len(said) == count
+        assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in said)
+    assert not any(worlds.run(2, partial(warnings_of_backward, RecordingNet, stage)))
 
 
 def test_states_of_loaders_go_on_twice(worlds: Pools, tmp_path: Path) -> None:
