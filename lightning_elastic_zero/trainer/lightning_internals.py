@@ -53,6 +53,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_mode": "know where shorter loaders begin again",
         "_state_dicts": "keep the states of loaders that have their own",
     },
+    "a CombinedLoader's cycle": {"_consumed": "end an epoch in which loaders have begun again"},
     "the logger connector": {
         "_callback_metrics": "save what callbacks look at",
         "_first_loop_iter": "keep an epoch's first value from resetting those before",
@@ -157,6 +158,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
         "the fit loop": fit,
         "the training epoch loop": fit.epoch_loop,
         "CombinedLoader": CombinedLoader([]),
+        "a CombinedLoader's cycle": iter(CombinedLoader([], "max_size_cycle"))._iterator,
         "the logger connector": getattr(trainer, "_logger_connector", None),
         "lightning.pytorch's running results": result,
         "a metric of torchmetrics": MeanMetric(),
@@ -242,7 +244,7 @@ def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
 
 def exhausted_loaders(combined: CombinedLoader) -> list[bool]:
     """Return which loaders have ended in this epoch, and begun again; empty where none does so."""
-    return list(getattr(combined._iterator, "_consumed", ()))
+    return list(getattr(combined._iterator, "_consumed", ()))  # other modes have none
 
 
 def mark_exhausted(combined: CombinedLoader, ended: list[bool]) -> None:

@@ -77,26 +77,23 @@ def test_users_data_that_can_be_placed(
     assert world != 2 or seen.losses == {s: v for s, v in whole.losses.items() if s >= 3}
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_workers_begin_where_their_data_is_told_to(
     persistent: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     """Lightning starts them before ``resume_at``; later epochs begin at their beginning."""
     options = {"num_workers": 2, "persistent_workers": persistent}
-    run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options, epochs=3)
-    saving = replace(run, save=(SAVE, "epoch 0"), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, saving))[0]
-    for point, begin in ((SAVE, 3), ("epoch 0", 4)):
-        seen = worlds.run(2, partial(fit, saving.resumed(point)))[0]
-        assert seen.steps == from_step(whole.steps, begin)
-    seen = worlds.run(1, partial(fit, replace(saving.resumed(SAVE), batch_size=12)))[0]
-    assert seen.steps == from_step(whole.steps, 3)
+    run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options)
+    whole, resumed = saved(run, worlds, tmp_path)
+    for world in (1, 2):
+        seen = worlds.run(world, partial(fit, replace(resumed, batch_size=12 // world)))[0]
+        assert seen.steps == from_step(whole.steps, 3)
 
 
 def test_items_that_are_batches_come_once(worlds: Pools, tmp_path: Path) -> None:
     """With batch_size=None a place is counted in items, on any number of devices."""
     run = RunSpec(kind="items", length=48, global_batch=None, epochs=1)
-    for source, point, done in ((1, "step 0.4", 4), (2, "step 0.2", 4), (2, "step 0.3", 6)):
+    for source, point, done in ((1, "step 0.4", 4), (2, "step 0.3", 6)):
         saving = replace(run, save=(point,), root=str(tmp_path / f"{source}"))
         whole = worlds.run(source, partial(fit, saving))[0]
         before = [i for step in range(done // source) for i in whole.steps[step]]
