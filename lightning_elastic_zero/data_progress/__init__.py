@@ -24,6 +24,7 @@ from lightning_elastic_zero.data_progress.rng import (
     seed_rng_streams,
     set_rng_states,
 )
+from lightning_elastic_zero.data_progress.sample_order import torch_generators_in
 from lightning_elastic_zero.data_progress.sampler import ElasticBatchSampler, ElasticSampler
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "read_position",
     "seed_rng_streams",
     "set_rng_states",
+    "torch_generators_in",
     "validation_counters_at",
     "with_loader_states",
 ]

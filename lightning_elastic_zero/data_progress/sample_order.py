@@ -133,6 +133,12 @@ def _seed_generators(sampler: object, seed: int, epoch: int) -> None:
             bits.state = type(bits)(number).state
 
 
+def torch_generators_in(sampler: object) -> list[torch.Generator]:
+    """Return torch's generators that a sampler, or a batch sampler, draws from."""
+    found = (generator for _, generator in _generators_in(sampler, "", _DEPTH))
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 

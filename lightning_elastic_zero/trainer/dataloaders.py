@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from lightning_elastic_zero.data_progress import (
     ElasticBatchSampler,
     ElasticSampler,
     derive_seed,
+    torch_generators_in,
 )
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.lightning_internals import drop_iterator, wrapped_sampler
@@ -46,7 +47,9 @@ class Stateful(Protocol):
         ...
 
 
-def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int) -> object:
+def elastic_loader(
+    loader: object, batches: BatchSettings, rank: int, seed: int, epoch: int = 0
+) -> object:
     """Return a loader with an ``ElasticSampler`` in the place of a distributed one.
 
     Args:
@@ -54,13 +57,14 @@ def elastic_loader(loader: object, batches: BatchSettings, rank: int, seed: int)
         batches: how a step is made of micro-batches.
         rank: this rank.
         seed: of the run, for what the loader's workers draw.
+        epoch: for which the loader was made.
 
     Returns:
         A copy with the sampler, or the loader as it was where its order is not ours to say.
     """
     if not isinstance(loader, DataLoader):
         return loader
-    own = with_own_generator(loader, seed, rank)
+    own = with_own_generator(loader, seed, rank, epoch)
     sampler = loader_sampler(own)
     if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
         return own
@@ -156,6 +160,37 @@ def with_own_generator(loader: L, *seeds: int) -> L:
     own = _copy_of(loader)
     own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
     return own
+
+
+def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
+    """Return the states of the generators that each start of a loader's iteration draws from.
+
+    Returns:
+        ``"workers"``: those of the seeds of a rank's workers; ``"order"``: those of a sampler that
+        is not replaced.
+    """
+    found = _generators_of(loader).items()
+    return {kind: [each.get_state() for each in generators] for kind, generators in found}
+
+
+def set_generator_states(
+    loader: object, states: Mapping[str, Sequence[torch.Tensor]], *kinds: str
+) -> None:
+    """Restore what ``generator_states`` returned, of these kinds, where there are as many."""
+    for kind, generators in _generators_of(loader).items():
+        saved = states.get(kind, ())
+        if kind in kinds and len(saved) == len(generators):
+            for generator, state in zip(generators, saved, strict=True):
+                generator.set_state(state.cpu())
+
+
+def _generators_of(loader: object) -> dict[str, list[torch.Generator]]:
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = batches if batches is not None else getattr(loader, "sampler", None)
+    of_order = [] if elastic_sampler_of(loader) is not None else torch_generators_in(sampler)
+    own = getattr(loader, "generator", None)
+    of_workers = [own] if isinstance(own, torch.Generator) else []
+    return {"workers": [g for g in of_workers if g not in of_order], "order": of_order}
 
 
 def elastic_sampler_of(loader: object) -> ElasticSampler | None:

@@ -116,6 +116,7 @@ NOT_CHECKED = {
     "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
     "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
     "_signal_connector": "a trainer's",
+    "_resuming_from_checkpoint": "the fit loop's, since 2.6; before, it makes each iterator",
     "_iterator": "torch's DataLoader: the next iteration is to start workers; written only",
 }
 """Private names of others that nothing depends on."""
@@ -293,6 +294,14 @@ def should_accumulate(trainer: pl.Trainer) -> bool:
 def end_restart(trainer: pl.Trainer) -> None:
     """Mark the fit loop as one that is not restarting."""
     trainer.fit_loop._restarting = False
+
+
+def make_next_iterator(trainer: pl.Trainer) -> None:
+    """Let Lightning make the iterator of the epoch that begins, as in a run that is not resumed.
+
+    What the iterator draws as it is made is then drawn after the random numbers were restored.
+    """
+    trainer.fit_loop._resuming_from_checkpoint = False
 
 
 def logged_steps(trainer: pl.Trainer) -> int:

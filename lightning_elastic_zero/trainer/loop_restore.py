@@ -21,6 +21,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     end_restart,
     forget_loader_states,
     is_validation_due,
+    make_next_iterator,
     save_intervals,
     set_last_saved_step,
     set_logged_steps,
@@ -74,6 +75,7 @@ class LoopRestorer:
         # Also where the loops were told to begin at a step of an epoch that starts over.
         if position.steps == 0 and not position.is_over:
             epoch.restarting = False
+            make_next_iterator(self._trainer)
         end_restart(self._trainer)
         axis: int | None = self._state.get("axis")
         if self._trainer.lightning_module.automatic_optimization:
@@ -213,12 +215,8 @@ class LoopRestorer:
                 prefetch_next_batch(self._trainer)  # as the uninterrupted run did a batch before
 
     def _begins_epoch(self) -> bool:
-        """Whether Lightning makes the iterator itself, as at each epoch's start but the first.
-
-        Releases without ``is_resuming`` do so after a resume as well.
-        """
-        is_resuming = getattr(self._fit, "is_resuming", False)
-        return self._trainer.current_epoch > 0 and not is_resuming and not self._epoch.restarting
+        """Whether Lightning makes the iterator itself, as at each epoch's start but the first."""
+        return self._trainer.current_epoch > 0 and not self._epoch.restarting
 
 
 def validation_batches(trainer: pl.Trainer) -> int:

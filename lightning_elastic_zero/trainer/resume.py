@@ -41,7 +41,9 @@ from lightning_elastic_zero.trainer.dataloader_resume import (
 from lightning_elastic_zero.trainer.dataloaders import (
     elastic_loader,
     elastic_sampler_of,
+    generator_states,
     samples_per_step,
+    set_generator_states,
     with_own_generator,
 )
 from lightning_elastic_zero.trainer.epoch_metrics import SavedMetrics
@@ -84,6 +86,7 @@ class RunResumer:
         self.overruled_orders: list[str] | None = None
         """What is said of each training loader's order; None where they were not asked for."""
         self._loaders_made = 0
+        self._new_generators: list[dict[str, list[torch.Tensor]]] = []
 
     def set_batches(self, batches: BatchSettings) -> None:
         """Begin a fit whose steps are made of these batches."""
@@ -91,6 +94,7 @@ class RunResumer:
         self._pending = None
         self.recorder = RunRecorder(batches)
         self._loaders_made = 0
+        self._new_generators = []
 
     @property
     def _is_planned(self) -> bool:
@@ -104,8 +108,8 @@ class RunResumer:
         if not trainer.training:
             return with_own_generator(loader, run_seed(), rank)
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
-            self._loaders_made = 0  # they are made anew
-        loader = elastic_loader(loader, self.batches, rank, run_seed())
+            self._loaders_made, self._new_generators = 0, []  # they are made anew
+        loader = elastic_loader(loader, self.batches, rank, run_seed(), trainer.current_epoch)
         if (elastic := elastic_sampler_of(loader)) is None:
             self.batches.check_fixed_batches(loader)
         else:
@@ -113,6 +117,7 @@ class RunResumer:
             if elastic.seed == run_seed():
                 elastic.seed = self.recorder.seed
         self._loaders_made += 1
+        self._new_generators.append(generator_states(loader))
         return loader
 
     def _check_first(self, elastic: ElasticSampler, loader: object) -> None:
@@ -228,6 +233,10 @@ class RunResumer:
         source = SavedMetrics.of(pending, rank)
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
         live.step_plateaus(position, self._step_intervals)
+        loaders = training_loaders(trainer)
+        if not position.epoch:  # its iterator is made anew, here
+            for loader, states in zip(loaders, self._new_generators, strict=False):
+                set_generator_states(loader, states, "workers", "order")
         live.restart_data(position)
         finish_placement(placed, combined)
         live.start_progress_bar(position)
@@ -236,7 +245,14 @@ class RunResumer:
         given = pending.loader_states_at(position)
         if "random" not in pending.state:
             return given
-        if pending.record.world_size == world_size:
+        is_same_world = pending.record.world_size == world_size
+        kinds = ("workers", "order") if is_same_world else ("order",)
+        saved = () if pending.makes_loaders else pending.state.get("generators", ())
+        for loader, states in zip(loaders, saved, strict=False):
+            set_generator_states(loader, states, *kinds)
+        if is_same_world:
+            for text in start_warnings.worker_warnings(loaders, position):
+                rank_zero_warn(text)
             set_rng_states(pending.state["random"], device)
         else:
             seed_rng_streams(run_seed(), trainer.global_step, rank)

@@ -23,6 +23,7 @@ from lightning_elastic_zero.trainer.batch_settings import BatchSettings, batch_s
 from lightning_elastic_zero.trainer.dataloader_resume import Placement
 from lightning_elastic_zero.trainer.dataloaders import (
     elastic_sampler_of,
+    generator_states,
     length_of,
     samples_per_step,
 )
@@ -69,12 +70,16 @@ class StepState:
     """Copies, by the names that the module's ``named_buffers`` gives."""
     loaders: list[Any]
     """States of the training loaders that keep their own."""
+    generators: list[Any]
+    """States of the generators that the training loaders draw from."""
 
     @classmethod
-    def of(cls, module: nn.Module, loaders: list[Any], device: torch.device) -> StepState:
+    def of(cls, trainer: pl.Trainer, loaders: list[Any], device: torch.device) -> StepState:
         """Copy what is there now."""
+        module: nn.Module = trainer.lightning_module
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-        return cls(collect_rng_states(device), buffers, loaders)
+        generators = [*map(generator_states, training_loaders(trainer))]
+        return cls(collect_rng_states(device), buffers, loaders, generators)
 
 
 class RunRecorder:
@@ -101,8 +106,7 @@ class RunRecorder:
     def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Keep what belongs to this moment, right after an optimizer step."""
         if trainer.accumulate_grad_batches > 1:
-            module = trainer.lightning_module
-            self._step_state = StepState.of(module, self._states_of_loaders.now(trainer), device)
+            self._step_state = StepState.of(trainer, self._states_of_loaders.now(trainer), device)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Note what loaders keep, when a batch was fetched and is about to be trained on."""
@@ -220,6 +224,9 @@ class RunRecorder:
             "random": dict(step_state.random)
             if step_state
             else self._random_before_validation or collect_rng_states(device),
+            "generators": step_state.generators
+            if step_state
+            else [*map(generator_states, training_loaders(trainer))],
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": ending,
             "axis": _logger_step(trainer),

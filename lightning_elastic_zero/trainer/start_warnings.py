@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_elastic_zero.data_progress import DataProgress
+from lightning_elastic_zero.data_progress import DataProgress, Position
 from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.trainer.dataloaders import (
     Stateful,
@@ -105,6 +105,28 @@ def unresumable_warnings(
                 f"A checkpoint inside an epoch will be refused on resume: the {name} cannot be "
                 f"told where to begin. {REMEDIES}"
             )
+
+
+def worker_warnings(loaders: Sequence[object], position: Position) -> Iterator[str]:
+    """Yield whose workers draw other random numbers than those of the uninterrupted run.
+
+    Workers of loaders whose order is this library's are seeded for each micro-batch.
+    """
+    for loader in loaders:
+        is_seeded = elastic_sampler_of(loader) is not None or isinstance(loader, Stateful)
+        if is_seeded or not getattr(loader, "num_workers", 0):
+            continue
+        if position.steps and not position.is_over:
+            why = "they begin inside the epoch"
+        elif getattr(loader, "persistent_workers", False) and position.epoch + position.steps:
+            why = "with persistent_workers=True they draw on from epoch to epoch"
+        else:
+            continue
+        yield (
+            f"The workers of the {describe_loader(loader)} draw other random numbers than in the "
+            f"uninterrupted run: {why}. Random numbers that follow from the sample's index are "
+            "the same in any run"
+        )
 
 
 def change_warnings(

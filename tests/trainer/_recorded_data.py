@@ -150,8 +150,8 @@ class Stream(IterableDataset[Any]):
     Workers take turns with batches.
     """
 
-    def __init__(self, length: int, size: int = 1) -> None:
-        self.length, self.size, self.first = length, size, 0
+    def __init__(self, length: int, size: int = 1, noise: float = 0.0) -> None:
+        self.length, self.size, self.noise, self.first = length, size, noise, 0
 
     def __iter__(self) -> Iterator[Any]:
         first, self.first = self.first, 0
@@ -159,7 +159,7 @@ class Stream(IterableDataset[Any]):
         worker = get_worker_info()
         for place, index in enumerate(own):
             if worker is None or place // self.size % worker.num_workers == worker.id:
-                yield torch.full((WIDTH,), float(index)), index
+                yield index + self.noise * torch.randn(WIDTH), index
 
 
 class SeekableStream(Stream):
@@ -308,7 +308,7 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "stateful":
             return StatefulLoader(Stream(length), batch_size=size)
         case "seeks":
-            return made(SeekableStream(length, size))
+            return made(SeekableStream(length, size, noise))
         case "batch sampler as sampler":
             batches = BatchSampler(RandomSampler(data), 4, drop_last=False)
             return DataLoader(Lists(length, noise), sampler=batches, batch_size=None, **options)
@@ -338,6 +338,9 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "two, as long as the shorter":
             two = [made(data, shuffle=True), made(IndexedSamples(24, 0.0), shuffle=True)]
             return CombinedLoader(two, "min_size")
+        case "noisy batches":
+            batches = BatchSampler(SequentialSampler(data), size, drop_last=False)
+            return DataLoader(data, batch_sampler=batches, **options)
         case "own batches":
             return DataLoader(data, batch_sampler=OwnBatchSampler(length, size))
         case "torchdata":

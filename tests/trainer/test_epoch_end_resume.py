@@ -85,3 +85,52 @@ def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_p
     said = [m for m in whole.messages if "ended within a window of micro-batches" in m]
     assert len(said) == 1
     assert "with its last 1, and their gradients are dropped" in said[0]
+
+
+UNCUT = RunSpec(length=48, batch_size=4, global_batch=8, epochs=3, noise=0.1)
+"""Two micro-batches to a step, on one rank."""
+
+KEPT: dict[str, RunSpec] = {
+    "a stream": replace(UNCUT, kind="seeks", loader={"num_workers": 1}),
+    "batches in order": replace(UNCUT, kind="noisy batches", loader={"num_workers": 1}),
+    "shuffled by the process": replace(UNCUT, loader={"num_workers": 1}),
+    "shuffled by a generator": replace(UNCUT, kind="own generator", loader={"num_workers": 1}),
+    "without workers": replace(UNCUT, kind="own generator"),
+    "made anew": replace(
+        UNCUT,
+        kind="seeks",
+        loader={"num_workers": 1},
+        trainer={"reload_dataloaders_every_n_epochs": 1},
+    ),
+}
+"""Loaders that keep their samplers, and draw for each sample as it is fetched."""
+
+
+def test_loaders_that_are_kept_draw_as_before(worlds: Pools, tmp_path: Path) -> None:
+    """At an epoch's end: the next one's order, and the random numbers of workers; and once more."""
+    first, second, third, ended = [], [], [], []
+    for name, kept in KEPT.items():
+        trainer, root = {**kept.trainer, "use_distributed_sampler": False}, str(tmp_path / name)
+        run = replace(kept, trainer=trainer, save=("inside 1.0", "epoch 1"), root=root)
+        again = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
+        first.append(run)
+        second.append(again)
+        third.append(again.resumed("inside 2.0"))
+        ended.append(run.resumed("epoch 1"))
+    seen = worlds.run(1, partial(fits, [*first, *second, *third, *ended]))[0]
+    count = len(KEPT)
+    for place, (name, whole) in enumerate(zip(KEPT, seen, strict=False)):
+        for of, begin in zip(seen[count + place :: count], (6, 12, 12), strict=True):
+            assert of.steps == from_step(whole.steps, begin), name
+            assert of.losses == from_step(whole.losses, begin), name
+
+
+def test_workers_that_persist_are_told_of(worlds: Pools, tmp_path: Path) -> None:
+    """Once: their random numbers began with the run, and begin anew after a resume."""
+    options = {"num_workers": 1, "persistent_workers": True}
+    run = replace(UNCUT, kind="seeks", loader=options, save=("epoch 0",), root=str(tmp_path))
+    worlds.run(1, partial(fit, run))
+    seen = worlds.run(1, partial(fit, run.resumed("epoch 0")))[0]
+    told = [text for text in seen.messages if "draw other random numbers" in text]
+    assert len(told) == 1
+    assert "persistent_workers" in told[0]
