@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats import open_checkpoint
+from tests.engine._oracle import same_bits
 from tests.engine._save_load_programs import Saved, found_after_load
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
@@ -22,6 +23,7 @@ from tests.foreign._deepspeed_writers import write
 from tests.foreign._fixture_table import FixtureRow, small
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
+from tests.foreign._read_whole import read_whole
 
 pytestmark = pytest.mark.engine
 
@@ -117,6 +119,17 @@ def test_what_is_not_of_one_save_or_lacks_state(
         assert not [key for key in pair[1] if key.startswith("exp_avg")]
 
 
+def test_partial_offload(pools: Pools, tmp_path: Path) -> None:
+    """DeepSpeed itself saves no states of what was not offloaded: refused by name."""
+    setup = small(2, "3", sub_group=15, offload=True, ratio=0.5, optimizer="CPUAdam")
+    pools.run(2, partial(write, FixtureRow("", setup, ""), str(tmp_path)))
+    target = small(1, "2", optimizer="CPUAdam")
+    (found,) = refused_all(pools, target, [str(tmp_path / "checkpoint")])
+    assert found.error == "CheckpointMismatchError"
+    assert "no optimizer state for " in found.message
+    assert "partial offload" in found.message
+
+
 def test_a_shard_of_another_step_is_named(two_tags: Path, tmp_path: Path) -> None:
     """Both files are named, and nothing that is told to do would leave a tag without files."""
     folder = tmp_path / "mixed"
@@ -131,6 +144,37 @@ def test_a_shard_of_another_step_is_named(two_tags: Path, tmp_path: Path) -> Non
     for path in folder.glob(SHARDS):
         assert path.name in str(caught.value)
     assert "Remove" not in str(caught.value)
+
+
+def test_a_save_that_was_killed(tmp_path: Path) -> None:
+    """After each file, and within it; into a new tag, and over an older one of the same name.
+
+    The part of a save that is there is refused, whatever it lies over. All of it is the later save.
+    """
+    root = unpack("two-tags", tmp_path).checkpoint
+    older, later = (root / tag for tag in ("step3", "step5"))
+    # DeepSpeed writes the model file first.
+    files = sorted(
+        (f.name for f in later.glob("*.pt")), key=lambda n: n.endswith("optim_states.pt")
+    )
+    wanted = read_whole(later)
+    for over in (False, True):
+        for index in range(2 * len(files)):
+            written, half = files[: index // 2 + 1], index % 2 == 0
+            tag = tmp_path / f"{over} {index}"
+            shutil.copytree(older, tag, ignore=None if over else lambda *_: files)
+            for name in written:
+                shutil.copy(later / name, tag)
+            if half:
+                data = (later / written[-1]).read_bytes()
+                (tag / written[-1]).write_bytes(data[: len(data) // 2])
+            if not half and written == files:
+                found = read_whole(tag)
+                assert all(same_bits(found[key], value) for key, value in wanted.items())
+                continue
+            with pytest.raises((CheckpointCorruptedError, CheckpointFormatError)) as caught:
+                read_whole(tag)
+            assert any(name in str(caught.value) for name in files), caught.value
 
 
 @pytest.mark.parametrize(
