@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.engine.optimizer_state import (
     ADAM_FAMILY,
     EXECUTION_KEYS,
@@ -182,7 +183,12 @@ def _refuse_stateless(index: int, held: Group, live: str) -> None:
 
 
 def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:  # noqa: ANN401
-    """Return the names of the states that an optimizer keeps; None where they cannot be told."""
+    """Return the names of the states that an optimizer keeps; None where they cannot be told.
+
+    Muon's own step keeps none: DeepSpeed adds the momentum before it.
+    """
+    if inner.param_groups[index].get("use_muon"):
+        return {MOMENTUM_KEY}
     try:
         return set(probe_after_a_step(inner, index, saved))
     except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)

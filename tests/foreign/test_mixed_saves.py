@@ -21,9 +21,10 @@ from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 from tests.foreign._deepspeed_writers import write
 from tests.foreign._fixture_table import FixtureRow, small
-from tests.foreign._fixtures import unpack
+from tests.foreign._fixtures import Fixture, unpack
 from tests.foreign._load_assertions import refused_all
 from tests.foreign._read_whole import read_whole
+from tests.foreign._restore_programs import Case, restore
 
 pytestmark = pytest.mark.engine
 
@@ -128,6 +129,25 @@ def test_partial_offload(pools: Pools, tmp_path: Path) -> None:
     assert found.error == "CheckpointMismatchError"
     assert "no optimizer state for " in found.message
     assert "partial offload" in found.message
+
+
+def test_muon(pools: Pools, tmp_path: Path) -> None:
+    """Its momentum comes back from ZeRO-3; in ZeRO-1/2 it lies otherwise and is refused by name."""
+    three = small(2, "3", grouping="two", sub_group=15, optimizer="Muon")
+    target = small(1, "2", grouping="two", optimizer="Muon")
+    for setup in (three, replace(three, zero="2"), replace(three, zero="2", elastic=True)):
+        folder = tmp_path / str(setup)
+        folder.mkdir()
+        pools.run(2, partial(write, FixtureRow("", setup, ""), str(folder)))
+        path = str(folder / "checkpoint")
+        if setup is three:
+            fixture = Fixture(folder, setup, {"steps": 3, "kind": "stock"})
+            outcome = pools.run(1, partial(restore, Case(fixture, target, path)))[0]
+            assert outcome is not None
+            outcome.verdict.assert_same()
+        else:
+            (found,) = refused_all(pools, target, [path])
+            assert "keeps Muon's momentum of whole parameters" in found.message
 
 
 def test_a_shard_of_another_step_is_named(two_tags: Path, tmp_path: Path) -> None:

@@ -147,6 +147,11 @@ class ZeroReader(TagReader):
                 "elastic shards hold no parameter groups, so that the steps would begin anew; "
                 f"{FRESH_OPTIMIZER_HINT}"
             )
+        if self._shards.keeps_whole_momenta():
+            return (
+                "ZeRO-1/2 keeps Muon's momentum of whole parameters, in places that the file does "
+                f"not record: {FRESH_OPTIMIZER_HINT}"
+            )
         if not (lacking := self._shards.without_state()):
             return ""
         return (

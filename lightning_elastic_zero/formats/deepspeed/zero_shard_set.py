@@ -319,6 +319,23 @@ class ZeroShardSet:
         in_states = any(key.name == "step" for group in self.groups for key in group.state)
         return self.elastic and bool(counted) and not in_states
 
+    def keeps_whole_momenta(self) -> bool:
+        """Whether states of ZeRO-1/2 do not lie as the masters do: those of Muon.
+
+        Elastic shards do not name Muon's groups, but its state is not of the partition's size.
+        """
+        if self.stage == STAGE_WEIGHTS:
+            return False
+        muon = any(group.hyperparameters.get("use_muon") for group in self.groups)
+        first = self._shard(0)
+        return muon or any(
+            isinstance(value, torch.Tensor)
+            and value.ndim == 1
+            and value.numel() not in self._possible(0, index)
+            for index, buffer in enumerate(self.buffers)
+            for value in (self._state(first, index) if buffer.names else {}).values()
+        )
+
     def steps(self) -> list[int]:
         """Return how many steps Adam has taken, by the first shard: for each of its flat buffers.
 
