@@ -167,7 +167,10 @@ def test_a_save_behind_training_equals_a_blocking_one(
     writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
     end_hook = run.handle().add_step_pre_hook(writer.wait_for_copies)
     for turn in range(2):  # The second one takes the same memory.
-        writer.save(run.handle(), tmp_path / f"behind{turn}", ranks, {"epoch": 1}, SaveOptions())
+        # The memory of the first one is filled by threads that are not in inference mode.
+        with torch.inference_mode(mode=not turn):
+            path = tmp_path / f"behind{turn}"
+            writer.save(run.handle(), path, ranks, {"epoch": 1}, SaveOptions())
         run.step_on()
         run.step_on()
         with late.waiting():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.nn.utils import parametrizations
 
 from tests.engine._model import GLOBAL_BATCH
 from tests.engine._setup import Engine, Setup
@@ -106,6 +108,13 @@ class Layers(nn.Module):
         return scores
 
 
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Make layers whose weights are computed from other parameters, and from buffers."""
+    model = Layers()
+    model.inner[0], model.inner[2] = norm(model.inner[0]), norm(model.inner[2])
+    return model
+
+
 class Images(nn.Module):
     """Convolutions with BatchNorm, behind a frozen one; see ``in_channels_last``."""
 
@@ -140,6 +149,10 @@ KINDS: dict[str, Any] = {
     "torch's checkpointing": lambda: Layers("torch"),
     "DeepSpeed's checkpointing": lambda: Layers("deepspeed"),
     "compiled": lambda: torch.compile(Layers(), backend="eager"),
+    "weight norm": lambda: normed(parametrizations.weight_norm),
+    "weight norm by hooks": lambda: normed(nn.utils.weight_norm),
+    "spectral norm": lambda: normed(parametrizations.spectral_norm),
+    "spectral norm by hooks": lambda: normed(nn.utils.spectral_norm),
     "images": Images,
 }
 

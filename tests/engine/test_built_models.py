@@ -81,6 +81,10 @@ KINDS = (
     "mixtral",
     "lora",
     "images",
+    "weight norm",
+    "weight norm by hooks",
+    "spectral norm",
+    "spectral norm by hooks",
     "transformers' checkpointing",
     "DeepSpeed's checkpointing",
 )
@@ -102,8 +106,8 @@ def test_it_is_restored(
     """On another number of devices, in another stage: masters, states, buffers, frozen weights."""
     if kind == "DeepSpeed's checkpointing":  # Its recomputation does not gather ZeRO-3's weights.
         zero, then = zero.replace("3", "1"), then.replace("3", "1")
-    # BatchNorm's buffers stay fp32 in a bf16 engine, which torch's own kernel does not take.
-    precision = "fp32" if kind == "images" else precision
+    # Their buffers stay fp32 in a bf16 engine, which torch's own kernels do not take.
+    precision = "fp32" if kind == "images" or kind.startswith("spectral") else precision
     source = ModelSetup(world, zero, precision, kind=kind)
     target = ModelSetup(on, then, precision, kind=kind)
     wanted, before, after = resumed(pools, source, target, tmp_path)
