@@ -29,7 +29,8 @@ class ResumesAtSample(Protocol):
 
         Args:
             epoch: index of the epoch; later ones begin at their beginning.
-            samples: consumed in it by all ranks together, a multiple of the global batch.
+            samples: of this loader that all ranks together have consumed in the epoch, or since it
+                began again in it: a multiple of what a step consumes.
         """
         ...
 
