@@ -74,6 +74,9 @@ SURVIVORS = {
         "equivalent: only the first run is taken, which holds element 0"
     ),
     "data_progress/sample_order.py: _DEPTH = 4  ->  5": _ANY_BOUND,
+    "data_progress/sample_order.py: reduced = item.__reduce_ex__(4)  ->  5": (
+        "equivalent for the objects that name samples: a digest is compared within one release"
+    ),
     "data_progress/sample_order.py: "
     "yield from ((str(i), v) for i, v in enumerate(holder[:64]) if not isinstance(v, int))"
     "  ->  65": _ANY_BOUND,
