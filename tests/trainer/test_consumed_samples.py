@@ -56,6 +56,7 @@ SCENARIOS: dict[str, RunSpec] = {
     "workers": RunSpec(noise=0.1, loader={"num_workers": 2}),
     "persistent workers": RunSpec(noise=0.1, loader={"num_workers": 2, "persistent_workers": True}),
     "validated twice an epoch": RunSpec(validate=True, trainer={"val_check_interval": 0.5}),
+    "validated at every step": RunSpec(validate=True, trainer={"val_check_interval": 1}),
     "validated over epochs": RunSpec(
         validate=True, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
     ),
