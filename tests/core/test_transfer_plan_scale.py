@@ -64,7 +64,7 @@ def test_a_plan_does_not_grow_with_the_cluster(
     assert len(plan.transfers) <= (2 * len(table) if stage == 3 else 60)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
 def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:

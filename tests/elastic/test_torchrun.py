@@ -83,6 +83,7 @@ def check_curve(nodes: Job, undisturbed: Undisturbed) -> None:
         assert values == pytest.approx([undisturbed[step].loss] * len(values), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """A new folder, and one that holds an unpublished save alone: a fresh start, which is said.
 
