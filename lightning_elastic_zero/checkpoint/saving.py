@@ -351,7 +351,11 @@ def _own_part(
         own = tuple(item for item in own if item[0][0] != SCHEDULERS)
         objects = tuple(item for item in objects if item[0][0] != SCHEDULERS)
     state = replace(contents.state, module_buffers=buffers)
-    return state, ClientPart({}, own=own, own_objects=objects)
+    if not state.module_weights:
+        return state, ClientPart({}, own=own, own_objects=objects)
+    # DeepSpeed's loader for ZeRO-3 reads nothing but the rank's own model file.
+    module = {**state.module_weights, **contents.state.module_buffers}
+    return replace(state, module_weights=module), ClientPart(contents.client, (), own, objects)
 
 
 def _complete(

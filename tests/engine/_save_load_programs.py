@@ -209,6 +209,30 @@ def found_after_load(
     return None if before is None or after is None else (before, after)
 
 
+def found_by_deepspeed(setup: Setup, saved: Saved, *, steps: int = 0) -> Dump | None:
+    """Return what a run holds after DeepSpeed's own loader has restored a checkpoint.
+
+    Args:
+        setup: of the run.
+        saved: what is loaded.
+        steps: trained after the load.
+    """
+    with engine_of(setup, 7) as engine:
+        scaler = engine.optimizer.loss_scaler
+        path, client_state = engine.load_checkpoint(saved.path)
+        assert path
+        assert client_state["epoch"] == STEPS
+        # What docs/format.md tells users to do.
+        vars(scaler).update(client_state["elastic_zero"]["loss_scaler"])
+        engine.optimizer.loss_scaler = scaler
+        for state in inner_of(engine).state.values():
+            # DeepSpeed's loader for ZeRO-1/2 gives a step of torch's a dimension.
+            if torch.is_tensor(step := state.get("step")) and step.numel() == 1:
+                state["step"] = step.view(())
+        train(engine, setup, STEPS, STEPS + steps)
+        return dump(engine, setup)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """How a load or save was refused."""

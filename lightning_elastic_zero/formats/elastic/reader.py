@@ -70,6 +70,7 @@ class ElasticReader(CheckpointReader):
         self._entries = {entry.name: entry for entry in manifest.files}
         self._optimized = {p.name for p in manifest.optimized}
         self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
+        self._positions = {n: i for buffer in manifest.buffers for i, n in enumerate(buffer.names)}
         self._layout = manifest.layout()
         self._read_first: int | None = None
 
@@ -138,12 +139,13 @@ class ElasticReader(CheckpointReader):
                 base = piece_start(numel, self.manifest.world_size, transfer.source_rank)
             return file, self._run(file, stored, base, transfer)
         file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
-        if key == WEIGHT:
-            stored = file.tree[OPTIMIZER][fp32_key(self.manifest.stage)][transfer.source_buffer]
-            base = transfer.start - transfer.source_offset
-        else:
-            shards = file.tree[OPTIMIZER][STATES][transfer.source_buffer]
-            stored = shards[transfer.name][key]
+        entry = fp32_key(self.manifest.stage) if key == WEIGHT else STATES
+        stored = file.tree[OPTIMIZER][entry][transfer.source_buffer]
+        base = transfer.start - transfer.source_offset
+        if key != WEIGHT:
+            stored = stored[key]
+        if isinstance(stored, list):  # ZeRO-3: a state has a tensor for each parameter
+            stored = stored[self._positions[transfer.name]]
             base = file.tree[OURS]["fragments"][transfer.source_buffer][transfer.name][0]
         return file, self._run(file, stored, base, transfer)
 
@@ -171,19 +173,13 @@ class ElasticReader(CheckpointReader):
         They are alike on all ranks of a save, or it would have failed: so a rank takes them from
         the file that it reads first. Else all of them would open one file more, the same one.
         """
-        file, shards = self._shards(at.rank if self._read_first is None else self._read_first, at)
-        if not shards:  # that rank holds nothing of the buffer
-            file, shards = self._shards(at.rank, at)
-        shard = next(iter(shards.values()))
+        rank = at.rank if self._read_first is None else self._read_first
+        file = self.files.get(optimizer_file(rank, self.manifest.precision))
+        states = file.tree[OPTIMIZER][STATES][at.buffer]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
         keys = [key.name for key in group.state if key.kind == "scalar"]
-        found: dict[str, Scalar] = file.load_tree({key: shard[key] for key in keys})
+        found: dict[str, Scalar] = file.load_tree({key: states[key] for key in keys})
         return found
-
-    def _shards(self, rank: int, at: Fragment) -> tuple[TorchFile, Mapping[str, Any]]:
-        """Return the file of a rank, and its states of the held flat buffer that holds ``at``."""
-        file = self.files.get(optimizer_file(rank, self.manifest.precision))
-        return file, file.tree[OPTIMIZER][STATES][at.buffer]
 
     # -- what is held once -------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """Writes one rank's files of our own format.
 
-The names, the entries, and the flat masters are DeepSpeed's, so that its tools recover the
-weights. Under ``base_optimizer_state`` lie lean shards: per flat buffer a dict of parameters, each
-with its states' runs of elements, without padding, and its scalars. Every tensor is written from
-where it lives, piece by piece: no copy of the state is made.
+The names and the entries are those of DeepSpeed's elastic checkpoints (``elastic_checkpoint`` of
+ZeRO-1/2, and pull request 8031 for ZeRO-3), so that its own loaders restore them. Every tensor is
+written from its place in memory, piece by piece: no copy of the state is made.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,7 +39,14 @@ from lightning_elastic_zero.formats.torch_file import (
     TorchFileWriter,
 )
 from lightning_elastic_zero.formats.tree_path import TreePath
-from lightning_elastic_zero.manifest import FORMAT_VERSION, STAGE_WEIGHTS, FileEntry, Manifest
+from lightning_elastic_zero.manifest import (
+    FORMAT_VERSION,
+    STAGE_WEIGHTS,
+    FileEntry,
+    Manifest,
+    Parameter,
+)
+from lightning_elastic_zero.partition import FlatBuffer, piece_numel
 from lightning_elastic_zero.tensor_state import FlatState, RankState
 
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
@@ -56,7 +63,7 @@ class ClientPart:
     """What of the trainer's state a rank writes."""
 
     plain: Mapping[str, Any]
-    """Rank 0: the whole tree of plain data. Other ranks: empty."""
+    """Rank 0: the whole tree of plain data. Other ranks: empty, or all of theirs, for DeepSpeed."""
     objects: Objects = ()
     """Rank 0: what is not plain data, and where it belongs."""
     own: tuple[tuple[TreePath, Any], ...] = ()
@@ -110,22 +117,40 @@ class RankWriter:
         zero_3 = manifest.stage == STAGE_WEIGHTS
         inner: dict[str, Any] = {
             "zero_stage": manifest.stage,
+            "dynamic_loss_scale": bool(state.loss_scaler.get("dynamic")),
+            "overflow": False,
             "partition_count": manifest.world_size
             if zero_3
             # A number where there are no flat buffers: DeepSpeed's script takes the largest one.
             else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
             fp32_key(manifest.stage): [
-                self._masters(builder, flat, padded=zero_3) for flat in state.flats
+                self._in_place(builder, index, flat, flat.master)
+                for index, flat in enumerate(state.flats)
             ]
             or [torch.empty(0)],
-            "loss_scaler": dict(state.loss_scaler),
         }
-        if not zero_3:
+        if zero_3:
+            # As a dictionary: DeepSpeed's class would not load with weights_only=True. The entry
+            # is there because the loader of pull request 8031 fails without it.
+            inner["loss_scaler"] = dict(state.loss_scaler)
+            inner["group_paddings"] = [
+                [self._piece_padding(numel) for numel in b.numels] for b in manifest.buffers
+            ]
+        else:
+            # No loss scaler: DeepSpeed's loader then keeps the one that it has.
+            inner["ds_version"] = manifest.writer.deepspeed
+            inner["group_paddings"] = [
+                b.partition_numel - self._lean_numel(b) for b in manifest.buffers
+            ]
             inner["param_alignment_paddings"] = [
                 list(b.paddings) or [0] * len(b.names) for b in manifest.buffers
             ]
         if not manifest.weights_only:
-            inner[STATES] = [self._lean_states(builder, flat) for flat in state.flats]
+            inner[STATES] = [
+                self._lean_states(builder, index, flat) for index, flat in enumerate(state.flats)
+            ]
+            if (step := _optimizer_step(manifest)) is not None:
+                inner["base_optimizer_state_step"] = step
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
         if client.own_objects:
             own["objects"] = _as_tensor(client.own_objects)
@@ -145,7 +170,6 @@ class RankWriter:
         manifest, builder = self.manifest, TorchFileWriter()
         buffers = _copies(state.module_buffers) if self.rank == 0 else {}
         frozen = {p.name: p for p in manifest.frozen}
-        zero_3 = manifest.stage == STAGE_WEIGHTS
         shapes = {name: torch.Size(p.shape) for name, p in frozen.items()}
         tree: dict[str, Any] = {
             # The trainer's keys stand beside DeepSpeed's own, as DeepSpeed has it: converters
@@ -155,11 +179,10 @@ class RankWriter:
             "buffer_names": list(buffers),
             "optimizer": None,
             "param_shapes": [_shapes(manifest, b.names) for b in manifest.buffers],
-            "frozen_param_shapes": shapes,
-            FROZEN: {
-                name: self._frozen(builder, state.frozen[name], None if zero_3 else shapes[name])
-                for name in frozen
-            },
+            # None where there are none: DeepSpeed's loaders then leave the module's as they are.
+            "frozen_param_shapes": shapes or None,
+            FROZEN: {n: self._frozen(builder, state.frozen[n], p) for n, p in frozen.items()}
+            or None,
             "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
             "lr_scheduler": to_host(state.lr_scheduler),
             "global_steps": manifest.progress.global_steps,
@@ -177,46 +200,75 @@ class RankWriter:
         }
         return self._save(model_file(self.rank, manifest.stage), tree, builder)
 
-    def _masters(self, builder: TorchFileWriter, flat: FlatState, *, padded: bool) -> torch.Tensor:
-        """Add a flat buffer's masters, its padding zeroed; the tail cut where DeepSpeed cuts it."""
+    def _in_place(
+        self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Add masters or a state with each element at its offset in the flat buffer.
+
+        Padding is zero. In ZeRO-1/2, the padding at the end of the whole buffer is left out.
+        """
         pieces: list[torch.Tensor | ChunkedSource | int] = []
         reached = 0
         for fragment in flat.fragments:
             stop = fragment.offset + fragment.stop - fragment.start
-            pieces += [
-                fragment.offset - reached,
-                self.source_of(flat.master[fragment.offset : stop]),
-            ]
+            pieces += [fragment.offset - reached, self.source_of(values[fragment.offset : stop])]
             reached = stop
-        if padded:
-            pieces.append(flat.master.numel() - reached)
-        return builder.add(PiecewiseSource(pieces, flat.master.dtype))
+        zero_3 = self.manifest.stage == STAGE_WEIGHTS
+        end = flat.master.numel() if zero_3 else self._lean_numel(self.manifest.buffers[index])
+        return builder.add(PiecewiseSource([*pieces, end - reached], values.dtype))
 
-    def _lean_states(self, builder: TorchFileWriter, flat: FlatState) -> dict[str, dict[str, Any]]:
-        """Add a flat buffer's states: one storage for each key, a view of it for each parameter."""
-        shards: dict[str, dict[str, Any]] = {f.name: {} for f in flat.fragments}
-        for key, values in flat.elementwise.items():
-            parts = (values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments)
-            runs = [self.source_of(part) for part in parts]
-            whole = builder.add(PiecewiseSource(runs, values.dtype))
-            at = 0
-            for fragment in flat.fragments:
-                numel = fragment.stop - fragment.start
-                shards[fragment.name][key] = whole[at : at + numel]
-                at += numel
-        for shard in shards.values():
-            shard.update(
-                (k, v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v)
-                for k, v in flat.scalars.items()
-            )
-        return shards
+    def _lean_states(self, builder: TorchFileWriter, index: int, flat: FlatState) -> dict[str, Any]:
+        """Add a flat buffer's optimizer states; return them as DeepSpeed's elastic code has them.
+
+        An element-wise state is one tensor like the masters in ZeRO-1/2. In ZeRO-3 it is a list
+        with one tensor for each parameter, without padding: views of one storage.
+        """
+        zero_3 = self.manifest.stage == STAGE_WEIGHTS
+        add = self._pieces if zero_3 else self._in_place
+        states: dict[str, Any] = {
+            key: add(builder, index, flat, values) for key, values in flat.elementwise.items()
+        }
+        for key, value in flat.scalars.items():
+            in_file = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            states[key] = in_file
+        return states
+
+    def _pieces(
+        self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Add a state of ZeRO-3; return this rank's piece of each parameter, in flat order."""
+        numels = dict.fromkeys(self.manifest.buffers[index].names, 0)
+        runs: list[torch.Tensor | ChunkedSource | int] = []
+        for fragment in flat.fragments:
+            numels[fragment.name] = numel = fragment.stop - fragment.start
+            runs.append(self.source_of(values[fragment.offset : fragment.offset + numel]))
+        whole = builder.add(PiecewiseSource(runs, values.dtype))
+        stops = list(accumulate(numels.values()))
+        return [
+            whole[stop - numel : stop] for numel, stop in zip(numels.values(), stops, strict=True)
+        ]
+
+    def _lean_numel(self, buffer: FlatBuffer) -> int:
+        """ZeRO-1/2: elements of this rank's partition, without the padding at the buffer's end."""
+        end = sum((*buffer.numels, *buffer.paddings[:-1]))
+        start, stop = buffer.partition_range(self.rank)
+        return max(0, min(end, stop) - start)
+
+    def _piece_padding(self, numel: int) -> int:
+        """ZeRO-3: elements of padding after this rank's piece of a parameter, as DeepSpeed says."""
+        world_size = self.manifest.world_size
+        is_last = self.rank == world_size - 1
+        return piece_numel(numel, world_size) * world_size - numel if is_last else 0
 
     def _frozen(
-        self, builder: TorchFileWriter, piece: torch.Tensor, shape: torch.Size | None
+        self, builder: TorchFileWriter, piece: torch.Tensor, parameter: Parameter
     ) -> torch.Tensor:
-        """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it."""
-        placed = builder.add(PiecewiseSource([self.source_of(piece)], piece.dtype))
-        return placed if shape is None else placed.view(shape)
+        """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it, padded."""
+        zero_3 = self.manifest.stage == STAGE_WEIGHTS
+        numel = piece_numel(parameter.numel, self.manifest.world_size) if zero_3 else piece.numel()
+        pieces = [self.source_of(piece), numel - piece.numel()]
+        placed = builder.add(PiecewiseSource(pieces, piece.dtype))
+        return placed if zero_3 else placed.view(parameter.shape)
 
     def client_objects(self, client: ClientPart) -> FileEntry:
         """Write what is no plain data: a pickle, itself as plain bytes."""
@@ -261,6 +313,21 @@ def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
 def _as_tensor(objects: Objects) -> torch.Tensor:
     """Pickle objects into plain bytes."""
     return torch.frombuffer(bytearray(pickle_objects(objects)[0]), dtype=torch.uint8)
+
+
+def _optimizer_step(manifest: Manifest) -> int | float | None:
+    """Return the entry ``step`` of the parameter groups, where all have the same one.
+
+    DeepSpeed's loader for ZeRO-1/2 fails without it, also for optimizers whose groups have none and
+    that never read it: it is then the number of their steps.
+    """
+    steps = [group.hyperparameters.get("step") for group in manifest.groups]
+    for step in steps[:1]:
+        if isinstance(step, int | float) and all(step == other for other in steps):
+            return step
+    if manifest.stage == STAGE_WEIGHTS:
+        return None
+    return manifest.progress.global_steps - manifest.progress.skipped_steps
 
 
 def _shapes(manifest: Manifest, names: tuple[str, ...]) -> OrderedDict[str, torch.Size]:

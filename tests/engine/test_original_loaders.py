@@ -1,0 +1,198 @@
+"""DeepSpeed's own loaders restore this library's checkpoints.
+
+No release of DeepSpeed restores elastic ZeRO-3 checkpoints; the code of its pull request 8031
+does. Those tests run where ``PYTHONPATH`` begins with an installation of it:
+``pip install --no-deps --target FOLDER <checkout of refs/pull/8031/head>``. Without it, shards of
+ZeRO-3 are compared with one that it wrote.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from tests.engine._oracle import Dump, differences, expected_in
+from tests.engine._save_load_programs import Saved, found_by_deepspeed, train_and_save
+from tests.engine._setup import Setup
+from tests.engine._worker_pool import Pools
+from tests.foreign._fixtures import unpack
+
+pytestmark = pytest.mark.engine
+
+
+def restores_elastic_zero_3() -> bool:
+    """Whether the DeepSpeed that ranks import is that of the pull request."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent / "runtime" / "zero" / "stage3.py"
+    return "_elastic_load_state_dict" in source.read_text(encoding="utf-8")
+
+
+needs_pr_8031 = pytest.mark.skipif(
+    not restores_elastic_zero_3(), reason="needs the code of DeepSpeed pull request 8031"
+)
+
+
+def wanted_in(saved: Saved, target: Setup) -> Dump:
+    """Return what a run must hold after a load by DeepSpeed.
+
+    Elastic checkpoints of DeepSpeed have no hyperparameters. In ZeRO-1 and 2 there is one model
+    file, so that all ranks get the buffers of rank 0; in ZeRO-3 each rank reads its own.
+    """
+    held = saved.dump()
+    wanted = expected_in(held, saved.setup, target)
+    for rank in range(target.world):
+        file = rank if target.zero == "3" else 0
+        for name in target.buffers_kept:
+            wanted[f"buffer/{rank}/{name}"] = held[f"buffer/{file}/{name}"]
+    left_out = ("group/", *(["frozen/"] if saved.options.get("exclude_frozen_parameters") else []))
+    return {k: v for k, v in wanted.items() if not k.startswith(tuple(left_out))}
+
+
+def assert_restored(saved: Saved, target: Setup, pools: Pools) -> None:
+    """Load with DeepSpeed, and compare each element with what the saving engine held."""
+    found = pools.run(target.world, partial(found_by_deepspeed, target, saved))[0]
+    assert found is not None
+    wanted = wanted_in(saved, target)
+    assert not differences(wanted, {k: v for k, v in found.items() if k in wanted})
+
+
+FUSED = Setup(2, "1", optimizer="FusedAdam", alignment=True)
+ELASTIC = (
+    pytest.param(FUSED, marks=pytest.mark.essential),
+    pytest.param(Setup(2, "2", "bf16", empty=True), marks=pytest.mark.essential),
+    Setup(3, "2", "bf16", optimizer="FusedAdam", round_robin=True),
+    Setup(3, "1", optimizer="Momentum"),
+    Setup(2, "2", optimizer="CPUAdam", offload=True),
+    Setup(4, "1", "bf16", optimizer="AMSGrad", alignment=True, grouping="one"),
+    Setup(2, "1", "fp16", optimizer="FusedAdam"),
+)
+
+
+@pytest.mark.parametrize("setup", ELASTIC, ids=str)
+def test_zero_1_and_2(setup: Setup, pools: Pools, saved_by: Callable[..., Saved]) -> None:
+    """With ``elastic_checkpoint: true``, on the same count, which DeepSpeed insists on."""
+    saved = saved_by(setup, save_module_weights=True)
+    assert_restored(saved, replace(setup, elastic=True), pools)
+
+
+@pytest.mark.parametrize("setup", [FUSED, Setup(3, "2", "bf16", optimizer="Momentum")], ids=str)
+def test_zero_1_and_2_as_configured_by_default(
+    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Without ``elastic_checkpoint``, where no optimizer state is a tensor without dimensions.
+
+    DeepSpeed's loader would append the padding of the flat buffer to it.
+    """
+    assert_restored(saved_by(setup, save_module_weights=True), setup, pools)
+
+
+Structure: TypeAlias = "dict[Any, Any] | list[Any] | tuple[Any, ...] | str"
+
+
+def structure(value: Any) -> Structure:  # noqa: ANN401 (anything in a shard)
+    """Return keys, lengths, types and shapes of a tree, and its numbers."""
+    if isinstance(value, dict):
+        return {key: structure(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [structure(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape)
+    return repr(value)
+
+
+def shard_structures(checkpoint: str, *, sizes: bool) -> list[Structure]:
+    """Return the structure of each rank's optimizer states; in a rank, for DeepSpeed's classes.
+
+    Args:
+        checkpoint: its directory.
+        sizes: tell those of state tensors. Where a parameter ends before the last rank, the pull
+            request writes padding of other ranks, which its loader ignores.
+    """
+    found = []
+    for path in sorted(Path(checkpoint).rglob("*_optim_states.pt")):
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        state["zero_stage"] = int(state["zero_stage"])  # An enumeration of DeepSpeed's.
+        if not sizes:
+            for states in state["base_optimizer_state"]:
+                lists = [value for value in states.values() if isinstance(value, list)]
+                for tensors in lists:
+                    tensors[:] = [tensor[:0] for tensor in tensors]
+        found.append(structure({key: v for key, v in state.items() if key != "loss_scaler"}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param("elastic3-pr8031", True, marks=pytest.mark.essential),
+        ("elastic3x4-pr8031", False),
+        ("elastic3-momentum-pr8031", False),
+    ],
+)
+def test_zero_3_has_the_structure_of_the_pull_request(
+    name: str, sizes: bool, pools: Pools, tmp_path: Path
+) -> None:
+    """Key by key and tensor by tensor, but for the loss scaler, which is plain data here."""
+    fixture = unpack(name, tmp_path)
+    saved = Saved(replace(fixture.setup, elastic=False), str(tmp_path / "ours"))
+    pools.run(saved.setup.world, partial(train_and_save, saved, steps=fixture.setup_steps))
+    look = partial(shard_structures, sizes=sizes)
+    wanted = pools.run(1, partial(look, str(fixture.checkpoint)))[0]
+    assert len(wanted) == saved.setup.world
+    assert pools.run(1, partial(look, saved.path))[0] == wanted
+
+
+FUSED_3 = Setup(2, "3", optimizer="FusedAdam", sub_group=700, persistence=0)
+BF16_3 = Setup(4, "3", "bf16", optimizer="FusedAdam", sub_group=1, persistence=0)
+
+
+@needs_pr_8031
+@pytest.mark.parametrize(
+    "setup",
+    [
+        FUSED_3,
+        BF16_3,
+        Setup(3, "3", optimizer="Momentum", grouping="one", persistence=0),
+        Setup(2, "3", "bf16", optimizer="AdamW", sub_group=700, persistence=0),
+        Setup(2, "3", "fp16", optimizer="FusedAdam", persistence=0),
+    ],
+    ids=str,
+)
+def test_zero_3(setup: Setup, pools: Pools, saved_by: Callable[..., Saved]) -> None:
+    """On the same count, with frozen weights."""
+    saved = saved_by(setup, save_module_weights=True)
+    assert_restored(saved, replace(setup, elastic=True), pools)
+
+
+@needs_pr_8031
+@pytest.mark.parametrize(
+    ("setup", "world"),
+    [
+        (FUSED_3, 1),
+        (BF16_3, 2),
+        (BF16_3, 3),
+        (BF16_3, 1),
+        (Setup(3, "3", optimizer="Momentum", grouping="one", persistence=0), 2),
+        (Setup(2, "3", "bf16", optimizer="AdamW", sub_group=700, persistence=0), 1),
+    ],
+    ids=str,
+)
+def test_zero_3_on_fewer_ranks(
+    setup: Setup, world: int, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Without the frozen weights, of which the loader reads pieces of the current size only.
+
+    It fails on more ranks, with checkpoints of its own too: the new ranks have no model file. It
+    also wants the same parameters in each sub-group, whose size counts the elements of one rank.
+    """
+    saved = saved_by(setup, save_module_weights=True, exclude_frozen_parameters=True)
+    assert_restored(saved, replace(setup, world=world, elastic=True), pools)
