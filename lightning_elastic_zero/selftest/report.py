@@ -97,7 +97,7 @@ def _cell(text: str) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in shorten(text)
     )
-    return shown.translate(str.maketrans({"\\": "\\\\", "|": "\\|"}))
+    return "".join(f"\\{char}" if char in "\\|" else char for char in shown)
 
 
 def _columns(text: str) -> int:
