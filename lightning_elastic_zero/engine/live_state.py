@@ -35,6 +35,7 @@ from lightning_elastic_zero.engine.infer_optimizer import (
 from lightning_elastic_zero.engine.loss_scale import loss_scaler_fields
 from lightning_elastic_zero.engine.module import (
     allocate_pieces,
+    check_not_inference,
     commit_pieces,
     drop_secondary_tensors,
     engine_precision,
@@ -338,6 +339,9 @@ class LiveEngine:
         refuse_offloaded(self._optimizer)
         self._partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
+        check_not_inference(
+            {name: b.low for b, row, _ in self._placed for name in row.names},
+        )
         flats = []
         for buffer, row, fragments in self._placed:
             inner = stepping_optimizer(self._optimizer, buffer.sub_group)

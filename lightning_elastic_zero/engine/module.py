@@ -72,6 +72,24 @@ def write_piece(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
         parameter.data.copy_(values.view(parameter.shape))
 
 
+def check_not_inference(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights that can be neither changed nor trained.
+
+    Args:
+        weights: by name, or for trained ones the memory in which they lie.
+
+    Raises:
+        CheckpointMismatchError: some were assigned under ``torch.inference_mode``.
+    """
+    if unfit := [name for name, weight in weights.items() if weight.is_inference()]:
+        msg = (
+            "weights that were assigned under torch.inference_mode() can be neither changed nor "
+            f"trained: {', '.join(unfit[:20])}; use torch.no_grad() there, or assign clones that "
+            "were made outside of it"
+        )
+        raise CheckpointMismatchError(msg)
+
+
 def allocate_pieces(
     parameters: Mapping[str, torch.nn.Parameter], held: Collection[str], rank: int, first: int = 0
 ) -> dict[Fragment, torch.Tensor]:
@@ -87,6 +105,7 @@ def allocate_pieces(
         CheckpointMismatchError: a weight cannot be written.
     """
     wanted = {name: p for name, p in parameters.items() if name in held}
+    check_not_inference({name: getattr(p, "ds_tensor", p) for name, p in wanted.items()})
     if unfit := [n for n, p in wanted.items() if not is_writable(getattr(p, "ds_tensor", p))]:
         msg = (
             "frozen weights that cannot be written (expanded views, sparse, or on the meta "

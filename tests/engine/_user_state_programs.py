@@ -191,6 +191,20 @@ class LoadingAfter:
                 assert torch.equal(parameter, before[name]), name
 
 
+def reassign_frozen(engine: Engine) -> None:
+    """Assign a frozen weight of the last rank under inference mode."""
+    if engine.global_rank:
+        with torch.inference_mode():
+            engine.module.frozen.bias.data = engine.module.frozen.bias * 2
+
+
+def reassign_trained(engine: Engine) -> None:
+    """Assign a trained weight of the last rank under inference mode."""
+    if engine.global_rank:
+        with torch.inference_mode():
+            engine.module.b.bias.data = engine.module.b.bias * 2
+
+
 def expand_frozen(engine: Engine) -> None:
     """Give a frozen weight of the last rank one number for all of its elements."""
     if engine.global_rank:

@@ -20,6 +20,8 @@ from tests.engine._user_state_programs import (
     load_after,
     numbers_of_numpy,
     reassign_average,
+    reassign_frozen,
+    reassign_trained,
     refuse_hyperparameters,
     refused_saves,
 )
@@ -98,6 +100,8 @@ def test_a_change_that_fails_on_one_rank(
     [
         (expand_frozen, "frozen weights that cannot be"),
         (leave_buffer_on_meta, "buffers that cannot be"),
+        (reassign_frozen, "neither changed nor trained: frozen.bias;"),
+        (reassign_trained, "neither changed nor trained: b.bias;"),
     ],
 )
 def test_what_cannot_be_written_on_one_rank(
@@ -107,7 +111,7 @@ def test_what_cannot_be_written_on_one_rank(
     saved_by: Callable[..., Saved],
 ) -> None:
     """All ranks refuse it by name before anything is changed, and at once."""
-    setup = Setup(2, "1")
+    setup = Setup(2, "0" if change is reassign_trained else "1")
     load = LoadingAfter(saved_by(setup).path, change)
     program = partial(refusal, setup, load, look=False)
     for refused in pools.run(setup.world, program):
