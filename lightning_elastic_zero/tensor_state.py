@@ -56,6 +56,8 @@ class RankState:
     """The fields of DeepSpeed's loss scaler, and its class."""
     lr_scheduler: Mapping[str, object] | None = None
     """State of a scheduler that the engine itself steps (not with Lightning)."""
+    optimizer_state: Mapping[Any, Any] = field(default_factory=dict)
+    """What the optimizer keeps under keys that are not parameters; the same on all ranks."""
     replica_sums: tuple[int, ...] = ()
     """Where every rank has all masters (stage 0): of each flat buffer, a sum over their bits."""
 
@@ -72,6 +74,8 @@ class RestoreValues:
     progress: Progress
     loss_scaler: Mapping[str, Plain] = field(default_factory=dict)
     lr_scheduler: Mapping[str, object] | None = None
+    optimizer_state: Mapping[Any, Any] | None = None
+    """What the optimizer keeps under keys that are not parameters; None: its own stays."""
     optimizer: str = ""
     """Class name of the optimizer that saved the hyperparameters."""
     group_origins: tuple[int | None, ...] = ()

@@ -379,6 +379,7 @@ class _Load:
             progress=saved.progress if resumes and source.info.has_counters else here.progress,
             loss_scaler=shared.loss_scaler if resumes else {},
             lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
+            optimizer_state=source.optimizer_state() if scope.optimizer_state else None,
             optimizer=saved.writer.optimizer,
             group_origins=tuple(range(len(here.groups)))
             if scope.strict_optimizer and len(here.groups) == len(source.manifest.groups)

@@ -45,7 +45,8 @@ from lightning_elastic_zero.checkpoint.types import (
     show_nothing,
 )
 from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.formats import OPTIMIZER_STATE
 from lightning_elastic_zero.formats.elastic.client_state import (
     Objects,
     fingerprints,
@@ -175,10 +176,14 @@ def collect(
             "the scheduler's state": state.lr_scheduler,
             "the loss scaler's state": dict(state.loss_scaler),
             "the optimizer's state": [dict(flat.scalars) for flat in state.flats],
+            "the optimizer's state of no parameter": dict(state.optimizer_state),
             "the module's buffers": dict(state.module_buffers),
         }
     )
-    split = split_objects(with_extra_states(client_state, live.module(), options))
+    client = dict(with_extra_states(client_state, live.module(), options))
+    if state.optimizer_state and not manifest.weights_only:
+        client[OPTIMIZER_STATE] = dict(state.optimizer_state)
+    split = split_objects(client)
     if rank == 0:
         repair_target(target)
         check_replaceable(target, f"step-{manifest.progress.global_steps}")
@@ -347,6 +352,13 @@ def _own_part(
     buffers = {n: t for n, t in contents.state.module_buffers.items() if mine[n] != theirs[n]}
     own = () if first.is_same("client") else rank_differences(contents.client, first["client"])
     objects = () if first.is_same("objects") else contents.objects
+    if kept := next((item[0] for item in own if item[0][0] == OPTIMIZER_STATE), None):
+        key = kept[1] if len(kept) > 1 else "(any)"
+        msg = (
+            f"{contents.manifest.writer.optimizer} keeps state under the key {key!r}, which "
+            "differs from rank 0's: state of no parameter must be the same on all ranks"
+        )
+        raise UnsupportedError(msg)
     if drifted:
         own = tuple(item for item in own if item[0][0] != SCHEDULERS)
         objects = tuple(item for item in objects if item[0][0] != SCHEDULERS)

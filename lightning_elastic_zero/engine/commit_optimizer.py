@@ -18,6 +18,7 @@ from lightning_elastic_zero.engine.restore import (
     commit_counters,
     commit_groups,
     commit_masters,
+    commit_shared_state,
     commit_state,
 )
 from lightning_elastic_zero.engine.swapped_optimizer import forget_swapped_states, swapped_in
@@ -49,6 +50,7 @@ def commit_optimizer(
                 commit_masters(flat, keep_fp32=keep_fp32)
                 commit_state(stepping_optimizer(optimizer, flat.buffer.sub_group), flat, scalars)
                 place_momentum(optimizer, wrapper, flat.buffer)
+        commit_shared_state(inner_optimizer(optimizer), values, flats)
         commit_groups(inner_optimizer(optimizer), values)
         restore_backup_hyperparameters(optimizer, values.hyperparameters)
     finally:  # Other ranks wait in here for one that has failed.

@@ -52,6 +52,7 @@ from lightning_elastic_zero.engine.muon import momentum_dtype
 from lightning_elastic_zero.engine.offloaded_states import refuse_offloaded, weights_are_offloaded
 from lightning_elastic_zero.engine.optimizer_state import (
     check_same_optimizer,
+    shared_state,
     split_state,
     with_group_steps,
 )
@@ -273,6 +274,9 @@ class LiveEngine:
             state,
             loss_scaler=loss_scaler_fields(self._engine),
             lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
+            optimizer_state=shared_state(
+                self._inner, [buffer.key for buffer in self._buffers], self._names
+            ),
         )
 
     def _frozen(self) -> dict[str, torch.nn.Parameter]:

@@ -89,7 +89,8 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
         return False
     if value.ndim:
         return True
-    others = [held[key] for p, held in optimizer.state.items() if p.ndim and key in held]
+    kept = [(p, held) for p, held in optimizer.state.items() if isinstance(p, torch.Tensor)]
+    others = [held[key] for p, held in kept if p.ndim and key in held]
     if not others:
         msg = (
             f"{type(optimizer).__name__} keeps {key!r} for a weight without dimensions, and has no "
@@ -105,6 +106,37 @@ def _is_scalar(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and type(value) in _PLAIN_TENSORS
     return value is None or isinstance(value, (bool, int, float))
+
+
+def shared_state(
+    optimizer: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    stepped: Collection[torch.Tensor],
+    names: Mapping[Any, str],
+) -> dict[Any, Any]:
+    """Return what an optimizer keeps under keys that are not tensors: state of the whole run.
+
+    Args:
+        optimizer: whose state it is.
+        stepped: the tensors that DeepSpeed lets it step, whose states are saved otherwise.
+        names: of the module's parameters.
+
+    Raises:
+        UnsupportedError: an entry belongs to another tensor.
+    """
+    found, known = dict[Any, Any](), set(stepped)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            found[key] = numpy_to_python(value)
+        elif key not in known and key.numel() and value:
+            name = names.get(key, f"a tensor of shape {tuple(key.shape)}")
+            msg = (
+                f"{type(optimizer).__name__} keeps state for {name}, which it does not step: "
+                "DeepSpeed replaced its parameters by others when the engine was built, and "
+                "nothing can restore this state. Delete it (del optimizer.state[parameter]), or "
+                "create it in step()"
+            )
+            raise UnsupportedError(msg)
+    return found
 
 
 def with_group_steps(

@@ -33,7 +33,7 @@ def probe_after_a_step(
     group = inner.param_groups[index]
     settings = {k: unplain(saved[k], v) if k in saved else v for k, v in group.items()}
     settings.update({k: group[k] for k in EXECUTION_KEYS & group.keys()})
-    flats = [*group["params"], *inner.state]
+    flats = [*group["params"], *(key for key in inner.state if isinstance(key, torch.Tensor))]
     device = flats[0].device if flats else "cpu"
     parameter = torch.nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float32, device=device))
     parameter.grad = torch.zeros_like(parameter)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from lightning_elastic_zero.tensor_state import (
     same_bits,
     unplain,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +265,36 @@ def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
         state["sum"].fill_(inner.defaults.get("initial_accumulator_value", 0.0))
     else:
         inner.state.pop(flat, None)
+
+
+def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatTarget]) -> None:  # noqa: ANN401
+    """Restore what the optimizer keeps under keys that are not parameters, as it was saved.
+
+    Tensors go to the device of the masters: where each was is not saved.
+    """
+    live = [key for key in inner.state if not isinstance(key, torch.Tensor)]
+    if values.optimizer_state is None:
+        if live:
+            log.warning(
+                "%s keeps state under the keys %s, which is not restored: it stays as it is",
+                type(inner).__name__,
+                live,
+            )
+        return
+    for key in live:
+        del inner.state[key]
+    device = flats[0].buffer.key.device if flats else torch.device("cpu")
+    inner.state.update(_on_device(values.optimizer_state, device))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:  # noqa: ANN401 (plain data)
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)((key, _on_device(v, device)) for key, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_device(v, device) for v in value)
+    return value
 
 
 def commit_groups(inner: Any, values: RestoreValues) -> None:  # noqa: ANN401

@@ -29,6 +29,7 @@ from lightning_elastic_zero.formats.path_suggestions import (
 )
 from lightning_elastic_zero.formats.reader import (
     EXTRA_STATES,
+    OPTIMIZER_STATE,
     WEIGHT,
     CheckpointReader,
     SharedState,
@@ -45,6 +46,7 @@ from lightning_elastic_zero.storage.paths import NO_ENTRY
 
 __all__ = [
     "EXTRA_STATES",
+    "OPTIMIZER_STATE",
     "WEIGHT",
     "CheckpointReader",
     "RenamedReader",

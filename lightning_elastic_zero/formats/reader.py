@@ -43,6 +43,9 @@ its 1-D tensors, which are named by what is read into them: ``WEIGHT``, or an el
 EXTRA_STATES = "lightning_elastic_zero.extra_states"
 """The entry of our own format's client state that holds ``SharedState.extra_states``."""
 
+OPTIMIZER_STATE = "lightning_elastic_zero.optimizer_state"
+"""Likewise, what the optimizer keeps under keys that are not parameters."""
+
 
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is what a module's ``get_extra_state`` returned."""
@@ -297,6 +300,10 @@ class CheckpointReader(ABC):
         """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
 
     # -- what is held once -----------------------------------------------------------------------
+
+    def optimizer_state(self) -> Mapping[Any, Any] | None:
+        """Return what the optimizer kept under keys that are not parameters; None: unknown."""
+        return None
 
     @abstractmethod
     def module_state(self, rank: int, world_size: int) -> SharedState:

@@ -130,6 +130,10 @@ class RenamedReader(CheckpointReader):
             extra_states=self._renamed(state.extra_states),
         )
 
+    def optimizer_state(self) -> Mapping[Any, Any] | None:
+        """Return what the optimizer kept under keys that are not parameters."""
+        return self._source.optimizer_state()
+
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent module buffers."""
         return self._renamed(self._source.module_buffers())

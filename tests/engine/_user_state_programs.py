@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.engine._oracle import differences, dump
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
 
 STEPS = 3
 
@@ -32,6 +32,57 @@ class Ratio:
 
     def __call__(self, epoch: int) -> float:
         return float(self.ratio)
+
+
+class Annealed(torch.optim.SGD):
+    """An optimizer with state under a key that is no parameter: each step is smaller."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Step, and count."""
+        begin = {"scale": 1.0, "seen": 0, "sums": torch.zeros(2), "last": (None, True)}
+        kept: Any = self.state.setdefault("global", begin)  # type: ignore[call-overload]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * kept["scale"])
+        kept.update(scale=kept["scale"] * 0.75, seen=kept["seen"] + 1, last=(kept["seen"], False))
+        kept["sums"] += kept["seen"]
+
+
+ANNEALED = f"{Annealed.__module__}.{Annealed.__name__}"
+
+
+def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
+    """Save after some steps; give the state, and how it goes on, of this and of a resumed run."""
+    from lightning_elastic_zero import ElasticZeroError, load_checkpoint, save_checkpoint
+
+    def go_on(engine: Engine) -> tuple[list[float], str]:
+        losses = train(engine, setup, STEPS, 2 * STEPS)
+        return losses, repr(dict(inner_of(engine).state["global"]))
+
+    def held_by(engine: Engine) -> str:
+        state = inner_of(engine).state
+        return repr({key: value for key, value in state.items() if isinstance(key, str)})
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, steps)
+        save_checkpoint(engine, f"{folder}/global.ckpt")
+        engine.save_checkpoint(f"{folder}/stock", tag="tag")
+        saved = held_by(engine)
+        went_on = go_on(engine)
+    with engine_of(setup, 1) as engine:
+        train(engine, setup, 0, 1)
+        load_checkpoint(engine, f"{folder}/global.ckpt")
+        restored = held_by(engine)
+        resumed = go_on(engine)
+        try:
+            load_checkpoint(engine, f"{folder}/stock")
+        except ElasticZeroError as error:
+            stock = str(error)
+        else:
+            stock = held_by(engine)
+    return (saved, *went_on), (restored, *resumed), stock
 
 
 class FailsToUnpickle(Exception):  # noqa: N818 (it is a value here)
@@ -120,6 +171,19 @@ def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
         engine.lr_scheduler = None
         engine.module.bn.register_buffer("sparse", torch.eye(2).to_sparse())
         attempt("buffer", engine, {})
+        del engine.module.bn.sparse
+        state = inner_of(engine).state
+        state["global"] = {"a": [1, FailsToUnpickle(1, 2)]}
+        attempt("object", engine, {})
+        state["global"] = {"a": [1, engine.global_rank]}
+        attempt("differing", engine, {})
+        del state["global"]
+        name, parameter = next(iter(engine.module.named_parameters()))
+        state[parameter] = {"mine": torch.zeros(3)}
+        attempt("parameter", engine, {})
+        found["parameter"] = found["parameter"].replace(name, "NAME")
+        del state[parameter]
+        save_checkpoint(engine, f"{folder}/numbers.ckpt")
     left = sorted(path.name for path in Path(folder).iterdir() if path.name != "numbers.ckpt")
     return {**found, "left": ", ".join(left)}
 

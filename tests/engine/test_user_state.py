@@ -13,8 +13,10 @@ import torch
 from tests.engine._save_load_programs import Saved, refusal
 from tests.engine._setup import Engine, Setup
 from tests.engine._user_state_programs import (
+    ANNEALED,
     LoadingAfter,
     expand_frozen,
+    global_state,
     leave,
     leave_buffer_on_meta,
     load_after,
@@ -40,6 +42,29 @@ def test_numbers_of_numpy_come_back(setup: Setup, pools: Pools, tmp_path: Path) 
         assert went_on["states"][0] == {"scale": 0.10000000149011612, "count": 7, "flag": True}
 
 
+@pytest.mark.parametrize(
+    ("setup", "steps"),
+    [
+        (Setup(2, "3", "bf16", optimizer=ANNEALED), 2),
+        (Setup(2, "0", optimizer=ANNEALED), 2),
+        (Setup(2, "0", optimizer=ANNEALED), 0),
+        (Setup(2, "1", optimizer=ANNEALED), 2),
+        (Setup(2, "B", "bf16", optimizer=ANNEALED), 2),
+    ],
+    ids=str,
+)
+def test_state_of_no_parameter_comes_back(
+    setup: Setup, steps: int, pools: Pools, tmp_path: Path
+) -> None:
+    """What an optimizer keeps for the whole run is restored exactly; where it had none, none is."""
+    program = partial(global_state, setup, str(tmp_path), steps)
+    for went_on, resumed, stock in pools.run(setup.world, program):
+        assert resumed == went_on
+        assert ("sums" in went_on[0]) == bool(steps)
+        if setup.stage:  # DeepSpeed's own files of stage 0 are not read for training.
+            assert "state of no parameter, under the keys 'global'" in stock
+
+
 def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> None:
     """The error names the place, and nothing is published, whatever it is that cannot be read."""
     setup = Setup(2, "2")
@@ -54,6 +79,10 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
             "plain data"
         ) in found["scheduler"]
         assert "the module's buffers.bn.sparse is a Tensor" in found["buffer"]
+        where = "the optimizer's state of no parameter.global.a.1 is a FailsToUnpickle"
+        assert where in found["object"]
+        assert "keeps state under the key 'global', which differs" in found["differing"]
+        assert "keeps state for NAME, which it does not step" in found["parameter"]
         assert found["left"] == ""
 
 

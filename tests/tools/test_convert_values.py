@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightning_elastic_zero.formats import OPTIMIZER_STATE
 from lightning_elastic_zero.tensor_state import plain
 from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
@@ -198,6 +199,7 @@ def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path
     """Numbers, None and 0-d tensors come back the same, whatever the default type of tensors."""
     rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
     state = replace(make_state(), scalars=SCALARS, hyperparameters=rates)
+    state.client[OPTIMIZER_STATE] = {"global": dict(SCALARS)}
     source = write_elastic(tmp_path / "a.ckpt", state)
     options = ConvertOptions(optimizer=True, buffers=["mean"])
     with default_dtype(dtype):
@@ -207,6 +209,9 @@ def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path
     assert _scalars(source) == _scalars(tmp_path / to) == _scalars(tmp_path / "back.ckpt") == wanted
     assert not any(key in text for key in SCALARS for text in found.lost)
     with open_view(tmp_path / "back.ckpt") as view:
+        of_all = view.reader.optimizer_state()
+        assert bitwise_repr(of_all) == bitwise_repr({} if to == "dcp" else {"global": SCALARS})
+        assert ("the optimizer's state 'global'" in found.lost) == (to == "dcp")
         held = view.manifest.groups[0].hyperparameters
         assert {key: held[key] for key in rates} == rates
 

@@ -152,6 +152,11 @@ class ZeroReader(TagReader):
                 "ZeRO-1/2 keeps Muon's momentum of whole parameters, in places that the file does "
                 f"not record: {FRESH_OPTIMIZER_HINT}"
             )
+        if surplus := self._shards.of_no_parameter():
+            return (
+                f"its optimizer keeps state of no parameter, under the keys {', '.join(surplus)}, "
+                f"which only checkpoints of this library restore; {FRESH_OPTIMIZER_HINT}"
+            )
         if not (lacking := self._shards.without_state()):
             return ""
         return (

@@ -336,6 +336,12 @@ class ZeroShardSet:
             for value in (self._state(first, index) if buffer.names else {}).values()
         )
 
+    def of_no_parameter(self) -> list[str]:
+        """Return the keys of optimizer states that belong to no parameter."""
+        states = self._shard(0).get(BASE if self.stage == STAGE_WEIGHTS else STATES)
+        held = states.get("state", {}) if isinstance(states, Mapping) else {}
+        return [repr(key) for key in held if not isinstance(key, int)]
+
     def steps(self) -> list[int]:
         """Return how many steps Adam has taken, by the first shard: for each of its flat buffers.
 

@@ -23,6 +23,7 @@ from lightning_elastic_zero.formats.elastic.client_state import Objects, join_ob
 from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.reader import (
     EXTRA_STATES,
+    OPTIMIZER_STATE,
     WEIGHT,
     CheckpointReader,
     Location,
@@ -202,7 +203,14 @@ class ElasticReader(CheckpointReader):
                 where = f"rank {rank}'s own objects in {self.files.folder}"
                 client = join_objects(client, self._build(own["objects"], where))
         extra = client.pop(EXTRA_STATES, {})  # Both are of this call: nobody else sees it.
+        client.pop(OPTIMIZER_STATE, None)
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
+
+    def optimizer_state(self) -> Mapping[Any, Any]:
+        """Return what the optimizer kept under keys that are not parameters."""
+        file = self.files.get(model_file(0, self.manifest.stage))
+        held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
+        return file.load_tree(held)  # type: ignore[no-any-return]
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return rank 0's persistent module buffers."""

@@ -22,7 +22,7 @@ from lightning_elastic_zero.formats.deepspeed.constants import FP32_STAGE_3, OPT
 from lightning_elastic_zero.formats.full_state.binding import AVERAGING, CURRENT, FullState
 from lightning_elastic_zero.formats.full_state.reader import FullStateReader
 from lightning_elastic_zero.formats.full_state.self_description import Members, members_of
-from lightning_elastic_zero.formats.full_state.torch_optimizer import is_optimizer
+from lightning_elastic_zero.formats.full_state.torch_optimizer import by_position, is_optimizer
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import file_list_digest, is_extra_state
 from lightning_elastic_zero.formats.torch_file import is_dense
@@ -111,6 +111,16 @@ class SingleFileReader(FullStateReader):
     def load_client_state(self) -> dict[str, Any]:
         """Return all that is neither weights nor optimizer state."""
         found: dict[str, Any] = self._file.load_tree(self._full_state.trainer)
+        return found
+
+    def optimizer_state(self) -> Mapping[Any, Any] | None:
+        """Return what the one optimizer keeps under keys that are not positions of parameters."""
+        optimizers = self._full_state.optimizers
+        if len(optimizers) != 1 or not by_position(optimizers[0]):
+            return None
+        state = optimizers[0]["state"]
+        held = {key: value for key, value in state.items() if not isinstance(key, int)}
+        found: dict[Any, Any] = self._file.load_tree(held)
         return found
 
     def load_extra_states(self) -> dict[str, Any]:

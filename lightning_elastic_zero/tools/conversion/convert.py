@@ -121,13 +121,17 @@ def convert_checkpoint(
 
 def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
     """Return what a target that holds an optimizer's state, and so looks whole, has no room for."""
+    if to not in ("universal", "dcp"):
+        return ()
+    manifest = checkpoint.manifest
+    keys = checkpoint.reader.optimizer_state() or ()
+    lost = tuple(f"the optimizer's state {key!r}" for key in keys)
     if to == "universal":
-        return universal_directory.lost_scalars(checkpoint)
-    progress = checkpoint.manifest.progress
-    if to == "dcp" and progress.global_steps:
-        step = f"a resume begins at step 0, not {progress.global_steps}"
-        return (f"the trainer's state and counters ({step})",)
-    return ()
+        return (*universal_directory.lost_scalars(checkpoint), *lost)
+    if manifest.progress.global_steps:
+        step = f"a resume begins at step 0, not {manifest.progress.global_steps}"
+        lost += (f"the trainer's state and counters ({step})",)
+    return lost
 
 
 def _check_dtype_option(to: str, options: ConvertOptions) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats import EXTRA_STATES, WEIGHT
+from lightning_elastic_zero.formats import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.elastic.client_state import split_objects
 from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
 from lightning_elastic_zero.formats.torch_file import ChunkedSource
@@ -62,7 +63,9 @@ def write_elastic_directory(
         check_optimizer(checkpoint, options)
         _check_hyperparameters(checkpoint)
     shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
-    extra = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
+    extra: dict[str, Any] = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
+    if not lean and (of_optimizer := checkpoint.reader.optimizer_state()):
+        extra[OPTIMIZER_STATE] = dict(of_optimizer)
     split = split_objects({**shared.client_state, **extra})
     buffers = {**checkpoint.buffers, **_untold_buffers(checkpoint, options)}
     manifest = _manifest(checkpoint, tuple(buffers), weights_only=lean)

@@ -100,7 +100,9 @@ def write_lightning(
     }
     if options.optimizer:
         check_optimizer(checkpoint, options)
-        tree["optimizer_states"] = [_optimizer_state(builder, checkpoint)]
+        optimizer = _optimizer_state(builder, checkpoint)
+        optimizer["state"].update(checkpoint.reader.optimizer_state() or {})
+        tree["optimizer_states"] = [optimizer]
         tree.setdefault("lr_schedulers", [])
     _write(builder, tree, target, on_bytes)
 
