@@ -124,16 +124,19 @@ def shared_state(
         UnsupportedError: an entry belongs to another tensor.
     """
     found, known = dict[Any, Any](), set(stepped)
+    # Optimizers that create state in their constructor (Adagrad) leave that of the parameters that
+    # DeepSpeed replaced. It has the names of what the replacements have, and nothing reads it.
+    usual = {name for key in known for name in optimizer.state.get(key, ())}
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             found[key] = numpy_to_python(value)
-        elif key not in known and key.numel() and value:
+        elif key not in known and usual and not usual.issuperset(value):
             name = names.get(key, f"a tensor of shape {tuple(key.shape)}")
+            kept = f"{type(optimizer).__name__} keeps {sorted(map(str, value))}"
             msg = (
-                f"{type(optimizer).__name__} keeps state for {name}, which it does not step: "
-                "DeepSpeed replaced its parameters by others when the engine was built, and "
-                "nothing can restore this state. Delete it (del optimizer.state[parameter]), or "
-                "create it in step()"
+                f"{kept} for {name}, which it does not step: DeepSpeed replaced its parameters by "
+                "others when the engine was built, and nothing can restore this state. Delete it "
+                "(del optimizer.state[parameter]), or create it in step()"
             )
             raise UnsupportedError(msg)
     return found

@@ -172,6 +172,7 @@ def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
         engine.module.bn.register_buffer("sparse", torch.eye(2).to_sparse())
         attempt("buffer", engine, {})
         del engine.module.bn.sparse
+        train(engine, setup, 0, 1)
         state = inner_of(engine).state
         state["global"] = {"a": [1, FailsToUnpickle(1, 2)]}
         attempt("object", engine, {})

@@ -82,7 +82,7 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
         where = "the optimizer's state of no parameter.global.a.1 is a FailsToUnpickle"
         assert where in found["object"]
         assert "keeps state under the key 'global', which differs" in found["differing"]
-        assert "keeps state for NAME, which it does not step" in found["parameter"]
+        assert "AdamW keeps ['mine'] for NAME, which it does not step" in found["parameter"]
         assert found["left"] == ""
 
 
