@@ -26,6 +26,7 @@ from lightning_elastic_zero.coordination import (
 )
 from lightning_elastic_zero.engine import (
     add_step_pre_hook,
+    before_change,
     live_engine,
     recovery_script,
     updates_state_before_step,
@@ -175,6 +176,7 @@ def engine_handle(
         add_step_pre_hook=partial(add_step_pre_hook, engine),
         updates_state_before_step=partial(updates_state_before_step, engine),
         recovery_script=recovery_script,
+        before_change=partial(before_change, engine),
     )
 
 

@@ -26,6 +26,8 @@ class EngineHandle:
     """Whether optimizer states change before the optimizer steps, as with Muon."""
     recovery_script: Callable[[], Path | None]
     """Returns the script that is laid beside the files of a checkpoint."""
+    before_change: Callable[[], None] = lambda: None
+    """Waits until no save in the background reads the engine's own tensors any more."""
 
     def at_step(self) -> str:
         """Return where the run stands, for the name of a step that all ranks take."""
@@ -36,5 +38,6 @@ def load_engine(
     engine: EngineHandle, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
 ) -> LoadResult:
     """Restore a checkpoint into an engine; collective. See ``lightning_elastic_zero.api``."""
+    engine.before_change()
     live = ranks.run_all(f"load: look at the engine {engine.at_step()}", engine.open)
     return load(path, live, ranks, options=options)

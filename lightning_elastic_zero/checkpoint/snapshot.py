@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 
 from lightning_elastic_zero.checkpoint.device_streams import (
     Event,
@@ -29,9 +30,14 @@ from lightning_elastic_zero.checkpoint.device_streams import (
 from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer, aligned_bytes
 from lightning_elastic_zero.checkpoint.saving import ShardContents
 from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
+from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.elastic.writer import pickle_objects, writes_weights
 from lightning_elastic_zero.storage import ignore_progress
-from lightning_elastic_zero.tensor_state import FlatState, RankState, is_on_device
+from lightning_elastic_zero.tensor_state import FlatState, RankState, in_order, is_on_device
+from lightning_elastic_zero.text import format_names
+
+_HASHED_BYTES = 16 << 20
+"""Bytes that are hashed before progress is reported."""
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to be made: to, from."""
@@ -67,6 +73,58 @@ class CopyPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class _Digest:
+    """The digest of a tensor of the state at the moment of the snapshot."""
+
+    digest: bytes
+    key: str
+    """The state's name; empty: the master weights."""
+    names: tuple[str, ...]
+    """Of the parameters in it."""
+
+    @classmethod
+    def of_state(
+        cls, state: RankState, tensors: Sequence[torch.Tensor], on_progress: Callable[[], None]
+    ) -> list[_Digest | None]:
+        """Compute the digests of masters and states on the host; None for others."""
+        places = {
+            id(tensor): (key, tuple(f.name for f in flat.fragments))
+            for flat in state.flats
+            for key, tensor in [("", flat.master), *flat.elementwise.items()]
+        }
+        return [
+            None if is_on_device(t) else cls(_digest(t, on_progress), *places[id(t)])
+            for t in tensors
+        ]
+
+    def check(self, now: torch.Tensor) -> None:
+        """Refuse a copy, or a live tensor, that is not what it was.
+
+        Raises:
+            SaveError: it changed.
+        """
+        if _digest(now) != self.digest:
+            what = f"the optimizer's state {self.key!r}" if self.key else "the master weights"
+            msg = (
+                f"{what} of {format_names(self.names)} changed while it was saved in the "
+                "background, so that the checkpoint would hold states of two moments: nothing was "
+                "published. Change states after trainer.strategy.wait_for_save(), or save without "
+                "async_save"
+            )
+            raise SaveError(msg)
+
+
+def _digest(tensor: torch.Tensor, on_progress: Callable[[], None] = ignore_progress) -> bytes:
+    """Return a digest of a host tensor's bytes; several GB/s, outside of Python's lock."""
+    digest, flat = xxhash.xxh3_128(), in_order(tensor)
+    data = flat.view(torch.uint8).numpy() if flat.numel() else flat.numpy()
+    for start in range(0, len(data), _HASHED_BYTES):
+        digest.update(data[start : start + _HASHED_BYTES].data)
+        on_progress()
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What is written, its tensors copies as soon as ``wait_for_copies`` has returned."""
 
@@ -75,6 +133,8 @@ class Snapshot:
     """Those of its tensors that are no copies."""
     _on_host: Future[None]
     _on_device: tuple[Event, ...]
+    _copies: tuple[tuple[_Digest | None, torch.Tensor], ...] = ()
+    """Copies that were made behind training, and what they have to be."""
 
     def wait_for_copies(self) -> None:
         """Wait until all copies are made. It may be called from any thread."""
@@ -87,6 +147,9 @@ class Snapshot:
         """Write in here, in the writer's thread, once all copies are made."""
         with self.live.reading():
             self.wait_for_copies()
+            for wanted, copied in self._copies:
+                if wanted is not None:
+                    wanted.check(copied)
             yield
 
     def wait(self, cancelled: Callable[[], bool]) -> None:
@@ -142,6 +205,8 @@ class Snapshotter:
         # other memory, and theirs back.
         copies.update((id(tensor), tensor.detach()) for tensor in plan.uncopied)
         pairs = [(copies[id(tensor)], tensor.detach()) for tensor in plan.behind]
+        wanted = _Digest.of_state(contents.state, plan.behind, on_progress)
+        live_wanted = _Digest.of_state(contents.state, plan.uncopied, on_progress)
         for tensor in plan.at_once:
             _copy([(copies[id(tensor)], tensor)])
             on_progress()
@@ -156,9 +221,17 @@ class Snapshotter:
         events = _copy_on_side_streams(on_device, _devices_of_small_copies(contents.state))
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
         # Last of all: its stream waits for what devices have been given so far, small copies too.
-        live = UncopiedTensors([copies[id(tensor)] for tensor in plan.uncopied], written_numel)
+        uncopied = [copies[id(tensor)] for tensor in plan.uncopied]
+
+        def check_unchanged() -> None:
+            for wanted, tensor in zip(live_wanted, uncopied, strict=True):
+                if wanted is not None:
+                    wanted.check(tensor)
+
+        live = UncopiedTensors(uncopied, written_numel, check_unchanged)
         contents = replace(contents, source_of=live.source_of)
-        self._last = Snapshot(contents, live, to_host, events)
+        made_behind = tuple(zip(wanted, (to for to, _ in pairs), strict=True))
+        self._last = Snapshot(contents, live, to_host, events, made_behind)
         return self._last
 
     def close(self) -> None:

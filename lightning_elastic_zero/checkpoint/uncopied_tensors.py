@@ -19,13 +19,21 @@ _GLANCE_S = 1.0
 class UncopiedTensors:
     """What the writer still has to read before the optimizer may step. Used by two threads."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], numel: int) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        numel: int,
+        check_unchanged: Callable[[], None] = lambda: None,
+    ) -> None:
         """Hold the tensors, as they are now; they must not change until ``wait`` has returned.
 
         Args:
             tensors: masters and optimizer states.
             numel: how many of their elements are written; the others are padding.
+            check_unchanged: called when all have been read, before the optimizer may step; raises
+                where one changed all the same.
         """
+        self._check_unchanged = check_unchanged
         self._tensors = tensors  # Held, so that no other memory gets these addresses.
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._unread = numel
@@ -60,6 +68,8 @@ class UncopiedTensors:
             yield chunk
             # The next one is asked for when this one has been written.
             self._unread -= chunk.numel()
+            if self._unread <= 0:
+                self._check_unchanged()
             self._look()
 
     def wait(self, cancelled: Callable[[], bool]) -> None:

@@ -21,7 +21,11 @@ from lightning_elastic_zero.engine.installation import (
 )
 from lightning_elastic_zero.engine.live_state import LiveEngine
 from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
-from lightning_elastic_zero.engine.step_hook import add_step_pre_hook, updates_state_before_step
+from lightning_elastic_zero.engine.step_hook import (
+    add_step_pre_hook,
+    before_change,
+    updates_state_before_step,
+)
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_optimizer,
@@ -32,6 +36,7 @@ from lightning_elastic_zero.engine.support import (
 __all__ = [
     "LiveEngine",
     "add_step_pre_hook",
+    "before_change",
     "check_config",
     "check_optimizer",
     "check_supported",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,15 @@ import torch
 from lightning_elastic_zero.engine.flat_buffers import inner_optimizer
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import UnsupportedError
+
+_waiting: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+"""What is called before the state of an engine changes, whoever changes it."""
+
+
+def before_change(engine: Any) -> None:  # noqa: ANN401 (untyped library)
+    """Call what waits for an optimizer step of an engine, before its state is changed otherwise."""
+    for call in tuple(_waiting.get(engine, ())):
+        call()
 
 
 def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], None]:  # noqa: ANN401
@@ -33,8 +43,11 @@ def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], Non
     # With partial offload a second one steps the first sub-groups, before the wrapped one begins.
     stepping = [inner, *filter(None, [getattr(engine.optimizer, "backup_optimizer", None)])]
     handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
+    waiting = _waiting.setdefault(engine, [])
+    waiting.append(call)
 
     def remove() -> None:
+        waiting.remove(call)
         for handle in handles:
             handle.remove()
 

@@ -6,20 +6,103 @@ import contextlib
 import errno
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
+from lightning_elastic_zero.errors import ElasticZeroError
+from tests.core._saved_files import differing_files
 from tests.engine._model import batch
 from tests.engine._oracle import differences, dump, same_bits
 from tests.engine._save_load_programs import Saved, assert_whole_windows, save
 from tests.engine._setup import Engine, Setup, engine_of, inner_of, reset_secondary_partition, train
 from tests.engine._uninterrupted import Continued
 from tests.outcome import error_text
+from tests.timeouts import HANG_TIMEOUT_S
+
+Change = Callable[[Engine, str], None]
+"""Changes the state of an engine, or loads a checkpoint."""
+
+
+def load_public(engine: Engine, path: str) -> None:
+    """Load by the public function, which knows nothing of the save."""
+    from lightning_elastic_zero import load_checkpoint
+
+    load_checkpoint(engine, path)
+
+
+def set_masters(engine: Engine, _: str) -> None:
+    """Set masters by DeepSpeed's own functions."""
+    from deepspeed import utils
+
+    # Under ZeRO-3 the function for whole parameters fails where ranks hold unequal parts.
+    part = "local" if engine.zero_optimization_partition_weights() else "full"
+    get, put = (getattr(utils, f"safe_{verb}_{part}_fp32_param") for verb in ("get", "set"))
+    for parameter in filter(lambda p: p.requires_grad, engine.module.parameters()):
+        if (held := get(parameter)) is not None and held.numel():
+            put(parameter, held * 2 + 1)
+
+
+def copy_last_state(engine: Engine, _: str) -> None:
+    """Change one element of what is written last, in place."""
+    *_, state = inner_of(engine).state.values()
+    with torch.no_grad():
+        state["exp_avg_sq"].view(-1)[-1:].copy_(torch.ones(1))
+
+
+def changed_during_save(
+    setup: Setup, folder: str, change: Change, most: int | None
+) -> tuple[str, bool]:
+    """Change the state while a save in the background has read nothing yet.
+
+    Returns:
+        The error of the save, and whether it was published; then it is as one without a change.
+    """
+    from lightning_elastic_zero.api import engine_handle
+    from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
+    from lightning_elastic_zero.coordination import Timeouts
+    from lightning_elastic_zero.formats.elastic.writer import RankWriter
+
+    released, write = threading.Event(), RankWriter.optimizer_shard
+
+    def write_when_released(self: RankWriter, *args: Any) -> Any:  # noqa: ANN401
+        assert released.wait(HANG_TIMEOUT_S)
+        return write(self, *args)
+
+    first, path, error = f"{folder}/first.ckpt", f"{folder}/later.ckpt", ""
+    with engine_of(setup, 0) as engine, pytest.MonkeyPatch.context() as patch:
+        train(engine, setup, 0, 1)
+        handle = engine_handle(engine)
+        manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=most)
+        manager.start(handle, engine.global_rank, [folder])
+        with contextlib.closing(manager.training_ranks()) as ranks:
+            manager.save(handle, f"{folder}/older.ckpt", ranks, {}, SaveOptions())
+            train(engine, setup, 1, 2)
+            manager.save(handle, first, ranks, {}, SaveOptions())
+            patch.setattr(RankWriter, "optimizer_shard", write_when_released)
+            manager.save_async(handle, path, ranks, {}, SaveOptions())
+            # What waits for the save has begun to wait by then; nothing depends on it.
+            release = threading.Timer(0.5, released.set)
+            release.start()
+            change(engine, f"{folder}/older.ckpt")
+            release.join()
+            try:
+                manager.wait_until_finished(ranks)
+            except ElasticZeroError as raised:
+                error = str(raised)
+        manager.stop(interrupted=False)
+    published = Path(path).exists()
+    if published:
+        assert not differing_files(Path(first), Path(path)), "torn"
+    return error, published
+
 
 WINDOWS = 2
 """Accumulation windows before and after the save."""

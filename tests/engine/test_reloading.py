@@ -9,13 +9,51 @@ from pathlib import Path
 import pytest
 
 from tests.engine._damaged_checkpoints import copied
-from tests.engine._reload_programs import evaluated, interrupted_load, loaded_over, within_window
+from tests.engine._reload_programs import (
+    Change,
+    changed_during_save,
+    copy_last_state,
+    evaluated,
+    interrupted_load,
+    load_public,
+    loaded_over,
+    set_masters,
+    within_window,
+)
 from tests.engine._save_load_programs import Saved
 from tests.engine._setup import Setup
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(
+    ("setup", "change", "most"),
+    [
+        pytest.param(Setup(2, "1"), load_public, 0, marks=pytest.mark.essential),
+        pytest.param(Setup(2, "1"), set_masters, 0, marks=pytest.mark.essential),
+        (Setup(2, "3"), set_masters, 0),
+        (Setup(2, "3"), set_masters, None),
+        (Setup(2, "3"), copy_last_state, 0),
+        (Setup(2, "0"), load_public, None),
+        (Setup(2, "0"), copy_last_state, 0),
+    ],
+)
+def test_state_that_changes_during_a_save(
+    setup: Setup, change: Change, most: int | None, pools: Pools, tmp_path: Path
+) -> None:
+    """A load waits for a save in the background; after other changes the save fails by name."""
+    program = partial(changed_during_save, setup, str(tmp_path), change, most)
+    for error, published in pools.run(setup.world, program):
+        if change is load_public or (most is None and published):
+            assert published, error
+        else:
+            assert not published
+            assert "changed while it was saved in the background" in error
+            assert ("exp_avg_sq" if change is copy_last_state else "the master weights") in error
+            assert "wait_for_save" in error
+
 
 HPZ = Setup(4, "3", hpz=2, persistence=100)
 

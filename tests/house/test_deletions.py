@@ -160,6 +160,7 @@ NOT_ON_DISK = {
     ("tools/shell_completion.py", "completion_script", "parser.prog.replace"),
     ("trainer/checkpoint_events.py", "subscribe", "self._listeners.remove"),
     ("engine/step_hook.py", "remove", "handle.remove"),
+    ("engine/step_hook.py", "remove", "waiting.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
     ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
     ("formats/torch_file/reading.py", "_with_copies", "copy.copy"),
