@@ -153,8 +153,8 @@ def test_the_files_hold_what_their_writer_held(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.engine
 def test_engines_hold_what_the_writer_held(pools: Pools, tmp_path: Path) -> None:
-    """On one to four ranks, at each ZeRO stage: state, counters, client state, configured rates."""
-    assert_loads("groups-on-4", [(1, 2), (2, 3), (3, 1), (4, 0)], pools, tmp_path)
+    """On one to three ranks and three stages: state, counters, client state, configured rates."""
+    assert_loads("groups-on-4", [(1, 2), (2, 0), (3, 3)], pools, tmp_path)
 
 
 @pytest.mark.long
