@@ -55,6 +55,8 @@ class PendingResume:
     """Data-parallel ranks of this run."""
     reload_every: int
     """Epochs after which Lightning makes the training loaders anew; 0: never."""
+    accumulate: int
+    """Micro-batches of a rank per optimizer step of this run."""
 
     @property
     def run_seed(self) -> int | None:
@@ -151,7 +153,9 @@ def _position_all(
             resumer.resume_at(position.epoch + 1, 0)
         elif resumer is not None:
             if was is not None and size:
-                was = replace(was, samples=was.samples // size * size)
+                # A pass may have begun again within a step: its place is a number of micro-batches.
+                unit = size // pending.accumulate if was.passes else size
+                was = replace(was, samples=was.samples // unit * unit)
             resumer.resume_at(position.epoch, 0 if was is None else was.samples)
         elif isinstance(loader, Stateful):
             is_cut = ends_before_data(combined, index)

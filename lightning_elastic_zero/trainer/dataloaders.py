@@ -29,8 +29,8 @@ class ResumesAtSample(Protocol):
 
         Args:
             epoch: index of the epoch; later ones begin at their beginning.
-            samples: of this loader that all ranks together have consumed in the epoch, or since it
-                began again in it: a multiple of what a step consumes.
+            samples: of this loader that all ranks together have consumed in the epoch: a multiple
+                of what a step consumes; or since it began again in it: of what a micro-batch does.
         """
         ...
 

@@ -175,10 +175,9 @@ class RunResumer:
         position = record.at_batch_size(size)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
         held = (own, list(states), loops.get(VALIDATION, {}))
-        self._pending = PendingResume(
-            where, record, position, bool(sampler), *held, trainer.world_size, every
-        )
         now = trainer.accumulate_grad_batches
+        of_this = (trainer.world_size, every, now)
+        self._pending = PendingResume(where, record, position, bool(sampler), *held, *of_this)
         rewritten = fit_loop_at(loops, position, was=record.accumulate, now=now)
         if states and record.world_size == trainer.world_size:
             rewritten["state_dict"][LOADER_STATES] = states

@@ -158,6 +158,27 @@ def test_each_loader_goes_on_where_it_was(
     assert seen.steps == from_step(whole.steps, point)
 
 
+@pytest.mark.parametrize("global_batch", [None, 8])
+def test_a_loader_that_began_again_within_a_step(
+    global_batch: int | None, worlds: Pools, tmp_path: Path
+) -> None:
+    """Its pass of 3 batches is no multiple of a step's 2: it goes on in the middle of a step."""
+    trainer = {"use_distributed_sampler": False}
+    run = RunSpec(kind="a shorter batch sampler", length=48, global_batch=global_batch, epochs=2)
+    run = replace(run, trainer=trainer | ({} if global_batch else {"accumulate_grad_batches": 2}))
+    points = {f"step 0.{steps}": steps for steps in (1, 2, 4, 5)}
+    saving = replace(run, save=(*points,), root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, saving))[0]
+    assert whole.global_step == 12
+    for world, size in ((2, 2), (1, 4), (1, 2)):
+        if size * world != 4 and global_batch is None:
+            continue
+        runs = [saving.resumed(point, batch_size=size) for point in points]
+        of_runs = worlds.run(world, partial(fits, runs))[0]
+        for begin, seen in zip(points.values(), of_runs, strict=True):
+            assert seen.steps == from_step(whole.steps, begin), (world, size, begin)
+
+
 def test_a_stream_that_has_begun_again_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """Where it is in an epoch is not known then; before, it goes on."""
     run = RunSpec(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
