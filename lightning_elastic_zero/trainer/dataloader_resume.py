@@ -158,7 +158,7 @@ def _position_all(
                 was = replace(was, samples=was.samples // unit * unit)
             resumer.resume_at(position.epoch, 0 if was is None else was.samples)
         elif isinstance(loader, Stateful):
-            is_cut = ends_before_data(combined, index)
+            is_cut = ends_before_data(combined, index, state)
             _position_stateful(loader, state, pending, position, is_cut=is_cut)
         placed.append(was)
     return Placement(position, tuple(placed))

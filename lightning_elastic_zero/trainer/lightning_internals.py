@@ -243,6 +243,11 @@ def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
     return combined._mode == "max_size_cycle"
 
 
+def ends_by_one_loader(combined: CombinedLoader) -> bool:
+    """Whether one of several loaders ends an epoch, while others are in the midst of their data."""
+    return len(combined.flattened) > 1 and combined._mode in ("min_size", "max_size_cycle")
+
+
 def exhausted_loaders(combined: CombinedLoader) -> list[bool]:
     """Return which loaders have ended in this epoch, and begun again; empty where none does so."""
     return list(getattr(combined._iterator, "_consumed", ()))  # other modes have none

@@ -223,6 +223,8 @@ class RunResumer:
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
         live.restart_at(position)
         set_last_reload(trainer, position.epoch)
+        for text in start_warnings.late_loader_warnings(position, pending.reload_every):
+            rank_zero_warn(text)
         ahead = _validated_ahead(pending, position, now)
         if position.is_validated or ahead:
             self.recorder.mark_validated(trainer, ahead)

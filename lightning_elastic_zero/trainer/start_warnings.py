@@ -153,6 +153,23 @@ def change_warnings(
         )
 
 
+def late_loader_warnings(position: Position, every: int) -> Iterator[str]:
+    """Yield that training loaders are made in another epoch than those of the run that saved.
+
+    Args:
+        position: where the run goes on.
+        every: epochs after which the loaders are made anew; 0: never.
+    """
+    epoch = position.epoch + position.is_over
+    if every and (late := epoch % every):
+        yield (
+            f"reload_dataloaders_every_n_epochs={every} made the training loaders of epoch {epoch} "
+            f"in epoch {epoch - late}; this run has called train_dataloader in epoch "
+            f"{position.epoch}. If it depends on the epoch, let it use current_epoch - "
+            f"current_epoch % {every}, or the samples are others than in a run that was not stopped"
+        )
+
+
 def _changed_batch(was: DataProgress, now: DataProgress, *, is_given: bool) -> Iterator[str]:
     """Yield that the global batch is another one, and what would keep it."""
     sizes = {was.global_batch_size, now.global_batch_size}

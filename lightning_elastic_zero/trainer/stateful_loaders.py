@@ -19,6 +19,7 @@ from lightning_elastic_zero.trainer.dataloaders import (
 from lightning_elastic_zero.trainer.lightning_internals import (
     data_fetcher,
     drop_iterator,
+    ends_by_one_loader,
     loader_state_dicts,
     training_loaders,
 )
@@ -78,7 +79,7 @@ def load_state_at_epoch_end(
     Args:
         loader: one that keeps its own state.
         state: as saved at an epoch's end.
-        ends_before_data: a limit ended the epoch, before the loader's data did.
+        ends_before_data: a limit or another loader ended the epoch, before this one's data did.
     """
     loader.load_state_dict(dict(state))
     iterator = iter(loader)  # type: ignore[call-overload]
@@ -99,11 +100,20 @@ def load_state_at_epoch_end(
     loader.load_state_dict(dict(state))
 
 
-def ends_before_data(combined: CombinedLoader, index: int) -> bool:
-    """Whether a limit ends an epoch before the data of a loader do."""
+def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, Any] | None) -> bool:
+    """Whether a limit, or another loader, ends an epoch before the data of a loader do.
+
+    Args:
+        combined: the training loaders.
+        index: of the loader.
+        state: as it was at an epoch's end; that of torchdata's loader says whether the data ended.
+    """
     limit = (combined.limits or [])[index : index + 1]
     length = length_of(combined.flattened[index])
-    return bool(limit) and limit[0] < (float("inf") if length is None else length)
+    if limit and limit[0] < (float("inf") if length is None else length):
+        return True
+    has_ended = (state or {}).get("_iterator_finished")
+    return ends_by_one_loader(combined) and has_ended is False
 
 
 def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None:

@@ -351,6 +351,13 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
             from torchdata.stateful_dataloader import StatefulDataLoader
 
             return StatefulDataLoader(data, batch_size=size, shuffle=True)
+        case "torchdata and a shorter one" | "torchdata and a longer one":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            stream: Any = StatefulDataLoader(Stream(length, size), batch_size=size)
+            is_shorter = "shorter" in kind
+            others = made(IndexedSamples(length // 2 if is_shorter else 2 * length - 8, 0.0))
+            return CombinedLoader([stream, others], "min_size" if is_shorter else "max_size_cycle")
         case "two":
             return {"a": made(data, shuffle=True), "b": made(IndexedSamples(29, 0.0), shuffle=True)}
     raise ValueError(kind)

@@ -74,6 +74,21 @@ def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_pat
         assert seen.steps == from_step(whole, begin)
 
 
+@pytest.mark.parametrize("other", ["shorter", "longer"])
+def test_another_loader_that_ends_the_epoch_of_torchdatas_loader(
+    other: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """The next epoch of the loader begins at its beginning, also where its data had not ended."""
+    pytest.importorskip("torchdata")
+    save = ("epoch 0", "starting 1")
+    run = RunSpec(kind=f"torchdata and a {other} one", length=48, global_batch=None, save=save)
+    run = replace(run, root=str(tmp_path))
+    whole = worlds.run(2, partial(fit, run))[0]
+    runs = [run.resumed(point) for point in save]
+    for seen in worlds.run(2, partial(fits, runs))[0]:
+        assert seen.steps == from_step(whole.steps, whole.global_step // 2)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Its gradients do not flow into the next epoch: the resumed run takes the same steps."""

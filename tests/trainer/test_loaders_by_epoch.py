@@ -55,6 +55,18 @@ def test_a_seed_by_epoch(every: int, worlds: Pools, tmp_path: Path) -> None:
             assert of.steps == from_step(whole.steps, begin), (world, point)
 
 
+def test_loaders_of_an_earlier_epoch_are_told_of(worlds: Pools, tmp_path: Path) -> None:
+    """A resume inside their second epoch makes them there, and what they depend on differs."""
+    trainer = {"reload_dataloaders_every_n_epochs": 2}
+    points = ("inside 0.2", "epoch 0", "step 1.2", "epoch 1", "step 2.2")
+    run = RunSpec(kind="by epoch: nothing", length=48, epochs=3, trainer=trainer, save=points)
+    run = replace(run, root=str(tmp_path))
+    worlds.run(2, partial(fit, run))
+    seen = worlds.run(2, partial(fits, [run.resumed(point) for point in points]))[0]
+    told = [any("current_epoch % 2" in text for text in of.messages) for of in seen]
+    assert told == [False, True, True, False, False]
+
+
 def test_another_seed_of_the_run_keeps_the_order(worlds: Pools, tmp_path: Path) -> None:
     """Also of loaders that are made anew, also after a second resume inside a window."""
     trainer = {"reload_dataloaders_every_n_epochs": 1}
