@@ -16,6 +16,7 @@ from lightning_elastic_zero.trainer.dataloaders import (
     Stateful,
     describe_loader,
     elastic_sampler_of,
+    length_of,
     resumable_part_of,
 )
 from lightning_elastic_zero.trainer.lightning_internals import (
@@ -153,15 +154,30 @@ def _position_all(
             resumer.resume_at(position.epoch + 1, 0)
         elif resumer is not None:
             if was is not None and size:
-                # A pass may have begun again within a step: its place is a number of micro-batches.
-                unit = size // pending.accumulate if was.passes else size
-                was = replace(was, samples=was.samples // unit * unit)
+                was = _rounded_down(was, size, pending.accumulate, length_of(loader))
             resumer.resume_at(position.epoch, 0 if was is None else was.samples)
         elif isinstance(loader, Stateful):
             is_cut = ends_before_data(combined, index, state)
             _position_stateful(loader, state, pending, position, is_cut=is_cut)
         placed.append(was)
     return Placement(position, tuple(placed))
+
+
+def _rounded_down(was: Consumed, size: int, accumulate: int, length: int | None) -> Consumed:
+    """Return a place at which a step begins; in a shorter loader, at which a micro-batch does.
+
+    A shorter loader begins again, or ends, within a step where its batches are no multiple of it.
+
+    Args:
+        was: the place, as it was recorded.
+        size: samples of a step.
+        accumulate: micro-batches of a step.
+        length: of the loader, in batches; None: it has none.
+    """
+    unit = size // accumulate
+    has_ended = length is not None and was.samples >= length * unit
+    unit = unit if was.passes or has_ended else size
+    return replace(was, samples=was.samples // unit * unit)
 
 
 def finish_placement(placement: Placement, combined: CombinedLoader | None) -> None:

@@ -117,6 +117,7 @@ NOT_CHECKED = {
     "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
     "_signal_connector": "a trainer's",
     "_resuming_from_checkpoint": "the fit loop's, since 2.6; before, it makes each iterator",
+    "_iterator_finished": "torchdata's, in a loader's state: a batch is drawn where it is absent",
     "_iterator": "torch's DataLoader: the next iteration is to start workers; written only",
 }
 """Private names of others that nothing depends on."""

@@ -320,10 +320,11 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "a stream and a shorter one":
             shorter = DataLoader(IndexedSamples(length // 2, noise), 2 * size, shuffle=True)
             return [made(SeekableStream(length, size)), shorter]
-        case "a shorter batch sampler":
+        case "a shorter batch sampler" | "a shorter batch sampler, once":
             data = IndexedSamples(length // 4, noise)
             shorter = DataLoader(data, batch_sampler=OwnBatchSampler(length // 4, size))
-            return [made(SeekableStream(length, size)), shorter]
+            mode = "max_size" if "once" in kind else "max_size_cycle"
+            return CombinedLoader([made(SeekableStream(length, size)), shorter], mode)
         case "a shorter stream":
             shorter = made(SeekableStream(length // 2, size))
             return [made(data, shuffle=True), shorter]

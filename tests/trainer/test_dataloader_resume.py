@@ -158,13 +158,15 @@ def test_each_loader_goes_on_where_it_was(
     assert seen.steps == from_step(whole.steps, point)
 
 
+@pytest.mark.parametrize("again", ["", ", once"])
 @pytest.mark.parametrize("global_batch", [None, 8])
-def test_a_loader_that_began_again_within_a_step(
-    global_batch: int | None, worlds: Pools, tmp_path: Path
+def test_a_loader_that_ended_within_a_step(
+    global_batch: int | None, again: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """Its pass of 3 batches is no multiple of a step's 2: it goes on in the middle of a step."""
     trainer = {"use_distributed_sampler": False}
-    run = RunSpec(kind="a shorter batch sampler", length=48, global_batch=global_batch, epochs=2)
+    kind = f"a shorter batch sampler{again}"
+    run = RunSpec(kind=kind, length=48, global_batch=global_batch, epochs=2)
     run = replace(run, trainer=trainer | ({} if global_batch else {"accumulate_grad_batches": 2}))
     points = {f"step 0.{steps}": steps for steps in (1, 2, 4, 5)}
     saving = replace(run, save=(*points,), root=str(tmp_path))
