@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
@@ -247,6 +247,11 @@ def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
 def ends_by_one_loader(combined: CombinedLoader) -> bool:
     """Whether one of several loaders ends an epoch, while others are in the midst of their data."""
     return len(combined.flattened) > 1 and combined._mode in ("min_size", "max_size_cycle")
+
+
+def is_mid_pass(state: Mapping[str, Any] | None) -> bool:
+    """Whether a loader's state says that its data had not ended; only torchdata's loader does."""
+    return (state or {}).get("_iterator_finished") is False
 
 
 def exhausted_loaders(combined: CombinedLoader) -> list[bool]:

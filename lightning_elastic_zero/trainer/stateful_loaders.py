@@ -20,6 +20,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     data_fetcher,
     drop_iterator,
     ends_by_one_loader,
+    is_mid_pass,
     loader_state_dicts,
     training_loaders,
 )
@@ -112,8 +113,7 @@ def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, A
     length = length_of(combined.flattened[index])
     if limit and limit[0] < (float("inf") if length is None else length):
         return True
-    has_ended = (state or {}).get("_iterator_finished")
-    return ends_by_one_loader(combined) and has_ended is False
+    return ends_by_one_loader(combined) and is_mid_pass(state)
 
 
 def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None:
