@@ -323,7 +323,7 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "a shorter batch sampler" | "a shorter batch sampler, once":
             data = IndexedSamples(length // 4, noise)
             shorter = DataLoader(data, batch_sampler=OwnBatchSampler(length // 4, size))
-            mode = "max_size" if "once" in kind else "max_size_cycle"
+            mode: Any = "max_size" if "once" in kind else "max_size_cycle"
             return CombinedLoader([made(SeekableStream(length, size)), shorter], mode)
         case "a shorter stream":
             shorter = made(SeekableStream(length // 2, size))
