@@ -11,17 +11,20 @@ import pytest
 from tests.engine._damaged_checkpoints import copied
 from tests.engine._reload_programs import (
     Change,
+    change_nothing,
     changed_during_save,
     copy_last_state,
     evaluated,
     interrupted_load,
     load_public,
     loaded_over,
+    set_local_states,
     set_masters,
     within_window,
 )
 from tests.engine._save_load_programs import Saved
 from tests.engine._setup import Setup
+from tests.engine._skips import skip_without
 from tests.engine._uninterrupted import same_world
 from tests.engine._worker_pool import Pools
 
@@ -53,6 +56,29 @@ def test_state_that_changes_during_a_save(
             assert "changed while it was saved in the background" in error
             assert ("exp_avg_sq" if change is copy_last_state else "the master weights") in error
             assert "wait_for_save" in error
+
+
+PARTLY = Setup(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
+SWAPPED = Setup(2, "3", nvme="plain", sub_group=1500)
+PIPELINED = Setup(2, "3", nvme="pipelined", sub_group=700)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("most", [None, 0])
+@pytest.mark.parametrize("change", [change_nothing, set_masters, set_local_states])
+@pytest.mark.parametrize("setup", [PARTLY, SWAPPED, PIPELINED], ids=str)
+def test_offloaded_state_that_changes_during_a_save(
+    setup: Setup, change: Change, most: int | None, pools: Pools, tmp_path: Path
+) -> None:
+    """Also of two optimizers, and in files: the save fails, or holds what was there."""
+    skip_without("AsyncIOBuilder" if setup.nvme else "CPUAdamBuilder", pools)
+    program = partial(changed_during_save, setup, str(tmp_path), change, most)
+    for error, published in pools.run(setup.world, program):
+        assert published == (error == ""), error
+        if change is change_nothing:
+            assert published
+        elif most == 0:
+            assert "changed while it was saved in the background" in error
 
 
 HPZ = Setup(4, "3", hpz=2, persistence=100)
