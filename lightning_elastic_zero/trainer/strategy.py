@@ -154,8 +154,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             self._ranks = self._manager.training_ranks()
         return self._ranks
 
+    def _leave_ranks(self) -> None:
+        """Close the ranks' connection, if it is open: the next call makes another."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
     @override
     def setup_environment(self) -> None:
+        self._leave_ranks()  # of a save after the last run, whose process group may be gone
         self._warning_filters.begin()
         refusals.check_config(self._trainer, self.config)
         launched_world.prepare_to_meet(self, self._timeout)
@@ -394,9 +401,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """End saving and agreeing, before tensors move; no collective, since ranks may be gone."""
         trainer = self._trainer
         failure = self._saver.stop(trainer)
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        self._leave_ranks()
         self._warning_filters.end()
         self._batches.end(trainer)
         super().teardown()
