@@ -116,9 +116,12 @@ def _refusal(
     # The nearest ones: nobody on 64 devices wants to hear of 1.
     near = sorted(sorted(counts, key=lambda count: abs(count - world_size))[:LISTED_COUNTS])
     listed = ", ".join(map(str, near)) or "none"
+    # Otherwise no batch_size helps.
+    divides = global_batch_size % world_size == 0
+    change = ", or change the loader's batch_size" if divides else ""
     hint = "" if allow_uneven else "; or pass allow_uneven_batches=True"
     return (
         f"global_batch_size={global_batch_size} cannot be shared by {world_size} devices in equal "
         f"micro-batches of at most {most_samples} samples (the loader's batch_size). Device counts "
-        f"that fit: {listed}. Use one of them, or change the loader's batch_size{hint}"
+        f"that fit: {listed}. Use one of them{change}{hint}"
     )

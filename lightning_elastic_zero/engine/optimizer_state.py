@@ -56,7 +56,7 @@ def split_state(
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
     for key, found in held.items():
-        value = numpy_to_python(found)
+        value = without_dimension(key, numpy_to_python(found))
         if _is_elementwise(optimizer, flat, key, value):
             elementwise[key] = value if value.ndim == 1 else value.detach().reshape(-1)
         elif _is_scalar(value):
@@ -72,6 +72,16 @@ def split_state(
             )
             raise UnsupportedError(msg)
     return elementwise, scalars
+
+
+def without_dimension(key: str, value: Any) -> Any:  # noqa: ANN401 (any state)
+    """Return a step counter as a scalar.
+
+    DeepSpeed's elastic loader for ZeRO-1/2 gives torch's a dimension (stage_1_and_2.py, line 3603
+    of release 0.19.8), with which training and its later saves go on.
+    """
+    is_vector = isinstance(value, torch.Tensor) and value.shape == (1,)
+    return value.reshape(()) if key == "step" and is_vector else value
 
 
 def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object) -> bool:  # noqa: ANN401

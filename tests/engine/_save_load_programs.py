@@ -209,14 +209,8 @@ def found_after_load(
     return None if before is None or after is None else (before, after)
 
 
-def found_by_deepspeed(setup: Setup, saved: Saved, *, steps: int = 0) -> Dump | None:
-    """Return what a run holds after DeepSpeed's own loader has restored a checkpoint.
-
-    Args:
-        setup: of the run.
-        saved: what is loaded.
-        steps: trained after the load.
-    """
+def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
+    """Return what a run holds after DeepSpeed's own loader has restored a checkpoint."""
     with engine_of(setup, 7) as engine:
         scaler = engine.optimizer.loss_scaler
         path, client_state = engine.load_checkpoint(saved.path)
@@ -229,7 +223,31 @@ def found_by_deepspeed(setup: Setup, saved: Saved, *, steps: int = 0) -> Dump | 
             # DeepSpeed's loader for ZeRO-1/2 gives a step of torch's a dimension.
             if torch.is_tensor(step := state.get("step")) and step.numel() == 1:
                 state["step"] = step.view(())
-        train(engine, setup, STEPS, STEPS + steps)
+        return dump(engine, setup)
+
+
+def saved_after_deepspeed(setup: Setup, saved: Saved, ours: str, theirs: str) -> Dump | None:
+    """Train on after DeepSpeed's own load; save by this library and by DeepSpeed.
+
+    Args:
+        setup: of the run.
+        saved: what DeepSpeed loads.
+        ours: where this library saves.
+        theirs: where DeepSpeed saves.
+
+    Returns:
+        What was saved, on rank 0.
+    """
+    from lightning_elastic_zero import save_checkpoint
+
+    with engine_of(setup, 7) as engine:
+        assert engine.load_checkpoint(saved.path)[0]
+        train(engine, setup, STEPS, STEPS + 2)
+        save_checkpoint(engine, ours)
+        engine.save_checkpoint(theirs)
+        for state in inner_of(engine).state.values():
+            if torch.is_tensor(step := state.get("step")):
+                state["step"] = step.reshape(())
         return dump(engine, setup)
 
 

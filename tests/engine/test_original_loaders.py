@@ -19,7 +19,13 @@ import pytest
 import torch
 
 from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._save_load_programs import Saved, found_by_deepspeed, train_and_save
+from tests.engine._save_load_programs import (
+    Saved,
+    found_after_load,
+    found_by_deepspeed,
+    saved_after_deepspeed,
+    train_and_save,
+)
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
@@ -94,6 +100,29 @@ def test_zero_1_and_2_as_configured_by_default(
     """
     assert_restored(saved_by(setup, save_module_weights=True), setup, pools)
 
+
+def test_runs_come_back_from_deepspeed(
+    pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+) -> None:
+    """A run that went on with DeepSpeed is saved by both, and loaded from either.
+
+    DeepSpeed's loader gives the step of torch's AdamW a dimension, with which both save.
+    """
+    saved, elastic = saved_by(AT_HOME, save_module_weights=True), replace(AT_HOME, elastic=True)
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    went_on = partial(saved_after_deepspeed, elastic, saved, ours, theirs)
+    held = pools.run(AT_HOME.world, went_on)[0]
+    assert held is not None
+    target = Setup(3, "3")
+    wanted = expected_in(held, AT_HOME, target)
+    for path, lacks in ((ours, ()), (theirs, ("group/", "buffer/"))):
+        look = partial(found_after_load, target, Saved(AT_HOME, path), {})
+        found = pools.run(target.world, look)[0][1]
+        kept = {key: value for key, value in wanted.items() if not key.startswith(lacks)}
+        assert not differences(kept, {key: found[key] for key in kept})
+
+
+AT_HOME = Setup(2, "2")
 
 Structure: TypeAlias = "dict[Any, Any] | list[Any] | tuple[Any, ...] | str"
 

@@ -215,9 +215,16 @@ class ZeroShardSet:
         raise UnsupportedError(msg)
 
     def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
-        """Return a flat buffer's states."""
+        """Return a flat buffer's states.
+
+        A step counter of one element is a scalar: DeepSpeed's elastic loader for ZeRO-1/2 gives
+        torch's a dimension, with which the run's later saves have it.
+        """
         if self.elastic:
-            return shard[STATES][index]  # type: ignore[no-any-return]
+            step = (states := shard[STATES][index]).get("step")
+            if isinstance(step, torch.Tensor) and step.shape == (1,):
+                return {**states, "step": step.reshape(())}
+            return states  # type: ignore[no-any-return]
         states = shard[BASE] if self.stage == STAGE_WEIGHTS else shard[STATES]
         in_order = [i for group in states["param_groups"] for i in group["params"]]
         # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.

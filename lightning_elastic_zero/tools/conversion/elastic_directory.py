@@ -97,7 +97,7 @@ def _check_hyperparameters(checkpoint: OpenCheckpoint) -> None:
         msg = (
             f"{checkpoint.path} lacks the hyperparameters of the parameter groups, which a "
             "checkpoint of this library has to hold: resume from it as it is, or convert its "
-            "weights alone (optimizer=False)"
+            "weights alone (--optimizer no)"
         )
         raise CheckpointMismatchError(msg)
 
