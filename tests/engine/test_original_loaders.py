@@ -117,7 +117,9 @@ def test_runs_come_back_from_deepspeed(
     wanted = expected_in(held, AT_HOME, target)
     for path, lacks in ((ours, ()), (theirs, ("group/", "buffer/"))):
         look = partial(found_after_load, target, Saved(AT_HOME, path), {})
-        found = pools.run(target.world, look)[0][1]
+        outcome = pools.run(target.world, look)[0]
+        assert outcome is not None
+        found = outcome[1]
         kept = {key: value for key, value in wanted.items() if not key.startswith(lacks)}
         assert not differences(kept, {key: found[key] for key in kept})
 
