@@ -144,11 +144,13 @@ def _load(
         source = load.source
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
-        failure = _commit(filled)
-        ranks.run_all(f"{step}: commit", partial(_raise, failure))
-        verdict = load.compare(step, scope, shared) if options.fingerprint else Verdict("", "")
+        failure, verdict = _commit(filled), Verdict("", "")
+        if options.fingerprint:
+            ranks.run_all(f"{step}: commit", partial(_raise, failure))
+            verdict = load.compare(step, scope, shared)
 
     def finish() -> int:
+        _raise(failure)
         # After all that must not fail: this calls the module's own code.
         extra, warns = shared.extra_states, ranks.rank == 0
         restore_extra_states(live.module(), extra, str(path), warns=warns)

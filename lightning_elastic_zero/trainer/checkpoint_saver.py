@@ -105,6 +105,8 @@ class CheckpointSaver:
         self._hooks.end()
         if is_fitting(trainer):
             self._last_fit.end(trainer)
+            if not is_interrupted(trainer):
+                self._resumer.recorder.end(trainer)
         failure = self._manager.stop(interrupted=is_interrupted(trainer))
         for made in reversed(self._made_directories):
             with suppress(OSError):  # Something was saved there.

@@ -95,6 +95,7 @@ class RunRecorder:
         self.seed = run_seed()
         """That orders the samples where the user gives none; a resume restores it."""
         self._placement: Placement | None = None
+        self._at_end: tuple[DataProgress, list[Any]] | None = None
         self.epoch_metrics = EpochMetrics()
         """What an epoch has summed up."""
 
@@ -159,7 +160,7 @@ class RunRecorder:
         if size is None:
             size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
         total = trainer.num_training_batches
-        return DataProgress(
+        found = DataProgress(
             position,
             global_step=trainer.global_step,
             global_batch_size=size,
@@ -175,6 +176,23 @@ class RunRecorder:
             settings=_batch_counts(trainer, batches),
             seed=self.seed,
         )
+        if elastic or self._at_end is None:
+            return found
+        kept = self._at_end[0]
+        return replace(found, loaders=kept.loaders, consumed=kept.consumed, orders=kept.orders)
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Note what a fit has recorded of its loaders, which an evaluation after it removes."""
+        if loaders := training_loaders(trainer):
+            loops = trainer.fit_loop.state_dict()
+            record = self.record(trainer, loops, trainer.world_size)
+            self._at_end = record, [*map(generator_states, loaders)]
+
+    def _generators(self, trainer: pl.Trainer) -> list[Any]:
+        loaders = training_loaders(trainer)
+        if not loaders and self._at_end is not None:
+            return self._at_end[1]
+        return [*map(generator_states, loaders)]
 
     def begin_at(self, placement: Placement) -> None:
         """Note where a resumed run goes on."""
@@ -224,9 +242,7 @@ class RunRecorder:
             "random": dict(step_state.random)
             if step_state
             else self._random_before_validation or collect_rng_states(device),
-            "generators": step_state.generators
-            if step_state
-            else [*map(generator_states, training_loaders(trainer))],
+            "generators": step_state.generators if step_state else self._generators(trainer),
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": ending,
             "axis": _logger_step(trainer),

@@ -57,6 +57,12 @@ def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_pa
     ):
         assert found["before"]["start"] == found["fitted"]
         assert found["after"] == found["before"]
+    of_saves = [
+        json.loads((tmp_path / f"{name}.ckpt/manifest.json").read_text())["progress"]
+        for name in ("before", "after")
+    ]
+    assert of_saves[0] == of_saves[1]
+    assert of_saves[0]["sampler"]["consumed"]
 
 
 @pytest.mark.parametrize(("stage", "how"), [(2, "edited"), (2, "another"), (3, "another")])

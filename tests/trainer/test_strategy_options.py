@@ -136,7 +136,6 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
     assert other.config["zero_optimization"]["stage"] == 3
     assert (other._manager._background, other._manager._snapshot_bytes) == (True, 7)
     assert other._resumer._on_unresumable_data == "restart_epoch"
-    assert other._resumer._step_intervals._user_settings is other._resumer.settings
     assert not other._manager._retention._waiting
     assert other._saver._hooks._is_written.__self__ is other._manager
     assert other._saver._hooks._link.__self__ is other._saver
