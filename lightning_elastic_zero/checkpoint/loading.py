@@ -179,7 +179,7 @@ def _load(
 
 
 def _commit(filled: _Filled) -> RanksError | None:
-    """Change the engine; return the failure of a step that must not fail, for all ranks to hear."""
+    """Change the engine; return a failure instead of raising it, so that all ranks raise."""
     try:
         filled.targets.commit(filled.values)
     except Exception as error:  # noqa: BLE001 (raised on all ranks)

@@ -64,7 +64,10 @@ def report_abandoned_builds(config: Mapping[str, Any]) -> None:
     """
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     for name, lock in abandoned_builds().items():
-        age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0.0
+        try:
+            age_s = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            continue  # Removed since.
         msg = (
             f"a killed build of the operator {name} has probably left its lock: no process that is "
             f"visible here holds it, and it is {age_s / 60:.0f} minutes old. Whatever loads the "
@@ -91,7 +94,7 @@ def abandoned_builds() -> dict[str, Path]:
 
 
 def _unheld_locks() -> dict[Path, tuple[int, int]]:
-    """Return locks that no process has open, each told from one that is made later."""
+    """Return locks that no process has open, each with its inode and time of change."""
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         locks = Path(root).glob("*/lock")
     else:

@@ -13,7 +13,7 @@ from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import UnsupportedError
 
 _waiting: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""What is called before the state of an engine changes, whoever changes it."""
+"""Callbacks to run before the state of an engine changes."""
 
 
 def before_change(engine: Any) -> None:  # noqa: ANN401 (untyped library)
