@@ -1,19 +1,24 @@
-"""How ``make docs`` builds the site: the pages as they are, and the API from the docstrings.
+"""Configuration of ``make docs``: the pages, and the references of the API and command line.
 
-The source folder is the repository's root, so that links between README.md, docs/ and the examples
-are the same on the site as in the repository.
+The source folder is the root of the repository, so links between README.md, docs/ and the examples
+are the same on the site and in the repository.
 """
 
 from __future__ import annotations
 
+import io
+import os
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from urllib.parse import unquote
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.docutils import SphinxDirective
 
 from lightning_elastic_zero import __version__
+from lightning_elastic_zero.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +29,7 @@ release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-# Not walked at all: environments, caches, tests. The description is the README's for an index.
+# Environments, caches, tests; and the description for a package index, which repeats the README.
 exclude_patterns = [".*", "build", "dist", "tests", "lightning_elastic_zero", "docs/description.md"]
 root_doc = "docs/index"
 html_theme = "alabaster"
@@ -33,23 +38,23 @@ html_copy_source = False
 pygments_style = "friendly"
 
 myst_heading_anchors = 4
-# Names in other libraries are no links, and there is no network in a build.
+# Names of other libraries are not linked: a build has no network.
 nitpicky = False
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # They stand in the signatures, or in the sections of the docstrings.
+autodoc_typehints = "none"  # They are in the signatures and in the docstrings.
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 
 class FolderLinks(SphinxPostTransform):
-    """Links to folders are right in the repository, and lead nowhere on the site: text is left."""
+    """Replaces links to folders, which exist in the repository but not on the site, by text."""
 
-    default_priority = 4  # Before MyST's own, which warns of them.
+    default_priority = 4  # before MyST's own transform, which warns about such links
 
     def run(self, **_: object) -> None:
-        """Replace them."""
+        """Replace the links of one page."""
         for link in list(self.document.findall(nodes.Element)):
             target = unquote(link.get("reftarget", "")).partition("#")[0]
             if link.get("reftype") == "myst" and target:
@@ -58,6 +63,25 @@ class FolderLinks(SphinxPostTransform):
                     link.replace_self(link.children)
 
 
+class CommandLineHelp(SphinxDirective):
+    """``.. cli-help:: verb``: a section with the help text of one verb, or of the command."""
+
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the section."""
+        os.environ["COLUMNS"] = "100"
+        output = io.StringIO()
+        with redirect_stdout(output), suppress(SystemExit):  # argparse exits after its help
+            main([*self.arguments, "--help"])
+        title = " ".join(["lightning-elastic-zero", *self.arguments])
+        section = nodes.section(ids=[nodes.make_id(title)])
+        text = output.getvalue()
+        section += [nodes.title(text=title), nodes.literal_block(text, text, language="none")]
+        return [section]
+
+
 def setup(app: Sphinx) -> None:
-    """Add what is ours."""
+    """Add the transform and the directive."""
     app.add_post_transform(FolderLinks)
+    app.add_directive("cli-help", CommandLineHelp)

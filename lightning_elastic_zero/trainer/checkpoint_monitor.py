@@ -21,19 +21,25 @@ FINGERPRINT = "checkpoint/fingerprint"
 
 
 class CheckpointMonitor(Callback):
-    """Logs each save and load to all loggers of the Trainer, on rank 0.
+    """Logs the cost of each save and load to all loggers of the Trainer, on rank 0.
 
-    A save is logged under the global step at which it was called, as soon as it is published and
-    the training thread comes by: after the next batch, or at the end of the run. All names begin
-    with ``checkpoint/``:
+    All names begin with ``checkpoint/``:
 
-    - ``save_stall_s``: how long rank 0's training stood still; ``save_s``: from the call until it
-      was published; ``save_write_s`` and ``save_publish_s``: of that, for the files of all ranks
-      and for what followed; ``save_bytes`` of all ranks; ``save_gb_per_s``: these by the two.
-    - ``load_s``, ``load_bytes``, ``load_gb_per_s``: of a load, read by all ranks.
-    - ``host_memory_peak_bytes``: the most that rank 0's process has had resident so far.
-    - ``fingerprint``: of the state, where it was computed (``fingerprint=True``): as a text of
-      ``TensorBoardLogger``, and in the table of ``CSVLogger``; other loggers take numbers only.
+    - ``save_stall_s``: seconds for which rank 0's training was stopped
+    - ``save_s``: seconds from the call until publication
+    - ``save_write_s`` and ``save_publish_s``: seconds until all ranks had written and synced
+      their files, and seconds after that
+    - ``save_bytes`` and ``save_gb_per_s``: bytes that all ranks wrote, and their rate over the two
+      times above
+    - ``load_s``, ``load_bytes`` and ``load_gb_per_s``: the same for a load; bytes that all ranks
+      read
+    - ``host_memory_peak_bytes``: peak resident memory of rank 0's process
+    - ``fingerprint``: with ``fingerprint=True``, the checksum of the state, as a text in
+      ``TensorBoardLogger`` and a column of ``CSVLogger``. Other loggers accept numbers only
+
+    A save is logged after publication, under the global step at which it was called. A save after
+    the end of ``fit`` is logged by the next ``fit`` of the same Trainer; a save that finishes after
+    the run has failed is not logged.
     """
 
     @override
@@ -43,7 +49,7 @@ class CheckpointMonitor(Callback):
             found = type(trainer.strategy).__name__
             rank_zero_warn(
                 f"CheckpointMonitor logs nothing: the strategy is {found}, and its figures come "
-                "from ElasticDeepSpeedStrategy (docs/options.md says how that is named)."
+                "from ElasticDeepSpeedStrategy; see docs/getting-started.md."
             )
 
     @override

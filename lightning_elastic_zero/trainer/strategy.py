@@ -38,46 +38,57 @@ from lightning_elastic_zero.trainer.warning_filters import WarningFilters
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
-    """DeepSpeed in ZeRO stages 0 to 3, whose checkpoints resume on any number of devices.
+    """DeepSpeed strategy whose checkpoints resume on any number of devices, at any ZeRO stage.
 
-    A checkpoint is a directory; ``ModelCheckpoint`` and ``ckpt_path`` are used as ever. A step has
-    the same samples on any number of devices, and its gradient is their mean, whatever the
-    accumulation. Tested on the CPU (gloo); CUDA is supported, and was not run.
+    Use ``ModelCheckpoint`` and ``ckpt_path`` as with Lightning's own strategy. A checkpoint is a
+    directory. Tested on CPU with gloo; not yet tested on GPUs.
 
     Args:
-        *args: as ``DeepSpeedStrategy``; ``**kwargs`` likewise.
-        global_batch_size (int | None): samples per optimizer step over all devices, from which the
-            accumulation follows, with the loader's ``batch_size``; the integers
-            ``limit_train_batches`` and ``val_check_interval`` then count global batches.
-        allow_uneven_batches (bool): where ``global_batch_size`` cannot be cut into equal
-            micro-batches, they may differ by a sample, each weighted by its size (the loss has to
-            be a mean over samples). False: refuse, and name the device counts that fit.
-        on_unresumable_data (str): where training data cannot be resumed in the middle of an epoch:
-            ``"refuse"``, or ``"restart_epoch"``: that epoch's samples come once more.
-        load_optimizer_state (bool): False: ``fit(ckpt_path=...)`` goes on from the saved weights
-            with a fresh optimizer; with a weights-only checkpoint it starts a new run on them.
-        load_hyperparameters (bool): False: learning rate, betas, ... stay as this run has them.
-        strict_optimizer (bool): False: other parameters may be trained than when saved, in other
-            groups: what is known is restored, new ones begin as they are; all are named.
-        save_module_weights (bool): write the low-precision weights too, for tools that need them.
-        allow_pickle (bool): build Python objects of any class from the trainer's state, where it is
-            no plain data. That can run code: only for checkpoints that you trust.
-        fallback (bool): where ``fit(ckpt_path=...)`` is given a damaged checkpoint of this library,
-            go on from the newest sound one before it, with a warning; else the error names it.
-        fingerprint (bool): saves record a number of their state, and loads compare it with theirs.
-        rename (Mapping[str, str] | None): layers that had other names: see ``load_checkpoint``.
-        async_save (bool): training waits only for a copy of the state in host memory, which is
-            written and published in the background, after ``save_checkpoint`` has returned
-            (``wait_for_save``). Hosts need room for their ranks' state once more.
-        max_snapshot_bytes (int | None): with ``async_save``, the most host memory of a rank's copy;
-            None: no limit. What does not fit is written before the next step.
-        stall_timeout_s (float): how long a rank may work on a save or load without progress before
-            that fails on all ranks: raise it where one call to the disk may take longer.
-        absent_timeout_s (float): how long ranks wait for one that is absent; a warning names it.
+        *args: Passed to ``DeepSpeedStrategy``, as are the other keyword arguments.
+        global_batch_size (int | None): Samples per optimizer step over all devices. The strategy
+            computes ``accumulate_grad_batches`` from it and the loader's ``batch_size``, and the
+            integers ``limit_train_batches`` and ``val_check_interval`` count global batches.
+            None: as configured in the Trainer.
+        allow_uneven_batches (bool): Permit micro-batches that differ by one sample if
+            ``global_batch_size`` cannot be divided into equal ones. Each is weighted by its size,
+            so the loss must be a mean over samples. False: refuse, and list the device counts
+            that fit.
+        on_unresumable_data (str): What to do if training data cannot resume in the middle of an
+            epoch. ``"refuse"`` raises an error; ``"restart_epoch"`` starts that epoch again.
+        load_optimizer_state (bool): False: create a fresh optimizer on the saved weights. With a
+            checkpoint of weights alone, this starts a new run.
+        load_hyperparameters (bool): False: keep the configured learning rate, weight decay and
+            other hyperparameters, together with the restored optimizer state.
+        strict_optimizer (bool): False: accept other trained parameters or other parameter groups
+            than in the checkpoint. Known parameters are restored, new ones keep the state that
+            they have, and a warning names them.
+        save_module_weights (bool): Also write the low-precision weights, which can be computed
+            from the fp32 masters. DeepSpeed's own loaders need them.
+        allow_pickle (bool): Build Python objects of any class from hyperparameters and callback
+            states. This can run code: use it only with checkpoints that you trust.
+        fallback (bool): If the checkpoint of ``fit(ckpt_path=...)`` is damaged, resume from the
+            newest older one in its folder that is intact and has the same parameters, with a
+            warning. False: the error names that checkpoint. Only checkpoints of this library are
+            considered.
+        fingerprint (bool): Each save stores a checksum of the training state. Each load compares
+            it with the live state and fails on all ranks before training if they differ.
+        rename (Mapping[str, str] | None): Layers that have another name now, such as
+            ``{"encoder": "backbone.encoder"}``: prefixes of names in the checkpoint and in the
+            model, or patterns with ``*``.
+        async_save (bool): Continue training while the checkpoint is written. The call waits only
+            for a copy of the state in host memory, for which each host needs room.
+            ``wait_for_save`` waits for publication.
+        max_snapshot_bytes (int | None): Limit of the host memory of one rank's copy. State that
+            does not fit is written before the next optimizer step, which waits for it.
+        stall_timeout_s (float): Seconds that a rank may work on a save or load without progress
+            before the call fails on all ranks. Increase it if one call to the file system can
+            take longer.
+        absent_timeout_s (float): Seconds to wait for ranks that have not entered a save or load.
+            A warning names them after 30 s.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: an option has a value that it cannot have.
+        TypeError: An option is unknown.
+        ValueError: An option has an invalid value.
     """
 
     _accumulation: GradientAccumulation  # of one fit, as the next ones

@@ -1,7 +1,7 @@
-"""The three stories of docs/: every block of a page is run as it stands, in its order.
+"""Pages of docs/ whose blocks are run as they are, in order.
 
-A Python block that begins with ``# name.py`` is that file; any other one is a program of its own,
-and a shell block is a script. Each has to succeed.
+A Python block that begins with ``# name.py`` is that file. Any other Python block is a program, and
+a shell block is a script. Each must succeed.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ def assert_same(found: Weights, wanted: Weights) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def check_started(folder: Path, said: str) -> None:
+    """Both runs of the page resumed on one device, at the step that the page gives."""
+    assert re.search(r"saved on 2 devices with ZeRO-3\) on 1 device at step 4, epoch 1\b", said)
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert sorted(path.name for path in (folder / "engine").iterdir()) == ["step-3", "step-6"]
+
+
 def check_node(folder: Path, said: str) -> None:
     """The ranks changed from 3 to 2 to 3, at the steps of the page; the loss went down."""
     assert "rank 2 is gone" in said
@@ -140,6 +147,7 @@ print("the same")
 """
 
 STORIES: dict[str, Callable[[Path, str], None]] = {
+    "getting-started.md": check_started,
     "my-node-is-gone.md": check_node,
     "i-have-an-old-checkpoint.md": check_old,
     "i-want-the-weights-out.md": check_weights,
