@@ -212,6 +212,8 @@ def found_after_load(
 def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
     """Return what a run holds after DeepSpeed's own loader has restored a checkpoint."""
     with engine_of(setup, 7) as engine:
+        if setup.zero == "3":
+            assert hasattr(engine.optimizer, "_elastic_load_state_dict"), "not pull request 8031"
         scaler = engine.optimizer.loss_scaler
         path, client_state = engine.load_checkpoint(saved.path)
         assert path

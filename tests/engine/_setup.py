@@ -63,6 +63,8 @@ class Setup:
     """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
     elastic: bool = False
     """With DeepSpeed's own ``elastic_checkpoint``."""
+    sequential: bool = False
+    """Weights are gathered one after another (ZeRO-3)."""
     hpz: int = 1
     """Ranks that hold a second copy of the weights together (ZeRO-3)."""
     quantized: str = ""
@@ -182,6 +184,8 @@ class Setup:
         if self.zero == "3":
             zero["sub_group_size"] = self.sub_group
             zero["stage3_param_persistence_threshold"] = self.persistence
+            if self.sequential:
+                zero["stage3_allgather_sequential"] = True
         if self.quantized:
             zero[f"zero_quantized_{self.quantized}"] = True
         if self.hpz > 1:

@@ -111,7 +111,9 @@ class Program:
 class ForkServer:
     """The process that has imported everything, started when the first world is."""
 
-    def __init__(self) -> None:
+    def __init__(self, deepspeed: Path | None = None) -> None:
+        """Import the installed DeepSpeed, or the one in a folder, with operators of its own."""
+        self._deepspeed = deepspeed
         self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -149,10 +151,15 @@ class ForkServer:
 
     def _start_process(self) -> Connection:
         folder = Path(self._folder.name)
+        variables = environment()
+        if self._deepspeed is not None:
+            paths = (str(self._deepspeed), variables["PYTHONPATH"])
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+            variables["TORCH_EXTENSIONS_DIR"] = str(self._deepspeed / "torch_extensions")
         with listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, _fork_server.__file__, str(folder)],
-                env=environment(),
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from tests.engine._late_saves import train_and_save_late
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.engine._worker_pool import ForkServer, Pools
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +34,15 @@ def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable
         return made[name]
 
     return give
+
+
+@pytest.fixture(scope="session")
+def pr_8031(pytestconfig: pytest.Config) -> Iterator[Pools]:
+    """Yield worlds of ranks that run the code of DeepSpeed pull request 8031."""
+    folder = pytestconfig.getoption("--pr-8031")
+    if folder is None:
+        pytest.skip("needs --pr-8031, the code of DeepSpeed pull request 8031")
+    started = Pools(server := ForkServer(Path(folder).resolve()))
+    yield started
+    started.close()
+    server.close()
