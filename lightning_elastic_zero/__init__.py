@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
-    from lightning_elastic_zero.tools.inspection import inspect_checkpoint
-    from lightning_elastic_zero.tools.resume_plan import plan_resume
+    from lightning_elastic_zero.tools.inspection import inspect_checkpoint, plan_resume
     from lightning_elastic_zero.tools.verification import (
         newest_sound_checkpoint,
         verify_checkpoint,
@@ -97,7 +96,7 @@ _MODULE_OF_NAME = {
     "load_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
     "optimal_save_interval": "lightning_elastic_zero.save_interval",
-    "plan_resume": "lightning_elastic_zero.tools.resume_plan",
+    "plan_resume": "lightning_elastic_zero.tools.inspection",
     "run_selftest": "lightning_elastic_zero.selftest.run",
     "save_checkpoint": "lightning_elastic_zero.api",
     "verify_checkpoint": "lightning_elastic_zero.tools.verification",

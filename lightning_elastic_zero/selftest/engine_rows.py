@@ -31,7 +31,7 @@ from lightning_elastic_zero.selftest.report import Row
 from lightning_elastic_zero.selftest.worker_pool import run_world
 from lightning_elastic_zero.selftest.worker_protocol import Request, State, WorldReport
 from lightning_elastic_zero.selftest.worlds import Worlds, measured_bytes
-from lightning_elastic_zero.tools.progress_line import format_bytes
+from lightning_elastic_zero.tools.report import format_bytes
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
 _COLLECTIVE_TIMEOUT_S = 120.0

@@ -16,7 +16,7 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.selftest.worlds import Worlds
 from lightning_elastic_zero.storage import real_path
-from lightning_elastic_zero.tools.progress_line import format_bytes
+from lightning_elastic_zero.tools.report import format_bytes
 
 MOUNTS = Path("/proc/self/mountinfo")
 

@@ -25,7 +25,7 @@ from lightning_elastic_zero.selftest.interrupts import terminable, uninterrupted
 from lightning_elastic_zero.selftest.report import Row, SelftestReport
 from lightning_elastic_zero.selftest.work_dir import usable_directory, work_dir
 from lightning_elastic_zero.selftest.worlds import measured_bytes, plan_worlds
-from lightning_elastic_zero.tools.progress_line import format_bytes
+from lightning_elastic_zero.tools.report import format_bytes
 
 WORLD_TIMEOUT_S = 600.0
 """How long a world of workers may take: what hangs is killed then."""

@@ -28,7 +28,7 @@ from lightning_elastic_zero.selftest.checks import (
 from lightning_elastic_zero.selftest.raw_write import MOST_S, write_raw
 from lightning_elastic_zero.selftest.worker_protocol import Request, Sender
 from lightning_elastic_zero.storage import delete_checkpoint
-from lightning_elastic_zero.tools.progress_line import format_bytes
+from lightning_elastic_zero.tools.report import format_bytes
 
 T = TypeVar("T")
 

@@ -1,6 +1,4 @@
-"""Look into checkpoints of every kind, prove them, compare them and take them elsewhere.
+"""The command line's verbs: inspect, verify, compare and convert checkpoints of every kind.
 
-One module for each verb of the command ``lightning-elastic-zero``. No process group, no GPU, no
-model: what a checkpoint says of itself has to do. Each reads by ``CheckpointReader``, so that what
-can be loaded can be looked at.
+They need no process group, GPU or model, and read through ``CheckpointReader``, as loads do.
 """

@@ -1,4 +1,4 @@
-"""``diff``: what differs between two checkpoints of any kinds."""
+"""``diff``: the differences between two checkpoints of any kinds."""
 
 from __future__ import annotations
 
@@ -13,41 +13,40 @@ from lightning_elastic_zero.formats import WEIGHT
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.storage import ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, dtype_name, in_order
-from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, TensorEntry, open_view
-from lightning_elastic_zero.tools.progress_line import OnBytes
+from lightning_elastic_zero.tools.view import OnBytes, OpenCheckpoint, TensorEntry, open_view
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How a tensor that both have differs."""
+    """Difference between the two versions of one tensor."""
 
     name: str
     key: str
-    """The optimizer state's; empty for weights and buffers."""
+    """Name of the optimizer state; empty for weights and buffers."""
     differing: int
-    """Elements whose values differ; NaN is like NaN."""
+    """Number of elements whose values differ; NaN equals NaN."""
     elements: int
     largest: float
-    """The largest absolute difference; infinite or NaN where one side is."""
+    """Largest absolute difference; infinite or NaN if one side is."""
     largest_relative: float
-    """The largest difference, divided by the larger of both values."""
+    """Largest difference relative to the larger of both values."""
     change: str = ""
-    """Another shape or type, in words; with another shape no elements are compared."""
+    """Different shapes or dtypes, as text; elements are compared only if the shapes are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifferences:
-    """What ``diff_checkpoints`` found."""
+    """Result of ``diff_checkpoints``."""
 
     only_in_first: tuple[str, ...]
     """Parameters, buffers and states (``name: key``)."""
     only_in_second: tuple[str, ...]
     tensors: tuple[TensorDifference, ...]
-    """Those that differ."""
+    """Tensors that differ."""
     values: tuple[tuple[str, str, str], ...]
-    """Hyperparameters, scalar states, counters: what, and both values."""
+    """Differing hyperparameters, scalar states and counters: name and both values."""
     compared: int
-    """Tensors that both have."""
+    """Number of tensors in both checkpoints."""
 
     @property
     def is_same(self) -> bool:
@@ -62,25 +61,22 @@ def diff_checkpoints(
     weights_only: bool = False,
     on_bytes: OnBytes = ignore_bytes,
 ) -> CheckpointDifferences:
-    """Compare two checkpoints of any kinds, saved on any numbers of devices.
+    """Compare two checkpoints of any kinds and device counts.
 
     Args:
-        first: the one.
-        second: the other.
-        weights_only: compare weights and buffers, and nothing of the optimizer.
-        on_bytes: told of what is read.
+        first: checkpoint directory or file.
+        second: checkpoint directory or file.
+        weights_only: compare weights and buffers, not the optimizer.
+        on_bytes: called with the number of bytes read.
 
     Raises:
         CheckpointNotFoundError: nothing is at one of the paths.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointFormatError: one is not a checkpoint that can be read.
         CheckpointCorruptedError: one is damaged.
-        UnsupportedError: one is of a run that cannot be resumed.
+        UnsupportedError: a run that wrote one cannot be resumed.
     """
     with open_view(first, on_bytes=on_bytes) as one, open_view(second, on_bytes=on_bytes) as other:
-        mine, its = (
-            _entries(one, weights_only=weights_only),
-            _entries(other, weights_only=weights_only),
-        )
+        mine, its = (_entries(side, weights_only=weights_only) for side in (one, other))
         both = [at for at in mine if at in its]
         compared = [_compare(one, mine[at], other, its[at]) for at in both]
         return CheckpointDifferences(
@@ -131,14 +127,14 @@ def _compare(
 
 
 def _larger(one: float, other: float) -> float:
-    """Return the larger one; NaN is the largest."""
+    """Return the larger number; NaN counts as the largest."""
     return one if math.isnan(one) or one >= other else other
 
 
 def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
-    """Return how many elements differ, and by how much at most: absolutely, and relatively.
+    """Return the number of differing elements, the largest absolute and relative difference.
 
-    NaN is like NaN, -0.0 like 0.0; what is NaN or infinite on one side only differs by that much.
+    NaN equals NaN and -0.0 equals 0.0. If only one side is NaN or infinite, so is the difference.
     """
     bits = [in_order(tensor).view(torch.uint8) for tensor in (one, other)]
     if one.dtype == other.dtype and torch.equal(*bits):
@@ -149,9 +145,12 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
 
 
 def _compare_floats(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
-    """Compare in float64, complex numbers part by part: NaN in one hides nothing of the other."""
-    parts = _complex_parts if one.is_complex() or other.is_complex() else _only_part
-    a, b = parts(one), parts(other)
+    """Compare in float64, the parts of complex numbers separately."""
+    is_complex = one.is_complex() or other.is_complex()
+    a, b = (
+        torch.view_as_real(t.to(torch.complex128)) if is_complex else t.double().unsqueeze(-1)
+        for t in (one, other)
+    )
     unlike = (a != b) & ~(a.isnan() & b.isnan())
     differ = unlike.any(-1)
     a, b, unlike = a[differ], b[differ], unlike[differ]
@@ -159,35 +158,27 @@ def _compare_floats(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float,
     return _largest(distance, _magnitude(a), _magnitude(b))
 
 
-def _only_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double().unsqueeze(-1)
-
-
-def _complex_parts(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.to(torch.complex128))
-
-
 def _magnitude(parts: torch.Tensor) -> torch.Tensor:
     return parts[:, 0].abs() if parts.shape[1] == 1 else torch.hypot(parts[:, 0], parts[:, 1])
 
 
 def _compare_integers(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
-    """Compare 64 bits each, of which float64 does not hold all: distances are those of integers."""
+    """Compare as 64-bit integers, which float64 cannot represent exactly."""
     bits, other_bits = _bits(one), _bits(other)
     unsigned, other_unsigned = one.dtype == torch.uint64, other.dtype == torch.uint64
     differ = bits != other_bits
     if unsigned != other_unsigned:
-        differ |= bits < 0  # The same bits: negative in the one, 2^63 or more in the other.
+        differ |= bits < 0  # Equal bits, but negative on one side and 2^63 or more on the other.
     bits, other_bits = bits[differ], other_bits[differ]
     a, b = _value(bits, unsigned=unsigned), _value(other_bits, unsigned=other_unsigned)
     far = (a - b).abs()
-    # Exact wherever the difference fits into 64 bits, whichever types the two are of.
+    # Exact if the difference fits into 64 bits, for any pair of dtypes.
     near = (bits - other_bits).double().abs()
     return _largest(torch.where(far < _FAR, near, far), a.abs(), b.abs())
 
 
 _FAR = 2.0**62
-"""Integers that are so far apart have their distance from float64: well below an overflow."""
+"""From here on the distance is computed in float64, well before int64 overflows."""
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +186,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value(bits: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
-    """Return the numbers that bits stand for, as float64 has them."""
+    """Return 64-bit integers as float64."""
     value = bits.double()
     return torch.where(bits < 0, value + 2.0**64, value) if unsigned else value
 
@@ -203,7 +194,7 @@ def _value(bits: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
 def _largest(
     distance: torch.Tensor, one: torch.Tensor, other: torch.Tensor
 ) -> tuple[int, float, float]:
-    """Sum up what differs: how much, and by how much at most, by the magnitudes of both sides."""
+    """Return the count, the largest distance, and the largest relative to both magnitudes."""
     if not distance.numel():
         return 0, 0.0, 0.0
     relative = distance / torch.maximum(one, other)
@@ -216,8 +207,10 @@ def _largest(
 def _values(
     one: OpenCheckpoint, other: OpenCheckpoint, *, weights_only: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield what differs that is no tensor."""
-    yield from _differing(*_known_to_both(_counters(one), _counters(other)))
+    """Yield the differences other than tensors."""
+    counters = _counters(one), _counters(other)
+    both_know = counters[0].keys() & counters[1].keys()
+    yield from _differing(*({k: c[k] for k in c if k in both_know} for c in counters))
     if weights_only:
         return
     if one.reader.info.hyperparameters and other.reader.info.hyperparameters:
@@ -233,23 +226,15 @@ def _values(
 
 
 def _counters(checkpoint: OpenCheckpoint) -> dict[str, str]:
-    """Return what a checkpoint says of how far its run was; some kinds say nothing."""
+    """Return the recorded counters; some formats have none."""
     progress = checkpoint.manifest.progress
     steps = {"steps": str(progress.global_steps)} if checkpoint.reader.info.has_counters else {}
     batch = progress.global_batch_size
     return {**steps, **({} if batch is None else {"global batch": str(batch)})}
 
 
-def _known_to_both(
-    one: Mapping[str, str], other: Mapping[str, str]
-) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    return {k: v for k, v in one.items() if k in other}, {
-        k: v for k, v in other.items() if k in one
-    }
-
-
 def _hyperparameters(manifest: Manifest) -> dict[str, str]:
-    """Return each group's, by the first of its members: groups have no other names."""
+    """Return the hyperparameters; a group is named by its first member."""
     return {
         f"group {index} ({group.names[0] if group.names else 'empty'}): {name}": canonical_repr(v)
         for index, group in enumerate(manifest.groups)

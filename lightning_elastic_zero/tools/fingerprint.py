@@ -1,8 +1,8 @@
-"""``fingerprint``: a checkpoint's number, equal for equal states however they are cut and stored.
+"""``fingerprint``: a checksum of a checkpoint's state that does not depend on the sharding.
 
-The formula, and what it can and cannot show, is in ``state_fingerprint``. Equal are weights, frozen
-weights, buffers, element-wise states and scalar states (steps) with equal names, types and shapes.
-A step counter that an optimizer keeps in its parameter groups counts as each member's ``step``.
+It covers weights, frozen weights, buffers, element-wise states and scalar states (steps), with
+their names, dtypes and shapes. A step counter in a parameter group counts as the ``step`` of each
+member. The formula and its error rates are in ``state_fingerprint``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from lightning_elastic_zero.state_fingerprint import (
 )
 from lightning_elastic_zero.storage import ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar
-from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, StateRun, open_view
-from lightning_elastic_zero.tools.parallel import run_parts
-from lightning_elastic_zero.tools.progress_line import OnBytes
+from lightning_elastic_zero.tools.view import (
+    OnBytes,
+    OpenCheckpoint,
+    StateRun,
+    open_view,
+    run_parts,
+)
 
 
 def fingerprint_checkpoint(
@@ -32,15 +36,15 @@ def fingerprint_checkpoint(
     """Compute the fingerprint of a checkpoint of any kind.
 
     Args:
-        path: its directory, or file.
-        threads: how many read and compute side by side; 0: as many as there are processors.
-        on_bytes: told of what is read, from any thread.
+        path: checkpoint directory or file.
+        threads: number of threads; 0: one per processor.
+        on_bytes: called with the number of bytes read, from any thread.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
-        CheckpointCorruptedError: bytes are not those that were written.
-        UnsupportedError: a checkpoint is there of a run that cannot be resumed.
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is not a checkpoint that can be read.
+        CheckpointCorruptedError: a checksum does not match.
+        UnsupportedError: the run that wrote it cannot be resumed.
     """
 
     def work(part: int, parts: int) -> FingerprintPart:
@@ -54,12 +58,12 @@ def fingerprint_checkpoint(
 
 
 def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
-    """Return the number that a checkpoint's save recorded beside the state; empty: it did not.
+    """Return the fingerprint that the save recorded; empty: none.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
-        CheckpointCorruptedError: bytes are not those that were written.
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is not a checkpoint that can be read.
+        CheckpointCorruptedError: a checksum does not match.
     """
     with open_view(path) as checkpoint:
         return checkpoint.reader.recorded_fingerprint()
@@ -68,12 +72,12 @@ def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
 def tensor_fingerprints(
     path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes
 ) -> Mapping[tuple[str, str], str]:
-    """Compute the number of each tensor, by its name and state key, to find what differs."""
+    """Compute the checksum of each tensor, by name and state key."""
     found: dict[tuple[str, str], FingerprintPart] = {}
     with open_view(path, on_bytes=on_bytes) as checkpoint:
         for run in checkpoint.runs():
             at = (run.entry.name, run.entry.key)
-            found[at] = found.get(at, FingerprintPart()) + part_of(run)
+            found[at] = found.get(at, FingerprintPart()) + _part_of(run)
     totals = ((at, part.total()) for at, part in sorted(found.items()))
     return {at: total.optimizer if at[1] else total.weights for at, total in totals}
 
@@ -81,7 +85,7 @@ def tensor_fingerprints(
 def _share(checkpoint: OpenCheckpoint, part: int, parts: int) -> FingerprintPart:
     total = FingerprintPart()
     for run in checkpoint.runs(part, parts):
-        total += part_of(run)
+        total += _part_of(run)
     if part == 0:
         for parameter in checkpoint.manifest.optimized:
             if parameter.numel:
@@ -89,8 +93,8 @@ def _share(checkpoint: OpenCheckpoint, part: int, parts: int) -> FingerprintPart
     return total
 
 
-def part_of(run: StateRun) -> FingerprintPart:
-    """Return what a run adds."""
+def _part_of(run: StateRun) -> FingerprintPart:
+    """Return the contribution of a run to the fingerprint."""
     entry = run.entry
     which = TensorId(
         "weights" if entry.key == WEIGHT else "optimizer",
@@ -103,7 +107,7 @@ def part_of(run: StateRun) -> FingerprintPart:
 
 
 def _scalars(checkpoint: OpenCheckpoint, name: str) -> Iterator[tuple[str, Scalar]]:
-    """Yield a parameter's scalar states; the step of its group where that keeps it."""
+    """Yield a parameter's scalar states, and the step count if its group keeps it."""
     manifest = checkpoint.manifest
     group = manifest.groups[checkpoint.parameters[name].group or 0]
     kept = {key.name for key in group.state if key.kind == "scalar"}

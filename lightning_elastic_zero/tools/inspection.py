@@ -1,4 +1,4 @@
-"""``inspect``: what a checkpoint is and holds, from small files, whatever its size."""
+"""``inspect`` and ``plan``: a checkpoint's contents and a resume's cost, without its tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, Writer
-from lightning_elastic_zero.tensor_state import itemsize_of
-from lightning_elastic_zero.tools.checkpoint_view import (
-    OpenCheckpoint,
-    holds_whole_tensors,
-    open_view,
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    UnsupportedError,
 )
+from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
+from lightning_elastic_zero.manifest import (
+    STAGE_WEIGHTS,
+    STAGES,
+    Group,
+    Manifest,
+    Parameter,
+    Plain,
+    Writer,
+)
+from lightning_elastic_zero.partition import piece_numel
+from lightning_elastic_zero.tensor_state import itemsize_of
+from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 
-MOST_DEVICES = 4096
-"""The largest number of devices that is listed."""
+MAX_DEVICES = 4096
+"""Largest device count that is listed."""
+
+STAGE_GRADIENTS = 2
+"""First ZeRO stage that partitions gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +41,20 @@ class ParameterReport:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """In which the model has it."""
+    """Dtype in the model."""
     elements: int
     weight_bytes: int
-    """Of its master weight, or frozen weight, as it is stored."""
+    """Stored size of the master weight or frozen weight."""
     state_bytes: int
-    """Of its element-wise optimizer states."""
+    """Stored size of the element-wise optimizer states."""
     group: int | None
-    """None: no optimizer owns it."""
+    """Index of the parameter group; None without an optimizer."""
     aliases: tuple[str, ...]
     """Other names of a tied weight."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is stored for it."""
+        """Stored size of the weight and its states."""
         return self.weight_bytes + self.state_bytes
 
 
@@ -53,7 +66,7 @@ class GroupReport:
     elements: int
     hyperparameters: Mapping[str, Plain]
     state: Mapping[str, str]
-    """State keys, each with its kind and type."""
+    """State keys, each with its kind and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +75,13 @@ class FileReport:
 
     name: str
     size_bytes: int | None
-    """As it lies there; None: it is missing."""
+    """Size on disk; None: the file is missing."""
     recorded_bytes: int | None = None
-    """As it was written; None: nothing says, as of most kinds."""
+    """Size when written; None: not recorded, as in most formats."""
 
     @property
     def problem(self) -> str:
-        """What is wrong with it by its name and size; empty where nothing is."""
+        """Problem with the file's presence or size; empty: none."""
         if self.size_bytes is None:
             return f"{self.name} is missing"
         if self.recorded_bytes not in {None, self.size_bytes}:
@@ -78,81 +91,81 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What ``inspect_checkpoint`` found."""
+    """Result of ``inspect_checkpoint``."""
 
     path: str
     kind: str
     """Such as ``"stock DeepSpeed checkpoint"``."""
     writer: Writer
     stage: int
-    """The ZeRO stage; 0 also where whole tensors lie in it, of no ``writer.engine``."""
+    """ZeRO stage; 0 also for whole tensors, then ``writer.engine`` is empty."""
     world_size: int
     precision: str
     master_dtype: str
     steps: int
     epoch: int | None
     samples: int
-    """That DeepSpeed had counted; 0 where nothing says."""
+    """DeepSpeed's sample count; 0 if not recorded."""
     epoch_samples: int | None
-    """Of the epoch, consumed by all ranks; None where nothing says."""
+    """Samples of this epoch consumed by all ranks; None if not recorded."""
     global_batch_size: int | None
     gradient_accumulation_steps: int
     weights_only: bool
     lacks: tuple[str, ...]
-    """What a run has and this checkpoint does not hold."""
+    """Parts of a run's state that the checkpoint does not contain."""
     doubts: tuple[str, ...]
-    """Why its optimizer state may not be of use; empty as a rule."""
+    """Reasons why the optimizer state may be unusable; usually empty."""
     note: str
-    """What other software cannot do with it, though it is whole; empty as a rule."""
+    """Why other software cannot use the checkpoint although it is intact; usually empty."""
     excluded: tuple[str, ...]
     groups: tuple[GroupReport, ...]
     parameters: tuple[ParameterReport, ...]
     module_buffers: tuple[str, ...]
     client_objects: tuple[str, ...]
-    """Where in the trainer's state objects lie that are no plain data."""
+    """Paths in the trainer's state of objects that are not plain data."""
     files: tuple[FileReport, ...]
     resumable_on: str
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Number of elements of all parameters."""
         return sum(p.elements for p in self.parameters)
 
     @property
     def file_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(file.size_bytes or 0 for file in self.files)
 
     @property
     def damage(self) -> tuple[str, ...]:
-        """Files that belong to it and are missing, or of another size: no byte of them is read."""
+        """Files that are missing or have a wrong size."""
         return tuple(file.problem for file in self.files if file.problem)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as JSON has it, with the damage that the sizes of its files show."""
+        """Return the report as JSON data, including ``damage``."""
         return {**asdict(self), "damage": self.damage}
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Describe what a checkpoint of any kind is and holds.
+    """Describe the contents of a checkpoint of any kind.
 
-    Only what tells of the tensors is read, never a tensor: it takes milliseconds whatever the size.
+    No tensor is read, so it takes milliseconds for any size.
 
     Args:
-        path: its directory, or file.
+        path: checkpoint directory or file.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
-        CheckpointCorruptedError: a checkpoint is there that is not whole.
-        UnsupportedError: a checkpoint is there of a run that cannot be resumed.
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is not a checkpoint that can be read.
+        CheckpointCorruptedError: the checkpoint is incomplete.
+        UnsupportedError: the run that wrote it cannot be resumed.
     """
     with open_view(path) as checkpoint:
         return report_of(checkpoint)
 
 
 def report_of(checkpoint: OpenCheckpoint) -> CheckpointReport:
-    """Return what an open checkpoint is and holds."""
+    """Describe the contents of an open checkpoint."""
     reader, manifest = checkpoint.reader, checkpoint.manifest
     progress, info = manifest.progress, reader.info
     epoch = reader.trainer_entry("epoch")
@@ -214,7 +227,6 @@ def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
 
 
 def _state_itemsize(group: Group | None) -> int:
-    """Return the bytes of an element's states."""
     keys = () if group is None else group.state
     return sum(itemsize_of(key.dtype) for key in keys if key.kind == "elementwise")
 
@@ -233,20 +245,167 @@ def _size(path: Path) -> int | None:
 
 
 def device_counts(global_batch_size: int) -> list[int]:
-    """Return the numbers of devices that can share a global batch evenly."""
-    most = min(global_batch_size, MOST_DEVICES)
+    """Return the device counts that divide a global batch evenly."""
+    most = min(global_batch_size, MAX_DEVICES)
     return [n for n in range(1, most + 1) if global_batch_size % n == 0]
 
 
 def _resumable_on(manifest: Manifest, *, unmatched: bool) -> str:
-    """Return on what a run can go on from it."""
     batch = manifest.progress.global_batch_size
     if manifest.weights_only:
-        return "any number of devices, ZeRO 0 to 3: a new run, from the weights alone"
+        return "any number of devices, ZeRO 0 to 3: a new run from the weights"
     text = "any number of devices, ZeRO 0 to 3"
     if unmatched:
-        text += " (whose the optimizer's state is, the model's code has to tell)"
+        text += " (the optimizer state is assigned to parameters by the model's code)"
     if batch:
         counts = ", ".join(map(str, device_counts(batch)))
         text += f"; with the same global batch of {batch} samples: {counts} devices"
     return text
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice:
+    """A combination that keeps the global batch."""
+
+    micro_batch: int
+    """Samples per device and forward pass."""
+    accumulation: int
+    """Micro-batches per optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """Result of ``plan_resume``."""
+
+    path: str
+    devices: int
+    stage: int
+    read_bytes_per_rank: int
+    """Masters, states and frozen weights that the rank with the largest share reads."""
+    read_bytes: int
+    """All ranks together, without the bytes read for checksums around runs (at most 5 %)."""
+    state_bytes_per_rank: int
+    """Masters and optimizer states, on the device or offloaded. At stage 0 without masters that are
+    the weights themselves, as in fp32; ZeRO copies them in fp32 too."""
+    weight_bytes_per_rank: int
+    """The model's weights between steps."""
+    gradient_bytes_per_rank: int
+    """Gradients of the trained weights in their low-precision dtype, partitioned from ZeRO-2 on."""
+    global_batch_size: int | None
+    batches: tuple[BatchChoice, ...]
+    """Combinations with the same global batch, largest micro-batch first; empty if unknown."""
+    obstacles: tuple[str, ...]
+    """Problems that prevent the resume."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are no problems."""
+        return not self.obstacles
+
+
+def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> ResumePlan:
+    """Predict the bytes and memory of a resume, and problems.
+
+    Args:
+        path: a checkpoint of any kind.
+        devices: number of data-parallel ranks of the resumed run.
+        stage: ZeRO stage of the resumed run, 0 to 3.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is not a checkpoint that can be read.
+        CheckpointCorruptedError: the checkpoint is incomplete.
+        UnsupportedError: ``devices`` or ``stage`` is out of range.
+    """
+    if stage not in STAGES or devices < 1:
+        msg = f"devices={devices}, stage={stage}: expected at least 1 device and a stage of 0 to 3"
+        raise UnsupportedError(msg)
+    with open_view(path) as checkpoint:
+        report = report_of(checkpoint)
+        damage = _damage(checkpoint)
+    weights, frozen, trained = _weight_bytes(report, devices, stage)
+    states, in_place = _state_bytes(report, devices, stage)
+    whole = sum(p.size_bytes for p in report.parameters)
+    frozen_once = sum(p.weight_bytes for p in report.parameters if p.group is None)
+    copies = devices - 1 if stage != STAGE_WEIGHTS else 0
+    again = whole if stage == 0 else frozen_once
+    batch = report.global_batch_size
+    return ResumePlan(
+        path=report.path,
+        devices=devices,
+        stage=stage,
+        read_bytes_per_rank=states + frozen,
+        read_bytes=whole + copies * again,
+        state_bytes_per_rank=states - in_place,
+        weight_bytes_per_rank=weights,
+        gradient_bytes_per_rank=trained,
+        global_batch_size=batch,
+        batches=tuple(_choices(batch, devices)),
+        obstacles=(*damage, *_obstacles(report, devices)),
+    )
+
+
+def _weight_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[int, int, int]:
+    """Return a rank's bytes of weights, of frozen weights as stored, and of gradients."""
+    weights = frozen = trained = 0
+    for p in report.parameters:
+        itemsize = itemsize_of(p.dtype)
+        piece = piece_numel(p.elements, devices)
+        weights += itemsize * (piece if stage == STAGE_WEIGHTS else p.elements)
+        if p.group is None:
+            share = piece if stage == STAGE_WEIGHTS else p.elements
+            frozen += share * (p.weight_bytes // max(p.elements, 1))
+        else:
+            trained += itemsize * (piece if stage >= STAGE_GRADIENTS else p.elements)
+    return weights, frozen, trained
+
+
+def _state_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[int, int]:
+    """Return a rank's bytes of masters and states, and of masters that are the weights."""
+    states = in_place = 0
+    for index, group in enumerate(report.groups):
+        members = [p for p in report.parameters if p.group == index]
+        each = next((p.size_bytes // p.elements for p in members if p.elements), 0)
+        if stage == STAGE_WEIGHTS:
+            states += each * sum(piece_numel(p.elements, devices) for p in members)
+        else:  # At stage 0 every rank has the whole state.
+            states += each * piece_numel(group.elements, devices if stage else 1)
+        if stage == 0:
+            same = [p for p in members if p.dtype == report.master_dtype]
+            in_place += sum(p.elements * itemsize_of(p.dtype) for p in same)
+    return states, in_place
+
+
+def _choices(batch: int | None, devices: int) -> list[BatchChoice]:
+    if not batch or batch % devices:
+        return []
+    each = batch // devices
+    return [BatchChoice(m, each // m) for m in range(each, 0, -1) if each % m == 0]
+
+
+def _obstacles(report: CheckpointReport, devices: int) -> list[str]:
+    found = list(report.doubts)
+    batch = report.global_batch_size
+    if batch and batch % devices:
+        counts = [n for n in device_counts(batch) if n <= 2 * devices]
+        found.append(
+            f"{devices} devices cannot share a global batch of {batch} samples evenly: "
+            f"{', '.join(map(str, counts))} can, or allow_uneven_batches"
+        )
+    if report.weights_only:
+        found.append(
+            "it contains weights only: pass load_optimizer_state=False to start a new run from "
+            "them; the new optimizer state needs additional memory"
+        )
+    return found
+
+
+def _damage(checkpoint: OpenCheckpoint) -> list[str]:
+    try:
+        checkpoint.reader.check_all()
+    except (CheckpointCorruptedError, CheckpointFormatError) as error:
+        return [str(error)]
+    return []

@@ -1,10 +1,10 @@
-"""``verify``: whether a checkpoint is whole, every byte of it, without an engine."""
+"""``verify``: check every byte and every tensor of a checkpoint, without an engine."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,65 +23,62 @@ from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_ch
 from lightning_elastic_zero.manifest import MANIFEST_NAME
 from lightning_elastic_zero.storage import check_local_path, ignore_bytes, open_file, real_path
 from lightning_elastic_zero.storage.file_ownership import TAG
-from lightning_elastic_zero.tools.checkpoint_view import open_view
-from lightning_elastic_zero.tools.parallel import run_parts
-from lightning_elastic_zero.tools.progress_line import OnBytes
+from lightning_elastic_zero.tools.view import OnBytes, open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
-"""What may mean that a checkpoint is not what was written."""
-
+"""Errors that can mean a damaged checkpoint."""
 
 FILE_BEGINNINGS = {b"PK", b"\x80\x02"}
-"""How files of ``torch.save`` begin: archives, and the pickles from before."""
+"""First bytes of files of ``torch.save``: archives, and pickles of its older format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify_checkpoint`` found."""
+    """Result of ``verify_checkpoint``."""
 
     path: str
     kind: str
-    """Such as ``"stock DeepSpeed checkpoint"``; empty where it could not be opened."""
+    """Such as ``"stock DeepSpeed checkpoint"``; empty if it cannot be opened."""
     steps: int
-    """Optimizer steps that had been taken."""
+    """Optimizer steps of the run."""
     problem: str
-    """What is wrong with it; empty if it is sound."""
+    """The damage; empty if the checkpoint is intact."""
     compared_masters: bool
-    """Whether low-precision weights lay in it, and were compared with the masters."""
+    """Whether it contains low-precision weights, which were compared with the masters."""
     bytes: int
-    """That were read and verified."""
+    """Number of bytes that were verified."""
     seconds: float
     note: str = ""
-    """What other software cannot do with it, though nothing is wrong with it; empty as a rule."""
+    """Why other software cannot use the checkpoint although it is intact; usually empty."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether no damage was found."""
         return not self.problem
 
 
 def verify_checkpoint(
     path: str | os.PathLike[str], *, threads: int = 0, on_bytes: OnBytes = ignore_bytes
 ) -> Verification:
-    """Verify a checkpoint of any kind: what every rank of a load would verify, all of it.
+    """Verify a checkpoint of any kind, as all ranks of a load would together.
 
-    - Every file that belongs to it is there, of one save, with its size.
-    - Each element of each tensor is held once.
-    - Every checksum that was written fits: of our own format one for each 64 KiB, of files of other
-      software the CRC-32 of each record, where there is one.
-    - Where low-precision weights lie beside masters, they are the masters, rounded.
+    - All its files exist, have their recorded sizes and belong to one save.
+    - Each element of each tensor is stored exactly once.
+    - All checksums match: one per 64 KiB in this library's format, the CRC-32 of each record in
+      files of other software, if there is one.
+    - Low-precision weights that are stored next to masters equal the rounded masters.
 
     Args:
-        path: its directory, or file.
-        threads: how many read side by side; 0: as many as there are processors.
-        on_bytes: told of the bytes that were verified, from any thread.
+        path: checkpoint directory or file.
+        threads: number of reading threads; 0: one per processor.
+        on_bytes: called with the number of verified bytes, from any thread.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: what is there is nothing like a checkpoint, damaged or not.
-        UnsupportedError: a checkpoint is there of a run that cannot be resumed.
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is not a checkpoint, not even a damaged one.
+        UnsupportedError: the run that wrote it cannot be resumed.
     """
-    began, count = time.monotonic(), _Count(on_bytes)
+    began, count = time.monotonic(), _ByteCount(on_bytes)
     kind, steps, rounded, problem, note = "", 0, False, "", ""
     try:
         with open_view(path) as checkpoint:
@@ -100,45 +97,47 @@ def verify_checkpoint(
             raise
         problem = str(error)
     seconds = time.monotonic() - began
-    read_bytes = sum(count.told)
-    return Verification(str(path), kind, steps, problem, rounded, read_bytes, seconds, note)
+    return Verification(str(path), kind, steps, problem, rounded, count.total(), seconds, note)
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Whether something may be what is left of a checkpoint, and is no mistyped path."""
+    """Whether the path may be a damaged checkpoint, as opposed to a mistyped path."""
     if path.is_dir():
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
-            return False  # It is the inside of a checkpoint, which was not asked for.
-        # What has chunks, and not what tells of them, has no other mark.
+            return False  # The inside of a checkpoint.
+        # Chunks without their metadata have no other mark.
         return looks_like_checkpoint(path) or any(path.glob("*.distcp"))
     if is_deepspeed(path.parent) or is_dcp(path.parent):
-        return False  # It is one of the files of a checkpoint, which was not asked for.
+        return False  # One file of a checkpoint.
     if _is_intact(path):
-        return False  # It is as torch.save wrote it, and holds something else.
+        return False  # An intact file of torch.save with other contents.
     with suppress(OSError), os.fdopen(open_file(path)[0], "rb") as file:
         return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
-    return True  # It cannot be read: what opened it has said why.
+    return True  # It cannot be read; the error says why.
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether something is a file of ``torch.save`` whose records have CRC-32s, and fit them."""
-    verified = _Count(ignore_bytes)
+    """Whether the path is a file of ``torch.save`` whose records match their CRC-32."""
+    verified = _ByteCount(ignore_bytes)
     with suppress(ElasticZeroError, OSError), closing(foreign_files(path.parent)) as files:
         files.get(path.name).verify(verified)
-        return sum(verified.told) > 0  # Nothing tells of a file without any.
+        return verified.total() > 0  # 0: the file has no checksums.
     return False
 
 
-class _Count:
-    """Counts bytes for threads; a list's ``append`` needs no lock."""
+class _ByteCount:
+    """Counts bytes from several threads; ``list.append`` needs no lock."""
 
     def __init__(self, on_bytes: OnBytes) -> None:
-        self.told: list[int] = []
+        self._counts: list[int] = []
         self._on_bytes = on_bytes
 
     def __call__(self, count: int) -> None:
-        self.told.append(count)
+        self._counts.append(count)
         self._on_bytes(count)
+
+    def total(self) -> int:
+        return sum(self._counts)
 
 
 def _bytes_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[int, int], None]:
@@ -153,7 +152,7 @@ def _masters_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[in
     def work(part: int, parts: int) -> None:
         with open_view(path, on_bytes=on_bytes) as checkpoint:
             for _ in checkpoint.runs(part, parts, masters_only=True):
-                pass  # They are compared while they are read.
+                pass  # Reading compares them.
 
     return work
 
@@ -165,36 +164,36 @@ def newest_sound_checkpoint(
     on_bytes: OnBytes = ignore_bytes,
     on_verified: Callable[[Verification], None] = lambda _: None,
 ) -> Path | None:
-    """Find the newest checkpoint in a folder that is sound, every byte of it verified.
+    """Find the newest intact checkpoint in a folder; every byte of it is verified.
 
     Args:
-        folder: where checkpoints lie, of any kind; hidden names are not looked at.
+        folder: contains checkpoints of any kind; hidden names are ignored.
         threads: see ``verify_checkpoint``.
-        on_bytes: likewise.
-        on_verified: told of each that was looked at, the newest first.
+        on_bytes: see ``verify_checkpoint``.
+        on_verified: called with the result for each candidate, the newest first.
 
     Returns:
-        Its path, behind links; None where none is sound.
+        Its path with links resolved; None if no checkpoint is intact.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder.
+        CheckpointNotFoundError: the folder does not exist.
     """
     for path in checkpoints_in(check_local_path(folder)):
         try:
             found = verify_checkpoint(path, threads=threads, on_bytes=on_bytes)
-        except ElasticZeroError as error:  # Another run has deleted it, or it cannot be read.
+        except ElasticZeroError as error:  # Unreadable, or deleted by another run.
             found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(found)
-        if found.is_sound and found.bytes:  # Without a checksum nothing tells that it is.
+        if found.is_sound and found.bytes:  # 0 bytes: it has no checksums.
             return path
     return None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return what may be a checkpoint in a folder, the newest first; several names of one are one.
+    """Return the possible checkpoints in a folder, newest first, each once under its real path.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder.
+        CheckpointNotFoundError: the folder does not exist.
     """
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
@@ -206,12 +205,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _published_at(path: Path) -> int:
-    """Return when the last of its marks was written, in nanoseconds; else the path itself."""
-    times = list(_times(path))
-    return max(times, default=0)
-
-
-def _times(path: Path) -> Iterator[int]:
+    """Return when the last of its marker files was written, or else the path itself, in ns."""
     marks = [path / mark for mark in MARKS if (path / mark).is_file()] if path.is_dir() else []
-    for there in marks or [path]:
-        yield there.stat().st_mtime_ns
+    return max(found.stat().st_mtime_ns for found in marks or [path])

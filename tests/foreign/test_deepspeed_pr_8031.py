@@ -26,8 +26,8 @@ from torch import nn
 
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.view import open_view
 from tests.engine._oracle import dump, same_bits
 from tests.engine._setup import Engine, Setup, engine_of
 from tests.engine._worker_pool import Pools, environment

@@ -146,7 +146,7 @@ PLACES: dict[tuple[str, str, str], str] = {
 
 NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
-    ("tools/conversion/convert.py", "convert_checkpoint", "options.rename"),
+    ("tools/conversion.py", "convert_checkpoint", "options.rename"),
     ("trainer/dataloaders.py", "_copy_of", "copy.copy"),
     ("trainer/loss_scaling_check.py", "watch", "handle.remove"),
     (
@@ -157,7 +157,6 @@ NOT_ON_DISK = {
     ("formats/safe_pickle/array_builders.py", "scalar", "values.copy"),
     ("strategy_registry.py", "find_spec", "sys.meta_path.remove"),
     ("tensor_state.py", "numpy_to_python", "copy.copy"),
-    ("tools/shell_completion.py", "completion_script", "parser.prog.replace"),
     ("trainer/checkpoint_events.py", "subscribe", "self._listeners.remove"),
     ("engine/step_hook.py", "remove", "handle.remove"),
     ("engine/step_hook.py", "remove", "waiting.remove"),

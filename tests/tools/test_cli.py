@@ -14,14 +14,15 @@ from typing import TextIO
 import pytest
 
 import lightning_elastic_zero
-from lightning_elastic_zero.cli import _VERBS as VERBS
 from lightning_elastic_zero.cli import main
-from lightning_elastic_zero.tools.shell_completion import SHELLS
 from tests.foreign._fixtures import unpack
 from tests.timeouts import HANG_TIMEOUT_S
 from tests.tools._checkpoints import make_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]
+
+VERBS = ("inspect", "verify", "fingerprint", "diff", "convert", "plan", "selftest")
+SHELLS = ("bash", "zsh", "tcsh")
 
 END = "the end"
 
@@ -210,9 +211,9 @@ def test_each_shell_has_its_script(shell: str, run: Run) -> None:
     code, script, _ = run("--print-completion", shell)
     assert code == 0
     assert all(verb in script for verb in VERBS)
-    code, out, err = run("--print-completion", "fish")
+    code, out, err = run("--print-completion", "ksh")
     assert (code, out) == (2, "")
-    assert "fish" in err
+    assert "ksh" in err
 
 
 def test_what_is_no_checkpoint_is_no_damaged_one(tmp_path: Path, run: Run) -> None:
@@ -247,10 +248,10 @@ def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
     before = sorted(good.rglob("*"))
     code, _, error = run("convert", str(good), str(good / "out.pt"), "--to", "fp32")
     assert code == 2
-    assert "lies in the checkpoint" in error
+    assert "is inside the checkpoint" in error
     (tmp_path / "link").symlink_to(good)
     inside = str(tmp_path / "link" / "out.pt")
-    assert "lies in the checkpoint" in run("convert", str(good), inside, "--to", "fp32")[2]
+    assert "is inside the checkpoint" in run("convert", str(good), inside, "--to", "fp32")[2]
     assert sorted(good.rglob("*")) == before
     (tmp_path / "circle").symlink_to("circle")
     code, _, error = run("convert", str(good), str(tmp_path / "circle"), "--to", "fp32")

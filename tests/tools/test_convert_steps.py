@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.differences import diff_checkpoints
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
+from lightning_elastic_zero.tools.view import open_view
 from tests.tools._checkpoints import make_state, write_elastic
 
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -109,7 +109,7 @@ def test_every_member_of_a_universal_checkpoint_has_its_step(tmp_path: Path) -> 
 def test_a_group_with_several_steps(tmp_path: Path) -> None:
     """A universal checkpoint has one for a group: others are not lost, but refused."""
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 5, "c": 3}, {})
-    with pytest.raises(UnsupportedError, match=r"3.0 of a, and 5.0 of b.* one step for a group"):
+    with pytest.raises(UnsupportedError, match=r"3.0 of a, 5.0 of b.* one step per group"):
         convert_checkpoint(source, tmp_path / "u", "universal")
     assert not (tmp_path / "u").exists()
     convert_checkpoint(source, tmp_path / "own", "elastic")

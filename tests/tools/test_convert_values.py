@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_elastic_zero.formats import OPTIMIZER_STATE
 from lightning_elastic_zero.tensor_state import plain
-from lightning_elastic_zero.tools.checkpoint_view import open_view
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
+from lightning_elastic_zero.tools.view import open_view
 from tests.core.bitwise_repr import bitwise_repr
 from tests.foreign._fixtures import unpack
 from tests.tools._checkpoints import make_state, write_elastic

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_elastic_zero.formats import WEIGHT
-from lightning_elastic_zero.tools.checkpoint_view import OpenCheckpoint, open_view
 from lightning_elastic_zero.tools.conversion import TARGETS
+from lightning_elastic_zero.tools.view import OpenCheckpoint, open_view
 from tests.tools._checkpoints import make_state, write_elastic
 from tests.tools._kinds import FOREIGN, KINDS, STRANGERS, Kind, Stranger
 
@@ -47,7 +47,7 @@ def refused(kind: Kind, to: str) -> str:
     if to == "adapter":
         return "lora_alpha"
     if (to == "universal" and not kind.optimizer) or (to == "dcp" and kind.ambiguous):
-        return "its optimizer's state cannot be converted"
+        return "its optimizer state cannot be converted"
     if to == "elastic" and not kind.trained:
         return "does not say which of its weights are trained"
     if to == "elastic" and not kind.hyperparameters:

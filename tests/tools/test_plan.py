@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_elastic_zero import UnsupportedError
-from lightning_elastic_zero.tools.resume_plan import BatchChoice, plan_resume
+from lightning_elastic_zero.tools.inspection import BatchChoice, plan_resume
 from tests.engine._setup import Setup, engine_of, inner_of, train
 from tests.engine._worker_pool import Pools
 from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_elastic

@@ -1,16 +1,17 @@
-"""An open checkpoint and the tensors in it, without a model: what every tool begins with."""
+"""An open checkpoint of any kind and its tensors, without a model. All tools start from it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -28,16 +29,22 @@ from lightning_elastic_zero.manifest import Manifest, Parameter
 from lightning_elastic_zero.state_fingerprint import STEP
 from lightning_elastic_zero.storage import check_local_path, existing_path, ignore_bytes
 from lightning_elastic_zero.tensor_state import Scalar
-from lightning_elastic_zero.tools.progress_line import OnBytes
+
+T = TypeVar("T")
 
 CHUNK_ELEMENTS = 1 << 22
-"""The most elements of a tensor that a tool holds at once: 16 MiB of fp32."""
+"""Maximum number of elements of a tensor in memory at once: 16 MiB of fp32."""
 
 OPEN_FILES = 64
-"""Files kept open where a tool goes parameter by parameter, through the files of all ranks."""
+"""Files kept open by tools that visit one parameter after another across the files of all ranks."""
+
+MAX_THREADS = 16
+
+OnBytes: TypeAlias = Callable[[int], None]
+"""Called with the number of bytes processed since the last call."""
 
 Role: TypeAlias = Literal["trained", "frozen", "buffer"]
-"""What a tensor of the model is. Where a file does not tell buffers from frozen weights: frozen."""
+"""Role of a tensor in the model; ``"frozen"`` if the file does not distinguish buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,68 +53,64 @@ class TensorEntry:
 
     role: Role
     name: str
-    """Of the parameter or buffer."""
+    """Name of the parameter or buffer."""
     key: str
-    """The optimizer state's name; ``WEIGHT`` for weights and buffers."""
+    """Name of the optimizer state; ``WEIGHT`` for weights and buffers."""
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """A run of elements of one tensor, read."""
+    """Consecutive elements of one tensor, read from the checkpoint."""
 
     entry: TensorEntry
     start: int
-    """Its first element, counted in the flattened tensor."""
+    """Index of the first element in the flattened tensor."""
     values: torch.Tensor
-    """1-D, in the type in which they are stored."""
+    """1-D, in the stored dtype."""
 
 
 class OpenCheckpoint:
-    """An open checkpoint of any kind, bound to itself.
+    """An open checkpoint of any kind.
 
     Attributes:
-        path: where it is, behind links.
+        path: its location, with links resolved.
         reader: the open files.
-        manifest: what it says of itself.
     """
 
     def __init__(
         self, path: Path, reader: CheckpointReader, on_bytes: OnBytes = ignore_bytes
     ) -> None:
-        """Keep an open reader; ``on_bytes`` is told of what is read."""
         self.path = path
         self.reader = reader
         self._on_bytes = on_bytes
 
     @property
     def manifest(self) -> Manifest:
-        """What it says of itself."""
+        """Description of the checkpoint."""
         return self.reader.manifest
 
     @cached_property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The module buffers: small, and held in memory."""
+        """Module buffers by name. They are small and stay in memory."""
         return self.reader.module_buffers()
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        """The parameters that it holds, by name."""
+        """Stored parameters by name."""
         manifest = self.manifest
         return {p.name: p for p in (*manifest.optimized, *manifest.frozen)}
 
-    # -- what there is ---------------------------------------------------------------------------
-
     def weights(self) -> Iterator[TensorEntry]:
-        """Yield masters and frozen weights in the model's order, and buffers."""
-        left_out = set(self.manifest.excluded)
+        """Yield masters and frozen weights in the model's order, then buffers."""
+        excluded = set(self.manifest.excluded)
         for p in self.manifest.parameters:
-            if p.name not in left_out:
+            if p.name not in excluded:
                 yield _entry(p, WEIGHT)
         for name, tensor in self.buffers.items():
             yield TensorEntry("buffer", name, WEIGHT, tuple(tensor.shape))
@@ -118,22 +121,22 @@ class OpenCheckpoint:
         return parameter.aliases if parameter and not entry.key else ()
 
     def states(self) -> Iterator[TensorEntry]:
-        """Yield the element-wise states of all parameters."""
+        """Yield the element-wise optimizer states of all parameters."""
         for p in self.manifest.optimized:
             for key in self.state_keys(p.name, "elementwise"):
                 yield _entry(p, key)
 
     def state_keys(self, name: str, kind: str) -> Sequence[str]:
-        """Return the names of the states of a kind that a parameter has."""
+        """Return the names of a parameter's optimizer states of one kind."""
         group = self.parameters[name].group
         state = () if group is None else self.manifest.groups[group].state
         return [key.name for key in state if key.kind == kind]
 
     def scalars(self, name: str) -> Mapping[str, Scalar]:
-        """Return the states of a parameter that are one value.
+        """Return the scalar optimizer states of a parameter.
 
-        An empty one is nowhere, and has none of its own: what others of its flat buffer have, or
-        else of its group.
+        A parameter without elements is not stored: it gets those of another parameter of its flat
+        buffer, or else of its group.
         """
         if not self.state_keys(name, "scalar"):
             return {}
@@ -147,10 +150,10 @@ class OpenCheckpoint:
         return self._scalars[at.buffer]
 
     def step(self, name: str) -> Scalar:
-        """Return the steps that a parameter's state counts; some optimizers count in the group.
+        """Return a parameter's step count; some optimizers keep it in the parameter group.
 
         Raises:
-            CheckpointFormatError: it is no number, but NaN or infinite.
+            CheckpointFormatError: it is NaN or infinite.
         """
         group = self.manifest.groups[self.parameters[name].group or 0]
         of_group = group.hyperparameters.get(STEP)
@@ -160,15 +163,14 @@ class OpenCheckpoint:
         found = self.scalars(name).get(STEP, counted)
         if found is not None and not math.isfinite(found):
             msg = (
-                f"{self.path}: the optimizer's {STEP!r} of {name} is {float(found)}, which counts "
-                "no steps: the state is damaged. Take another checkpoint, or its weights alone "
-                "(safetensors, fp32)"
+                f"{self.path}: the optimizer state {STEP!r} of {name} is {float(found)}, expected "
+                "a finite number: the checkpoint is damaged. Use another one, or convert only its "
+                "weights (safetensors, fp32)"
             )
             raise CheckpointFormatError(msg)
         return found
 
     def _neighbours(self, name: str) -> Iterator[str]:
-        """Yield the others of a parameter's flat buffer, and then those of its group."""
         for buffer in self.manifest.buffers:
             if name in buffer.names:
                 yield from buffer.names
@@ -178,8 +180,6 @@ class OpenCheckpoint:
     def _scalars(self) -> dict[int, Mapping[str, Scalar]]:
         return {}
 
-    # -- elements --------------------------------------------------------------------------------
-
     @cached_property
     def _layout(self) -> Layout:
         return self.reader.layout()
@@ -188,11 +188,8 @@ class OpenCheckpoint:
     def _frozen_layout(self) -> Layout:
         return self.reader.frozen_layout()
 
-    def _layout_of(self, entry: TensorEntry) -> Layout:
-        return self._layout if entry.role == "trained" else self._frozen_layout
-
     def dtype(self, entry: TensorEntry) -> torch.dtype:
-        """Return the type in which a tensor is stored."""
+        """Return the stored dtype of a tensor."""
         if entry.role == "buffer":
             return self.buffers[entry.name].dtype
         if not entry.numel:
@@ -201,7 +198,7 @@ class OpenCheckpoint:
         return self._stored_dtype(entry.key, self._transfers(entry, 0, 1)[0])
 
     def _dtype_of_empty(self, entry: TensorEntry) -> str:
-        """Return the type of what has no elements, which is stored nowhere: that of the others."""
+        """Return the dtype of a tensor without elements, which no file stores."""
         parameter = self.parameters[entry.name]
         if entry.role != "trained":
             return parameter.dtype
@@ -216,26 +213,23 @@ class OpenCheckpoint:
 
     def _transfers(self, entry: TensorEntry, start: int, stop: int) -> list[Transfer]:
         wanted = Fragment(entry.name, start, stop, rank=0, buffer=0, offset=0)
-        by_rank = TransferPlan([wanted], self._layout_of(entry)).by_rank()
+        layout = self._layout if entry.role == "trained" else self._frozen_layout
+        by_rank = TransferPlan([wanted], layout).by_rank()
         return [transfer for _, transfers in by_rank for transfer in transfers]
 
     def chunks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield all elements of a tensor in order, each chunk a tensor of its own.
+        """Yield all elements of a tensor in order, in new 1-D tensors of bounded size.
 
         Raises:
-            CheckpointCorruptedError: bytes are not those that were written.
-            CheckpointFormatError: an element is held nowhere, or twice.
+            CheckpointCorruptedError: a checksum does not match.
+            CheckpointFormatError: an element is stored not exactly once.
         """
-        if entry.role == "buffer":
-            flat = self.buffers[entry.name].reshape(-1)
-            for start, stop in spans(0, entry.numel, CHUNK_ELEMENTS):
-                yield flat[start:stop]
-            return
+        flat = self.buffers[entry.name].reshape(-1) if entry.role == "buffer" else None
         for start, stop in spans(0, entry.numel, CHUNK_ELEMENTS):
-            yield self.elements(entry, start, stop)
+            yield self.elements(entry, start, stop) if flat is None else flat[start:stop]
 
     def elements(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-        """Return a run of a parameter's elements, in the type in which they are stored."""
+        """Return elements ``[start, stop)`` of a parameter or its state in the stored dtype."""
         transfers = self._transfers(entry, start, stop)
         target = host_chunk(stop - start, self._stored_dtype(entry.key, transfers[0]))
         self.reader.read(transfers, [{entry.key: target}], self._on_bytes)
@@ -244,14 +238,14 @@ class OpenCheckpoint:
     def runs(
         self, part: int = 0, parts: int = 1, *, masters_only: bool = False
     ) -> Iterator[StateRun]:
-        """Yield every element of weights and states once, in the order in which files hold them.
+        """Yield every element of weights and states once, in the order of the files.
 
-        What a load compares while it reads is compared: masters with low-precision weights.
+        As in a load, masters are compared with low-precision weights while they are read.
 
         Args:
-            part: which share of them; the shares of all parts are everything.
-            parts: how many shares there are. Buffers belong to the first.
-            masters_only: leave out states, frozen weights and buffers.
+            part: index of the share to read; the shares of all parts together are complete.
+            parts: number of shares. Buffers belong to the first.
+            masters_only: skip states, frozen weights and buffers.
         """
         if part == 0 and not masters_only:
             for name, tensor in self.buffers.items():
@@ -273,7 +267,6 @@ class OpenCheckpoint:
         yield from self._read(batch, transfers)
 
     def _read(self, batch: list[StateRun], transfers: Sequence[Transfer]) -> list[StateRun]:
-        """Fill a batch of runs, in which transfers count their targets."""
         targets = [{run.entry.key: run.values} for run in batch]
         self.reader.read(transfers, targets, self._on_bytes)
         return batch
@@ -281,7 +274,7 @@ class OpenCheckpoint:
     def _share(
         self, part: int, parts: int, *, masters_only: bool
     ) -> Iterator[tuple[TensorEntry, Transfer]]:
-        """Yield a share of what the ranks of the save hold, in runs of at most one chunk."""
+        """Yield a share of what the saving ranks hold, in runs of at most one chunk."""
         ranks = self.manifest.world_size
         by_rank = ranks >= parts
         for rank in range(part, ranks, parts) if by_rank else range(ranks):
@@ -294,7 +287,7 @@ class OpenCheckpoint:
     def _of(
         self, fragments: Sequence[Fragment], *, masters_only: bool
     ) -> Iterator[tuple[TensorEntry, Transfer]]:
-        # A key at a time: in most files the same state of all parameters lies in one place.
+        # One key after another: most files store the same state of all parameters together.
         table = [(f, WEIGHT) for f in fragments]
         stateful = () if masters_only else fragments
         keys = {f.name: self.state_keys(f.name, "elementwise") for f in stateful}
@@ -306,15 +299,15 @@ class OpenCheckpoint:
                 yield entry, _held_run(fragment, start, stop)
 
     def has_rounded_weights(self) -> bool:
-        """Whether low-precision weights lie beside masters, which have to round to them."""
+        """Whether low-precision weights are stored next to masters."""
         trained = (_entry(p, WEIGHT) for p in self.manifest.optimized if p.numel)
         return any(self.reader.locate_rounded(self._transfers(e, 0, 1)[0]) for e in trained)
 
     def check_tiling(self) -> None:
-        """Check that every element of every tensor is held once, and by a tensor of that size.
+        """Check that every element of every tensor is stored exactly once.
 
         Raises:
-            CheckpointFormatError: one is held nowhere, or twice, or a tensor is too short.
+            CheckpointFormatError: one is missing or stored twice, or a tensor is too short.
         """
         for entry in itertools.chain(self.weights(), self.states()):
             if entry.role != "buffer" and entry.numel:
@@ -323,9 +316,9 @@ class OpenCheckpoint:
 
 
 def holds_whole_tensors(manifest: Manifest) -> bool:
-    """Whether weights lie there whole, in their own types, and buffers are not told from them.
+    """Whether a checkpoint has whole weights in their own dtypes and does not mark buffers.
 
-    A run of stage 0 has neither, and says which of DeepSpeed's wrappers it was of.
+    A run of stage 0 also has stage 0, but records its DeepSpeed wrapper.
     """
     return manifest.stage == 0 and not manifest.writer.engine
 
@@ -356,22 +349,22 @@ def open_view(
     renamed: Mapping[str, str] | None = None,
     on_bytes: OnBytes = ignore_bytes,
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of any kind, to be looked into.
+    """Open a checkpoint of any kind for reading.
 
     Args:
-        path: its directory, or file.
-        allow_pickle: read objects of any class from it; that can run code.
-        renamed: beginnings or patterns of its names, and what they are to be.
-        on_bytes: told of what is read.
+        path: checkpoint directory or file.
+        allow_pickle: build objects of any class; this can run code.
+        renamed: prefixes or patterns of names, with their replacements.
+        on_bytes: called with the number of bytes read.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
-        CheckpointCorruptedError: a checkpoint is there that is not whole.
-        UnsupportedError: a checkpoint is there of a run that cannot be resumed.
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is not a checkpoint that can be read.
+        CheckpointCorruptedError: the checkpoint is incomplete.
+        UnsupportedError: the run that wrote it cannot be resumed.
     """
     if not os.fspath(path):
-        msg = "the path is empty, as of a variable that is not set: give a checkpoint"
+        msg = "the path is empty, perhaps from an unset variable: pass a checkpoint"
         raise CheckpointNotFoundError(msg)
     real = existing_path(check_local_path(path))
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
@@ -379,3 +372,29 @@ def open_view(
         reader.bind_alone()
         reader.files.keep_open(OPEN_FILES)
         yield OpenCheckpoint(real, reader, on_bytes)
+
+
+def run_parts(work: Callable[[int, int], T], threads: int = 0) -> list[T]:
+    """Run ``work(part, parts)`` for each part in its own thread; return the results in order.
+
+    Reading and checksums release the GIL.
+
+    Args:
+        work: does one part; parts share no state.
+        threads: number of parts; 0: one per processor, at most ``MAX_THREADS``.
+
+    Raises:
+        Exception: the first that a part raised, after all parts have ended.
+    """
+    parts = threads or min(_processors(), MAX_THREADS)
+    if parts == 1:
+        return [work(0, 1)]
+    with ThreadPoolExecutor(parts, thread_name_prefix="elastic-zero-tool") as pool:
+        futures = [pool.submit(work, part, parts) for part in range(parts)]
+    return [future.result() for future in futures]
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Not on macOS.
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

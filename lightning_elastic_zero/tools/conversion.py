@@ -1,0 +1,627 @@
+"""``convert``: write a checkpoint of any kind for other software, in one step or not at all.
+
+This module has the targets for resuming (``universal``, ``dcp``, ``elastic``); those of weights
+are in ``weight_files``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
+from lightning_elastic_zero.formats import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
+from lightning_elastic_zero.formats.deepspeed.constants import OURS
+from lightning_elastic_zero.formats.elastic.client_state import split_objects
+from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
+from lightning_elastic_zero.formats.torch_file import ChunkedSource, TorchFileWriter
+from lightning_elastic_zero.formats.tree_path import format_tree_path
+from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.manifest import (
+    MANIFEST_NAME,
+    STAGE_WEIGHTS,
+    FileEntry,
+    Manifest,
+    Progress,
+)
+from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.requirements import version_of
+from lightning_elastic_zero.storage import (
+    StagedDirectory,
+    as_save_error,
+    check_local_path,
+    ignore_bytes,
+    real_path,
+    remove_leftovers,
+    write_durably,
+)
+from lightning_elastic_zero.storage.exports import check_free, staged_export
+from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
+from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar, dtype_name, unplain
+from lightning_elastic_zero.tools.view import (
+    OnBytes,
+    OpenCheckpoint,
+    TensorEntry,
+    holds_whole_tensors,
+    open_view,
+)
+from lightning_elastic_zero.tools.weight_files import (
+    DTYPES,
+    ConvertOptions,
+    cast_weight,
+    check_optimizer,
+    selected_weights,
+    source_of,
+    write_adapter_folder,
+    write_lightning,
+    write_safetensors_folder,
+    write_weights_file,
+)
+
+__all__ = ["TARGETS", "Conversion", "ConvertOptions", "convert_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Result of ``convert_checkpoint``."""
+
+    target: str
+    kind: str
+    """Kind of the source."""
+    bytes: int
+    """Number of bytes written."""
+    lacks: tuple[str, ...]
+    """Parts of a run's state that the source does not contain."""
+    lost: tuple[str, ...] = ()
+    """States and counters of the source that the target cannot hold."""
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    options: ConvertOptions | None = None,
+    *,
+    on_bytes: OnBytes = ignore_bytes,
+) -> Conversion:
+    """Write a checkpoint of any kind in another format.
+
+    - ``fp32``, ``bf16``: one file of ``torch.save`` with names and tensors;
+    - ``safetensors``: a folder for transformers, one file or shards with an index;
+    - ``lightning``: a file for ``MyModel.load_from_checkpoint``;
+    - ``universal``: a Universal Checkpoint of DeepSpeed;
+    - ``dcp``: a directory of ``torch.distributed.checkpoint`` with ``model`` and ``optimizer``;
+    - ``elastic``: this library's format;
+    - ``adapter``: PEFT's folder of an adapter.
+
+    Args:
+        source: checkpoint directory or file.
+        target: output path, which must not exist.
+        to: one of the formats above.
+        options: selection, names and dtype.
+        on_bytes: called with the number of bytes written.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at ``source``.
+        CheckpointFormatError: ``source`` is not a checkpoint that can be read.
+        CheckpointCorruptedError: a checksum does not match.
+        CheckpointMismatchError: the source lacks a part that the target needs.
+        UnsupportedError: the target cannot hold the source's state, or the options conflict.
+        SaveError: ``target`` exists or could not be written.
+    """
+    options, written = options or ConvertOptions(), 0
+    _check_options(to, options)
+
+    def count(size_bytes: int) -> None:
+        nonlocal written
+        written += size_bytes
+        on_bytes(size_bytes)
+
+    with open_view(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
+        path = check_local_path(target)
+        if checkpoint.path in real_path(path).parents:
+            msg = f"{target} is inside the checkpoint {source}: choose another path"
+            raise SaveError(msg)
+        with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
+            remove_leftovers(path.parent)
+        TARGETS[to](checkpoint, path, options, count)
+        info = checkpoint.reader.info
+        return Conversion(str(target), info.kind, written, info.lacks, _lost(to, checkpoint))
+
+
+def _check_options(to: str, options: ConvertOptions) -> None:
+    """Refuse a ``dtype`` or ``optimizer`` that contradicts the target.
+
+    Raises:
+        UnsupportedError: one does.
+    """
+    msg = ""
+    if to in DTYPES and options.dtype not in {None, to}:
+        other = options.dtype if options.dtype in TARGETS else "safetensors"
+        msg = f"{to} contains weights in {to}: remove dtype={options.dtype}, or write {other}"
+    if options.optimizer and to in {"fp32", "bf16", "adapter"}:
+        msg = (
+            f"{to} contains weights only: remove optimizer=True (--optimizer yes), or write "
+            "lightning, safetensors, dcp or elastic"
+        )
+    if options.optimizer is False and to == "universal":
+        msg = (
+            "universal always contains the optimizer state: remove optimizer=False "
+            "(--optimizer no), or write weights (safetensors, fp32)"
+        )
+    if msg:
+        raise UnsupportedError(msg)
+
+
+def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
+    """Return the state that a target for resuming cannot hold."""
+    if to not in ("universal", "dcp"):
+        return ()
+    manifest = checkpoint.manifest
+    lost = tuple(f"optimizer state {key!r}" for key in checkpoint.reader.optimizer_state() or ())
+    if to == "universal":
+        # DeepSpeed treats any other file next to fp32.pt as a tensor of the parameter's shape.
+        scalars = {k.name for g in manifest.groups for k in g.state if k.kind == "scalar"}
+        return (*sorted(scalars - {_STEP}), *lost)
+    if manifest.progress.global_steps:
+        step = f"a resume begins at step 0, not {manifest.progress.global_steps}"
+        lost += (f"the trainer's state and counters ({step})",)
+    return lost
+
+
+# -- universal -------------------------------------------------------------------------------------
+#
+#     target/
+#     ├── latest_universal                            the text "universal"
+#     └── universal/
+#         ├── zero/<parameter>/fp32.pt, <state>.pt, step.pt
+#         ├── zero/optimizer_state.pt                 hyperparameters, counters
+#         ├── mp_rank_00_model_states.pt              for ZeRO-1/2
+#         └── zero_pp_rank_0_mp_rank_00_model_states.pt   for ZeRO-3
+#
+# DeepSpeed's own loader restores Adam's two moments, but no buffers or frozen weights. The model
+# file has them for other readers, such as this library.
+
+_UNIVERSAL = "universal"
+_MASTER = "fp32"
+_STEP = "step"
+_MAX_NAME_BYTES = 255
+"""Maximum length of a folder's name on nearly all file systems."""
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def write_universal(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write a folder for ``engine.load_checkpoint`` with ``load_universal``.
+
+    Raises:
+        CheckpointFormatError: a step count is not finite.
+        UnsupportedError: a parameter's name cannot name a folder, or a group has several steps.
+    """
+    options.check_whole("a Universal Checkpoint")
+    check_optimizer(checkpoint, options)
+    _check_names(checkpoint)
+    _check_steps(checkpoint)
+
+    def save(tree: object, folder: Path, name: str, builder: TorchFileWriter | None = None) -> None:
+        builder = builder or TorchFileWriter()
+        builder.write(tree, folder, name, save_id="", on_bytes=on_bytes)
+
+    with staged_export(target) as export:
+        folder = export.path / _UNIVERSAL
+        (folder / "zero").mkdir(parents=True)
+        for parameter in checkpoint.manifest.optimized:
+            place = folder / "zero" / parameter.name
+            place.mkdir()
+            for key in (WEIGHT, *checkpoint.state_keys(parameter.name, "elementwise")):
+                entry = TensorEntry("trained", parameter.name, key, parameter.shape)
+                builder = TorchFileWriter()
+                tensor = builder.add(source_of(checkpoint, entry)).view(parameter.shape)
+                save({"param": tensor}, place, f"{key or _MASTER}.pt", builder)
+            if (step := checkpoint.step(parameter.name)) is not None:
+                save(step, place, f"{_STEP}.pt")
+        for name in _MODEL_FILES:
+            builder = TorchFileWriter()
+            save(_universal_model(checkpoint, builder), folder, name, builder)
+        # The list shows whether files are missing; nothing else in this format does.
+        files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.pt"))]
+        state = {**_universal_optimizer(checkpoint), OURS: {"files": files}}
+        save(state, folder / "zero", "optimizer_state.pt")
+        write_durably(export.path / "latest_universal", _UNIVERSAL.encode())
+        export.drop_sums()
+        export.publish()
+
+
+def _check_names(checkpoint: OpenCheckpoint) -> None:
+    for parameter in checkpoint.manifest.optimized:
+        name = parameter.name
+        if "/" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            why = "contains a slash" if "/" in name else f"has more than {_MAX_NAME_BYTES} bytes"
+            msg = (
+                f"{checkpoint.path}: a Universal Checkpoint has a folder per parameter, but the "
+                f"name {name[:80]!r} {why}: --rename it, or write dcp or elastic"
+            )
+            raise UnsupportedError(msg)
+
+
+def _check_steps(checkpoint: OpenCheckpoint) -> None:
+    """Check that each group has one step count: DeepSpeed has one flat buffer per group."""
+    for group in checkpoint.manifest.groups:
+        counted: dict[object, str] = {}
+        for name in group.names:
+            step = checkpoint.step(name)
+            counted.setdefault(step if step is None else float(step), name)
+        if len(counted) > 1:
+            several = ", ".join(f"{step} of {name}" for step, name in counted.items())
+            msg = (
+                f"{checkpoint.path}: a parameter group has different steps ({several}), but a "
+                "Universal Checkpoint holds one step per group: write dcp or elastic"
+            )
+            raise UnsupportedError(msg)
+
+
+def _deepspeed_version(manifest: Manifest) -> str:
+    """Return a DeepSpeed release; its loader requires one."""
+    return manifest.writer.deepspeed or version_of("deepspeed") or "0.16.0"
+
+
+def _universal_optimizer(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    groups = [
+        {**unplain(group.hyperparameters), "params": [index]}
+        for index, group in enumerate(manifest.groups)
+    ]
+    steps = (checkpoint.step(p.name) for p in manifest.optimized)
+    step = next((step for step in steps if step is not None), None)
+    return {
+        # The stage of the model file that readers prefer.
+        "zero_stage": 1,
+        "ds_version": _deepspeed_version(manifest),
+        "partition_count": manifest.world_size,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": {0: {_STEP: step}}, "param_groups": groups},
+    }
+
+
+def _universal_model(checkpoint: OpenCheckpoint, builder: TorchFileWriter) -> dict[str, Any]:
+    """Return DeepSpeed's model file, in which trained weights are empty."""
+    manifest = checkpoint.manifest
+    progress = manifest.progress
+    frozen = {
+        p.name: builder.add(
+            source_of(checkpoint, TensorEntry("frozen", p.name, WEIGHT, p.shape))
+        ).view(p.shape)
+        for p in manifest.frozen
+    }
+    empty = {p.name: torch.empty(0, dtype=getattr(torch, p.dtype)) for p in manifest.optimized}
+    # Copies, so that each storage has the buffer's own size.
+    buffers = {name: tensor.clone() for name, tensor in checkpoint.buffers.items()}
+    shape_of = {p.name: torch.Size(p.shape) for p in manifest.parameters}
+    return {
+        **checkpoint.reader.module_state(0, manifest.world_size).client_state,
+        "module": {**empty, **frozen, **buffers},
+        "buffer_names": list(checkpoint.buffers),
+        "optimizer": None,
+        "lr_scheduler": None,
+        "param_shapes": [
+            OrderedDict((name, shape_of[name]) for name in group.names) for group in manifest.groups
+        ],
+        "frozen_param_shapes": {p.name: shape_of[p.name] for p in manifest.frozen} or None,
+        "frozen_param_fragments": frozen or None,
+        "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": [],
+        "global_steps": progress.global_steps,
+        "global_samples": progress.global_samples,
+        "skipped_steps": progress.skipped_steps,
+        "dp_world_size": manifest.world_size,
+        "mp_world_size": 1,
+        "ds_config": {
+            "gradient_accumulation_steps": progress.gradient_accumulation_steps,
+            "train_batch_size": progress.global_batch_size,
+        },
+        "ds_version": _deepspeed_version(manifest),
+    }
+
+
+# -- dcp -------------------------------------------------------------------------------------------
+
+
+def write_dcp(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write a directory of ``torch.distributed.checkpoint``, as FSDP2 code loads it.
+
+    ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``, as
+    ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it.
+    """
+    # Importing it takes a second.
+    from lightning_elastic_zero.formats.dcp.writer import (  # noqa: PLC0415
+        RowsSource,
+        write_directory,
+    )
+
+    def rows(
+        path: tuple[str | int, ...], entry: TensorEntry, dtype: torch.dtype | None = None
+    ) -> RowsSource:
+        stored = dtype or checkpoint.dtype(entry)
+        if entry.role == "buffer":
+            flat = checkpoint.buffers[entry.name].reshape(-1)
+            return RowsSource(path, entry.shape, stored, lambda a, b: flat[a:b])
+        return RowsSource(
+            path,
+            entry.shape,
+            stored,
+            lambda a, b: cast_weight(checkpoint, entry, checkpoint.elements(entry, a, b), stored),
+        )
+
+    tensors: list[RowsSource] = []
+    for entry, source in selected_weights(checkpoint, options):
+        first = rows(("model", entry.name), entry, source.dtype)
+        tensors.append(first)
+        tensors += [
+            replace(first, path=("model", name), same_as=first.path)
+            for name in checkpoint.aliases(entry)
+        ]
+    objects: dict[tuple[str | int, ...], Any] = {}
+    if options.optimizer or (options.optimizer is None and not checkpoint.manifest.weights_only):
+        check_optimizer(checkpoint, options)
+        tensors += [
+            rows(("optimizer", "state", entry.name, entry.key), entry)
+            for entry in checkpoint.states()
+        ]
+        objects = dict(_dcp_groups(checkpoint))
+        for parameter in checkpoint.manifest.optimized:
+            # torch's optimizers convert Python numbers to tensors when they load.
+            for key, value in checkpoint.scalars(parameter.name).items():
+                path = ("optimizer", "state", parameter.name, key)
+                if isinstance(value, torch.Tensor):
+                    flat = value.reshape(-1)
+                    tensors.append(RowsSource(path, (), flat.dtype, partial(_slice, flat)))
+                else:
+                    objects[path] = value
+    with staged_export(target) as export, as_save_error(target):
+        write_directory(export.path, tensors, objects, on_bytes)
+        export.publish()
+
+
+def _slice(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return flat[start:stop]
+
+
+def _dcp_groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    for index, group in enumerate(checkpoint.manifest.groups):
+        at = ("optimizer", "param_groups", index)
+        yield (*at, "params"), list(group.names)
+        for key, value in group.hyperparameters.items():
+            yield (*at, key), unplain(value)
+
+
+# -- elastic ---------------------------------------------------------------------------------------
+
+
+def write_elastic(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write this library's format, as one device would save it with ZeRO-3.
+
+    State of single ranks (random state, buffers that differ) is not included. Unlike a save, this
+    never replaces an existing checkpoint.
+
+    Raises:
+        SaveError: the target exists, possibly since the conversion started.
+    """
+    check_free(target)  # The target may be the source.
+    options.check_whole("a checkpoint of this library")
+    _check_trained(checkpoint)
+    lean = options.optimizer is False or checkpoint.manifest.weights_only
+    if not lean:
+        check_optimizer(checkpoint, options)
+        _check_hyperparameters(checkpoint)
+    shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
+    extra: dict[str, Any] = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
+    if not lean and (of_optimizer := checkpoint.reader.optimizer_state()):
+        extra[OPTIMIZER_STATE] = dict(of_optimizer)
+    split = split_objects({**shared.client_state, **extra})
+    buffers = {**checkpoint.buffers, **_unmarked_buffers(checkpoint, options)}
+    manifest = _elastic_manifest(checkpoint, tuple(buffers), weights_only=lean)
+    placeholders = _Placeholders(checkpoint)
+    state = RankState(
+        flats=tuple(placeholders.flats(manifest)),
+        frozen={p.name: placeholders.add(_frozen(checkpoint, p.name)) for p in manifest.frozen},
+        module_buffers=buffers,
+        module_weights={},
+        loss_scaler=shared.loss_scaler,
+        lr_scheduler=shared.lr_scheduler,
+    )
+    with _staged(target, manifest.save_id) as staged:
+        writer = RankWriter(
+            staged.path, manifest, rank=0, on_bytes=on_bytes, source_of=placeholders.source_of
+        )
+        files = writer.write(state, ClientPart(split.plain, split.objects))
+        objects = tuple(format_tree_path(path) for path, _ in split.objects)
+        _finish(staged, replace(manifest, client_objects=objects), files)
+
+
+def _check_hyperparameters(checkpoint: OpenCheckpoint) -> None:
+    """Refuse optimizer state without hyperparameters: a load of our format restores both."""
+    if not checkpoint.reader.info.hyperparameters:
+        msg = (
+            f"{checkpoint.path} lacks the hyperparameters of the parameter groups, which a "
+            "checkpoint of this library needs: resume from it directly, or convert its weights "
+            "only (--optimizer no)"
+        )
+        raise CheckpointMismatchError(msg)
+
+
+def _check_trained(checkpoint: OpenCheckpoint) -> None:
+    if not checkpoint.manifest.groups:
+        why = checkpoint.reader.info.unmatched or "it has no optimizer state by name"
+        msg = (
+            f"{checkpoint.path} does not say which of its weights are trained ({why}), which a "
+            "checkpoint of this library needs: resume from it directly"
+        )
+        raise CheckpointMismatchError(msg)
+
+
+def _unmarked_buffers(
+    checkpoint: OpenCheckpoint, options: ConvertOptions
+) -> dict[str, torch.Tensor]:
+    """Return the buffers of a source that stores them as weights."""
+    if not holds_whole_tensors(checkpoint.manifest):
+        return {}
+    entries = [_frozen(checkpoint, p.name) for p in checkpoint.manifest.frozen]
+    return {
+        entry.name: torch.cat([torch.empty(0, dtype=dtype), *checkpoint.chunks(entry)]).view(
+            entry.shape
+        )
+        for entry in entries
+        for dtype in [checkpoint.dtype(entry)]
+        if not dtype.is_floating_point or options.marks_as_buffer(checkpoint, entry)
+    }
+
+
+def _elastic_manifest(
+    checkpoint: OpenCheckpoint, buffers: tuple[str, ...], *, weights_only: bool
+) -> Manifest:
+    """Describe the state on one rank of ZeRO-3, with the source's flat buffers unpartitioned."""
+    source = checkpoint.manifest
+    masters = [TensorEntry("trained", p.name, WEIGHT, p.shape) for p in source.optimized]
+    first = _first_held(masters)
+    dtype = dtype_name(checkpoint.dtype(first)) if first else source.master_dtype
+    return replace(
+        source,
+        save_id=uuid.uuid4().hex,
+        progress=_elastic_progress(checkpoint),
+        stage=STAGE_WEIGHTS,
+        world_size=1,
+        master_dtype=dtype,
+        buffers=tuple(FlatBuffer(b.group, b.names, b.numels) for b in source.buffers),
+        groups=tuple(replace(g, state=()) if weights_only else g for g in source.groups),
+        parameters=tuple(p for p in source.parameters if p.name not in buffers),
+        module_buffers=buffers,
+        files=(),
+        weights_only=weights_only,
+        rank_state=(),
+        client_objects=(),
+    )
+
+
+def _elastic_progress(checkpoint: OpenCheckpoint) -> Progress:
+    """Return the run's progress; without counters, the optimizer's step count.
+
+    Raises:
+        CheckpointFormatError: a step count is not finite.
+    """
+    found = checkpoint.manifest.progress
+    if checkpoint.reader.info.has_counters:
+        return found
+    counted = [checkpoint.step(p.name) or 0 for p in checkpoint.manifest.optimized]
+    return replace(found, global_steps=max(map(int, counted), default=0))
+
+
+def _first_held(entries: Sequence[TensorEntry]) -> TensorEntry | None:
+    """Return the first tensor with elements, which has the stored dtype."""
+    return next((entry for entry in entries if entry.numel), next(iter(entries), None))
+
+
+def _frozen(checkpoint: OpenCheckpoint, name: str) -> TensorEntry:
+    return TensorEntry("frozen", name, WEIGHT, checkpoint.parameters[name].shape)
+
+
+class _Placeholders:
+    """Meta tensors in place of the state, and the contents of any piece that is cut from them."""
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._entries: dict[tuple[int, int], TensorEntry] = {}
+        self._held: list[torch.Tensor] = []
+
+    def add(self, entry: TensorEntry) -> torch.Tensor:
+        """Return a 1-D placeholder for one tensor."""
+        return self._join([entry], [0], entry.numel)
+
+    def flats(self, manifest: Manifest) -> Iterator[FlatState]:
+        """Yield each flat buffer with its states."""
+        held = manifest.layout().on_rank(0)
+        for index, buffer in enumerate(manifest.buffers):
+            mine = tuple(f for f in held if f.buffer == index)
+            keys = [k.name for k in manifest.groups[buffer.group].state if k.kind == "elementwise"]
+            states = {key: self._flat(mine, key) for key in keys}
+            scalars: Mapping[str, Scalar] = {}
+            if buffer.names and not manifest.weights_only:
+                scalars = self._checkpoint.scalars(buffer.names[0])
+            yield FlatState(mine, self._flat(mine, WEIGHT), states, scalars)
+
+    def _flat(self, fragments: Sequence[Fragment], key: str) -> torch.Tensor:
+        parameters = self._checkpoint.parameters
+        entries = [TensorEntry("trained", f.name, key, parameters[f.name].shape) for f in fragments]
+        return self._join(entries, [f.offset for f in fragments], sum(e.numel for e in entries))
+
+    def _join(
+        self, entries: Sequence[TensorEntry], offsets: Sequence[int], numel: int
+    ) -> torch.Tensor:
+        first = _first_held(entries)
+        dtype = self._checkpoint.dtype(first) if first else torch.float32
+        placeholder = torch.empty(numel, dtype=dtype, device="meta")
+        self._held.append(placeholder)  # So that its address is not reused.
+        for entry, offset in zip(entries, offsets, strict=True):
+            self._entries[_place(placeholder[offset:])] = entry
+        return placeholder
+
+    def source_of(self, piece: torch.Tensor) -> torch.Tensor | ChunkedSource:
+        """Return the contents of a piece, which is always one whole tensor of the checkpoint."""
+        if not piece.is_meta or not piece.numel():
+            return piece
+        return source_of(self._checkpoint, self._entries[_place(piece)])
+
+
+def _place(piece: torch.Tensor) -> tuple[int, int]:
+    return piece.untyped_storage()._cdata, int(piece.storage_offset())  # noqa: SLF001 (identity)
+
+
+@contextmanager
+def _staged(target: Path, save_id: str) -> Iterator[StagedDirectory]:
+    staged = StagedDirectory.create(target, save_id)
+    try:
+        (staged.path / TAG).mkdir()
+        with staged.touch_regularly():
+            yield staged
+    except BaseException:
+        staged.abandon()
+        raise
+
+
+def _finish(staged: StagedDirectory, manifest: Manifest, files: Sequence[FileEntry]) -> None:
+    write_durably(staged.path / LATEST, TAG.encode())
+    text = replace(manifest, files=tuple(files)).to_json()
+    write_durably(staged.path / MANIFEST_NAME, text.encode())
+    staged.sync()
+    check_free(staged.target)
+    staged.publish()
+
+
+Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, OnBytes], None]
+
+TARGETS: dict[str, Write] = {
+    "fp32": partial(write_weights_file, dtype=torch.float32),
+    "bf16": partial(write_weights_file, dtype=torch.bfloat16),
+    "safetensors": write_safetensors_folder,
+    "lightning": write_lightning,
+    "universal": write_universal,
+    "dcp": write_dcp,
+    "elastic": write_elastic,
+    "adapter": write_adapter_folder,
+}
+"""Functions that write each format."""

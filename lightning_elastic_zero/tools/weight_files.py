@@ -1,0 +1,482 @@
+"""``convert``: options, the selected tensors, and the targets that are files of weights.
+
+``fp32``, ``bf16`` and ``lightning`` are single files of ``torch.save``; ``safetensors`` and
+``adapter`` are folders. All stream: only chunks of one tensor are in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.formats.safetensors_file import NamedSource, write_safetensors
+from lightning_elastic_zero.formats.torch_file import ChunkedSource, TorchFileWriter
+from lightning_elastic_zero.large_pages import host_chunk
+from lightning_elastic_zero.layout import spans
+from lightning_elastic_zero.storage import write_durably
+from lightning_elastic_zero.storage.exports import staged_export
+from lightning_elastic_zero.tensor_state import can_overflow, overflowed, unplain
+from lightning_elastic_zero.text import format_names
+from lightning_elastic_zero.tools.view import (
+    OnBytes,
+    OpenCheckpoint,
+    TensorEntry,
+    holds_whole_tensors,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes to which weights can be cast."""
+
+_CHECKED_ELEMENTS = 1 << 18
+"""Elements checked for overflow at once, so that the temporary memory is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Options of ``convert_checkpoint``."""
+
+    include: Sequence[str] = ()
+    """Patterns (``model.*``) of weights and buffers to include; empty: all."""
+    exclude: Sequence[str] = ()
+    """Patterns of weights and buffers to exclude."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of names with their replacements, ``{"model.": ""}``, or patterns whose ``*`` are
+    copied in order, ``{"*.gamma": "*.weight"}``. The other options match the new names."""
+    dtype: str | None = None
+    """One of ``DTYPES``, for weights; None: as stored, which is fp32 for masters. Buffers keep
+    their dtype; in sources that do not distinguish them, those that ``buffers`` selects."""
+    optimizer: bool | None = None
+    """Whether to include the whole optimizer state, which excludes ``include`` and ``exclude``.
+    None: if the target is for resuming."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of a file of weights, for targets with several files."""
+    allow_pickle: bool = False
+    """Build objects of any class in the trainer's state; this can run code."""
+    buffers: Sequence[str] = ()
+    """Patterns of buffers in sources that do not distinguish them from frozen weights. Integers are
+    always buffers. Other tensors of floating point are treated as frozen weights and cast."""
+    adapter_config: str | None = None
+    """PEFT's ``adapter_config.json``, which no checkpoint contains."""
+    adapter_name: str = "default"
+    """Name of the adapter in the model."""
+
+    def __post_init__(self) -> None:
+        """Check the dtype."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            msg = f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}"
+            raise UnsupportedError(msg)
+
+    def selects(self, name: str) -> bool:
+        """Whether a tensor is included."""
+        included = not self.include or any(fnmatch.fnmatchcase(name, p) for p in self.include)
+        return included and not any(fnmatch.fnmatchcase(name, p) for p in self.exclude)
+
+    def marks_as_buffer(self, checkpoint: OpenCheckpoint, entry: TensorEntry) -> bool:
+        """Whether ``buffers`` selects a tensor that the source does not mark as a buffer."""
+        unmarked = holds_whole_tensors(checkpoint.manifest) and entry.role == "frozen"
+        return unmarked and any(fnmatch.fnmatchcase(entry.name, p) for p in self.buffers)
+
+    def check_whole(self, target: str) -> None:
+        """Refuse options that would leave out a part of the state.
+
+        Raises:
+            UnsupportedError: there is one.
+        """
+        if self.include or self.exclude or self.dtype:
+            msg = (
+                f"{target} contains the whole state for a resume: remove include, exclude and "
+                "dtype, or convert weights only (safetensors, fp32)"
+            )
+            raise UnsupportedError(msg)
+
+
+def selected_weights(
+    checkpoint: OpenCheckpoint, options: ConvertOptions, dtype: torch.dtype | None = None
+) -> Iterator[tuple[TensorEntry, ChunkedSource]]:
+    """Yield the selected weights and buffers with their contents.
+
+    Args:
+        checkpoint: source.
+        options: selection.
+        dtype: cast floating-point weights to it, except buffers; None: as the options say.
+
+    Raises:
+        CheckpointMismatchError: nothing is selected.
+    """
+    dtype = dtype or (None if options.dtype is None else DTYPES[options.dtype])
+    empty = True
+    for entry in checkpoint.weights():
+        if options.selects(entry.name):
+            empty = False
+            kept = options.marks_as_buffer(checkpoint, entry)
+            yield entry, source_of(checkpoint, entry, None if kept else dtype)
+    if empty:
+        names = format_names(entry.name for entry in checkpoint.weights())
+        given = f"include={list(options.include)}, exclude={list(options.exclude)}"
+        msg = f"{checkpoint.path}: {given} select none of its weights: {names}"
+        raise CheckpointMismatchError(msg)
+
+
+def source_of(
+    checkpoint: OpenCheckpoint, entry: TensorEntry, dtype: torch.dtype | None = None
+) -> ChunkedSource:
+    """Return the contents of a tensor, read when needed; floating-point weights are cast."""
+    stored = checkpoint.dtype(entry)
+    cast = dtype if dtype and stored.is_floating_point and entry.role != "buffer" else stored
+
+    def fetch() -> Iterator[torch.Tensor]:
+        return (cast_weight(checkpoint, entry, part, cast) for part in checkpoint.chunks(entry))
+
+    return ChunkedSource(entry.numel, cast, fetch)
+
+
+def cast_weight(
+    checkpoint: OpenCheckpoint, entry: TensorEntry, values: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return elements of a tensor rounded to a dtype.
+
+    Raises:
+        UnsupportedError: a finite value would become infinite.
+    """
+    if values.dtype == dtype:
+        return values
+    found = host_chunk(values.numel(), dtype).copy_(values)
+    if can_overflow(values.dtype, dtype):
+        for start, stop in spans(0, values.numel(), _CHECKED_ELEMENTS):
+            _check_range(checkpoint, entry, values[start:stop], found[start:stop])
+    return found
+
+
+def _check_range(
+    checkpoint: OpenCheckpoint, entry: TensorEntry, values: torch.Tensor, found: torch.Tensor
+) -> None:
+    if found.isfinite().all() or not (lost := overflowed(values, found)).any():
+        return
+    name = next(text for text, dtype in DTYPES.items() if dtype == found.dtype)
+    msg = (
+        f"{checkpoint.path}: {entry.name} has the value {values[lost][0].item():.6g}, which would "
+        f"become infinite in {name} (maximum {torch.finfo(found.dtype).max:.6g}). Write weights as "
+        "stored (safetensors without --dtype) or in a wider dtype, or --exclude it"
+    )
+    raise UnsupportedError(msg)
+
+
+def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
+    """Check that the optimizer state can be converted.
+
+    Raises:
+        CheckpointMismatchError: it is missing, or its assignment to parameters is unknown.
+        UnsupportedError: patterns select some of the weights.
+    """
+    if options.include or options.exclude:
+        msg = (
+            "include and exclude select weights, but the optimizer state covers all of them: "
+            "remove the patterns, or the optimizer (optimizer=False, --optimizer no)"
+        )
+        raise UnsupportedError(msg)
+    info, manifest = checkpoint.reader.info, checkpoint.manifest
+    why = info.unmatched or info.mixed
+    if not why and (manifest.weights_only or not manifest.groups):
+        why = "it contains none"
+    if why:
+        msg = (
+            f"{checkpoint.path}: its optimizer state cannot be converted: {why}. Convert its "
+            "weights only, to safetensors, fp32, lightning or dcp (optimizer=False, --optimizer no)"
+        )
+        raise CheckpointMismatchError(msg)
+
+
+# -- single files of torch.save --------------------------------------------------------------------
+
+_FILE = "weights"
+
+
+def write_weights_file(
+    checkpoint: OpenCheckpoint,
+    target: Path,
+    options: ConvertOptions,
+    on_bytes: OnBytes,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write names and tensors, with weights in ``dtype``."""
+    builder = TorchFileWriter()
+    _write(builder, _state_dict(builder, checkpoint, options, dtype), target, on_bytes)
+
+
+def _write(builder: TorchFileWriter, tree: object, target: Path, on_bytes: OnBytes) -> None:
+    with staged_export(target) as export:
+        builder.write(tree, export.path, _FILE, save_id="", on_bytes=on_bytes)
+        export.publish(_FILE)
+
+
+def _state_dict(
+    builder: TorchFileWriter,
+    checkpoint: OpenCheckpoint,
+    options: ConvertOptions,
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    found = {}
+    for entry, source in selected_weights(checkpoint, options, dtype):
+        tensor = builder.add(source).view(entry.shape)
+        for name in (entry.name, *checkpoint.aliases(entry)):
+            found[name] = tensor
+    return found
+
+
+_ONLY_WITH_OPTIMIZER = {
+    "optimizer_states",
+    "lr_schedulers",
+    "loops",
+    "state_dict",
+    "precision_plugin",
+}
+"""Entries of a Lightning file that are useless without optimizer state, or written anew."""
+
+
+def write_lightning(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write a single Lightning file with the trainer's state, and the optimizer's if wanted."""
+    manifest = checkpoint.manifest
+    shared = checkpoint.reader.module_state(0, manifest.world_size)
+    client, extra_states = dict(shared.client_state), dict(shared.extra_states)
+    if not options.optimizer:
+        client = {key: value for key, value in client.items() if key not in _ONLY_WITH_OPTIMIZER}
+    builder = TorchFileWriter()
+    tree: dict[str, Any] = {
+        "epoch": 0,
+        "global_step": manifest.progress.global_steps,
+        "pytorch-lightning_version": manifest.writer.lightning or "2.5.0",
+        **client,
+        "state_dict": {**_state_dict(builder, checkpoint, options), **extra_states},
+    }
+    if options.optimizer:
+        check_optimizer(checkpoint, options)
+        optimizer = _optimizer_state(builder, checkpoint)
+        optimizer["state"].update(checkpoint.reader.optimizer_state() or {})
+        tree["optimizer_states"] = [optimizer]
+        tree.setdefault("lr_schedulers", [])
+    _write(builder, tree, target, on_bytes)
+
+
+def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """Return the optimizer state with torch's numbering: one group after another."""
+    state: dict[int, Mapping[str, Any]] = {}
+    groups = []
+    for group in checkpoint.manifest.groups:
+        first = len(state)
+        for name in group.names:
+            shape = checkpoint.parameters[name].shape
+            entry = partial(TensorEntry, "trained", name, shape=shape)
+            state[len(state)] = {
+                # Copies: torch.save would keep a shared step shared, and optimizers change it.
+                **{key: copy.deepcopy(held) for key, held in checkpoint.scalars(name).items()},
+                **{
+                    key: builder.add(source_of(checkpoint, entry(key))).view(shape)
+                    for key in checkpoint.state_keys(name, "elementwise")
+                },
+            }
+        ids = list(range(first, len(state)))
+        groups.append({**unplain(group.hyperparameters), "params": ids})
+    return {"state": state, "param_groups": groups}
+
+
+# -- safetensors -----------------------------------------------------------------------------------
+
+
+def write_safetensors_folder(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write ``model.safetensors``, or shards with an index, as transformers reads them.
+
+    A tied weight is stored once. The optimizer state goes to ``optimizer.safetensors``, named
+    ``state.<parameter>.<key>``; groups and states that are Python numbers to ``optimizer.json``.
+    """
+    weights = [
+        NamedSource(entry.name, entry.shape, source)
+        for entry, source in selected_weights(checkpoint, options)
+    ]
+    states: list[NamedSource] = []
+    if options.optimizer:
+        check_optimizer(checkpoint, options)
+        states = list(_states(checkpoint))
+    with staged_export(target) as export:
+        write_sharded(export.path, "model", weights, options.max_shard_bytes, on_bytes)
+        if options.optimizer:
+            write_sharded(export.path, "optimizer", states, options.max_shard_bytes, on_bytes)
+            write_durably(export.path / "optimizer.json", _groups_json(checkpoint))
+        export.drop_sums()
+        export.publish()
+
+
+def _groups_json(checkpoint: OpenCheckpoint) -> bytes:
+    groups = [
+        {**group.hyperparameters, "params": list(group.names)}
+        for group in checkpoint.manifest.groups
+    ]
+    numbers = {
+        parameter.name: {
+            key: value
+            for key, value in checkpoint.scalars(parameter.name).items()
+            if not isinstance(value, torch.Tensor)
+        }
+        for parameter in checkpoint.manifest.optimized
+    }
+    state = {name: held for name, held in numbers.items() if held}
+    return json.dumps({"param_groups": groups, "state": state}, indent=1).encode()
+
+
+def _states(checkpoint: OpenCheckpoint) -> Iterator[NamedSource]:
+    for entry in checkpoint.states():
+        name = f"state.{entry.name}.{entry.key}"
+        yield NamedSource(name, entry.shape, source_of(checkpoint, entry))
+    for parameter in checkpoint.manifest.optimized:
+        for key, value in checkpoint.scalars(parameter.name).items():
+            if isinstance(value, torch.Tensor):
+                yield _number(f"state.{parameter.name}.{key}", value)
+
+
+def _number(name: str, value: torch.Tensor) -> NamedSource:
+    return NamedSource(name, (), ChunkedSource(1, value.dtype, lambda: iter([value.reshape(1)])))
+
+
+def write_sharded(
+    folder: Path, stem: str, tensors: Sequence[NamedSource], max_bytes: int, on_bytes: OnBytes
+) -> None:
+    """Write one file, or several of at most ``max_bytes`` and an index."""
+    shards = _shards(tensors, max_bytes)
+    names = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder, name, shard, {"format": "pt"}, on_bytes)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(t.size_bytes for t in tensors)},
+            "weight_map": {
+                tensor.name: name
+                for name, shard in zip(names, shards, strict=True)
+                for tensor in shard
+            },
+        }
+        text = json.dumps(index, indent=2)
+        write_durably(folder / f"{stem}.safetensors.index.json", text.encode())
+
+
+def _shards(tensors: Sequence[NamedSource], max_bytes: int) -> list[list[NamedSource]]:
+    """Split tensors in order; a tensor larger than ``max_bytes`` gets its own shard."""
+    shards: list[list[NamedSource]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + tensor.size_bytes > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.size_bytes
+    return shards
+
+
+# -- PEFT ------------------------------------------------------------------------------------------
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_BASE = "base_model.model."
+_SAVED = "modules_to_save"
+
+
+def write_adapter_folder(
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+) -> None:
+    """Write PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    Raises:
+        CheckpointMismatchError: the adapter or its configuration is missing, or weights were
+            trained that belong to no adapter.
+    """
+    config = _adapter_config(checkpoint, options)
+    weights = [
+        NamedSource(key, entry.shape, source)
+        for entry, source in selected_weights(checkpoint, options)
+        if (key := adapter_key(entry.name, options.adapter_name))
+    ]
+    if not weights:
+        msg = (
+            f"{checkpoint.path} has no weights of an adapter named {options.adapter_name!r}; "
+            f"PEFT's names contain {_BASE!r} and the adapter's name"
+        )
+        raise CheckpointMismatchError(msg)
+    _check_nothing_left_out(checkpoint, options)
+    with staged_export(target) as export:
+        name = "adapter_model.safetensors"
+        write_safetensors(export.path, name, weights, {"format": "pt"}, on_bytes)
+        write_durably(export.path / _ADAPTER_CONFIG, config)
+        export.drop_sums()
+        export.publish()
+
+
+def _check_nothing_left_out(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
+    """Refuse to drop trained weights, except excluded ones and those of other adapters."""
+    trained = [p.name for p in checkpoint.manifest.optimized if options.selects(p.name)]
+    adapters = [options.adapter_name, *filter(None, map(_adapter_of, trained))]
+    lost = [name for name in trained if not any(adapter_key(name, a) for a in adapters)]
+    if lost:
+        msg = (
+            f"{checkpoint.path}: {format_names(lost, limit=len(lost))} were trained, but the "
+            f"adapter {options.adapter_name!r} consists of lora_* and {_SAVED} only. Write all "
+            "weights (safetensors), or exclude these"
+        )
+        raise CheckpointMismatchError(msg)
+
+
+def _adapter_of(name: str) -> str:
+    """Return the name of the adapter that a weight belongs to; empty: none."""
+    parts = name.partition(_BASE)[2].split(".")
+    pairs = itertools.pairwise(parts)
+    return next((b for a, b in pairs if a == _SAVED or a.startswith("lora_")), "")
+
+
+def adapter_key(name: str, adapter: str) -> str:
+    """Return PEFT's name of a weight in its file; empty if it does not belong to the adapter."""
+    _, found, below = name.partition(_BASE)
+    parts = below.split(".")
+    if not found or adapter not in parts[1:]:
+        return ""
+    at = parts.index(adapter, 1)
+    if parts[at - 1] == _SAVED:
+        kept = [*parts[: at - 1], *parts[at + 1 :]]
+    elif parts[at - 1].startswith("lora_"):
+        kept = [*parts[:at], *parts[at + 1 :]]
+    else:
+        return ""
+    return _BASE + ".".join(kept)
+
+
+def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> bytes:
+    if options.adapter_config is None:
+        msg = (
+            f"{checkpoint.path} does not contain the adapter's configuration (lora_alpha, ...): "
+            f"pass the {_ADAPTER_CONFIG} that model.peft_config[...].save_pretrained(folder) writes"
+        )
+        raise CheckpointMismatchError(msg)
+    path = Path(options.adapter_config)
+    path = path / _ADAPTER_CONFIG if path.is_dir() else path
+    try:
+        text = path.read_bytes()
+        content = json.loads(text)
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read as PEFT's {_ADAPTER_CONFIG} ({error})"
+        raise CheckpointMismatchError(msg) from error
+    if not isinstance(content, dict) or "peft_type" not in content:
+        msg = f"{path} is not PEFT's {_ADAPTER_CONFIG}: it has no peft_type"
+        raise CheckpointMismatchError(msg)
+    return text
