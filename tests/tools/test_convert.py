@@ -357,8 +357,8 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     whole = write_elastic(tmp_path / "b.ckpt", make_state())
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     for path, to, options, error, words in (
-        (source, "universal", ConvertOptions(), CheckpointMismatchError, "it holds none"),
-        (whole, "universal", ConvertOptions(include=["a"]), UnsupportedError, "holds all of it"),
+        (source, "universal", ConvertOptions(), CheckpointMismatchError, "it contains none"),
+        (whole, "universal", ConvertOptions(include=["a"]), UnsupportedError, "contains the whole state"),
         (tmp_path / "w.pt", "elastic", ConvertOptions(), CheckpointMismatchError, "are trained"),
         (whole, "adapter", ConvertOptions(), CheckpointMismatchError, "lora_alpha"),
     ):
