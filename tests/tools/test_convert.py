@@ -358,7 +358,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     for path, to, options, error, words in (
         (source, "universal", ConvertOptions(), CheckpointMismatchError, "it contains none"),
-        (whole, "universal", ConvertOptions(include=["a"]), UnsupportedError, "contains the whole state"),
+        (whole, "universal", ConvertOptions(include=["a"]), UnsupportedError, "the whole state"),
         (tmp_path / "w.pt", "elastic", ConvertOptions(), CheckpointMismatchError, "are trained"),
         (whole, "adapter", ConvertOptions(), CheckpointMismatchError, "lora_alpha"),
     ):
