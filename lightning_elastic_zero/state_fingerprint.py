@@ -73,22 +73,27 @@ class FingerprintPart:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A state's number, for weights (and buffers) and the optimizer's state apart."""
+    """Checksums of a state that do not depend on the sharding.
+
+    Equal states have equal fingerprints at every device count, stage and format. Names, shapes and
+    dtypes count; hyperparameters, random state and counters do not. A fingerprint detects
+    accidents, not attacks; the docstring of the module has the formula and the error rates.
+    """
 
     weights: str
-    """Masters, frozen weights and buffers: 16 hexadecimal digits."""
+    """Checksum of masters, frozen weights and buffers: 16 hexadecimal digits."""
     optimizer: str
-    """Element-wise and scalar optimizer states; empty where there are none."""
+    """Checksum of the optimizer state, including step counters; empty if there is none."""
 
     def __str__(self) -> str:
         return f"{self.weights}-{self.optimizer or NO_OPTIMIZER}"
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Return the one that a text names, as ``str`` wrote it.
+        """Return the fingerprint that ``str`` wrote.
 
         Raises:
-            ValueError: it names none.
+            ValueError: The text is not a fingerprint.
         """
         weights, _, optimizer = text.partition("-")
         if not _NUMBER.fullmatch(weights) or not _NUMBER_OR_NONE.fullmatch(optimizer):

@@ -25,24 +25,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class SelftestReport:
-    """All that ``run_selftest`` found."""
+    """Result of ``run_selftest``."""
 
     setting: Mapping[str, str]
-    """Where it ran: releases, devices, file system."""
+    """Environment: releases, devices, file system."""
     rows: tuple[Row, ...]
 
     @property
     def holds(self) -> bool:
-        """Whether nothing failed, and something was checked."""
+        """Whether no check failed and at least one was made."""
         results = {row.result for row in self.rows}
         return "FAILS" not in results and "holds" in results
 
     def count(self, result: Result) -> int:
-        """Return how many checks ended so."""
+        """Return the number of checks with this result."""
         return sum(row.result == result for row in self.rows)
 
     def verdict(self) -> str:
-        """Return the sum of it in one sentence."""
+        """Return a summary in one sentence."""
         unchecked = self.count("not checked")
         rest = f"; {unchecked} not checked" if unchecked else ""
         if self.holds:
@@ -50,7 +50,7 @@ class SelftestReport:
         return f"DOES NOT HOLD here: {self.count('FAILS')} of the checks failed{rest}"
 
     def failures(self) -> list[str]:
-        """Return a sentence for each thing that does not hold."""
+        """Return a sentence for each failed check."""
         return [f"{row.what}: {row.details}" for row in self.rows if row.result == "FAILS"]
 
     def to_plain(self) -> dict[str, Any]:

@@ -44,34 +44,33 @@ def run_selftest(
     on_phase: Callable[[str], None] = lambda _: None,
     on_report: Callable[[SelftestReport], None] = lambda _: None,
 ) -> SelftestReport:
-    """Find out whether saving and loading hold on this machine, or cluster, and in a directory.
+    """Check saving and loading on this machine or cluster, in a directory.
 
-    It makes small engines in processes of its own, at all ZeRO stages, saves them blocking and in
-    the background, loads them on another number of devices and compares every bit; tries what the
-    directory can do; times a save beside a raw write and a copy; kills a process during a save and
-    looks at the checkpoint before it. All that it writes is in one folder in the directory, which
-    is removed in the end.
+    Small engines in separate processes save at all ZeRO stages, blocking and in the background,
+    load on another number of devices, and compare every bit. Other checks test the features of the
+    directory, compare the time of a save with a raw write and a copy, and kill a process during a
+    save. All files are in one folder in the directory, which is removed at the end.
 
-    Called in one process, it starts all ranks by itself: one for each GPU, or 2, 3 and 1 on
-    processors. Called in each rank of torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` are set), each starts one rank of every world, on its own device.
+    In a single process, this starts all ranks: one per GPU, or 2, 3 and 1 on CPUs. In each rank of
+    torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set), it starts one
+    rank of every world, on its own device.
 
     Args:
-        directory: where a run would save its checkpoints, on a disk that all ranks share.
-        world_timeout_s: how long each of the three worlds of processes may take, in seconds.
-        on_phase: told what is being done.
-        on_report: given the report once everything is removed, in one process: alone, or rank 0.
-            The other ranks return after that: a launcher ends all ranks when the first one ends
-            with an error.
+        directory: A folder in which runs will save, on a disk that all ranks share.
+        world_timeout_s: Timeout of each of the three worlds of processes, in seconds.
+        on_phase: Called with a description of each phase.
+        on_report: Called with the report after the folder is removed, in one process: the only one,
+            or rank 0. The other ranks return later, because a launcher ends all ranks when the
+            first one ends with an error.
 
     Returns:
-        ``SelftestReport``: the same on every rank. What does not hold is a row in it, no exception.
+        The report, equal on all ranks. A failed check is a row in it, not an exception.
 
     Raises:
-        SaveError: there is no such directory, it cannot be written, or has too little room.
-        UnsupportedError: it is the address of a remote storage, or the device is
-            unknown or not there, or a launcher has not told ``LOCAL_RANK``.
-        RanksError: another rank of torchrun has failed, or is lost.
+        SaveError: The directory does not exist, is not writable or has too little space.
+        UnsupportedError: The directory is remote storage, the device is unknown or missing, or a
+            launcher has not set ``LOCAL_RANK``.
+        RanksError: Another rank of torchrun has failed or is lost.
     """
     with terminable() as ignore_interrupts, _starters(world_timeout_s) as ranks:
         path = ranks.run_all("selftest: look at the directory", lambda: usable_directory(directory))
