@@ -103,6 +103,10 @@ def convert_checkpoint(
     - ``elastic``: this library's format;
     - ``adapter``: PEFT's folder of an adapter.
 
+    The result appears in one step. Memory is two or three chunks of 16 MiB at any model size, or of
+    whole chunks of the writer for sources of ``torch.distributed.checkpoint``. A value that would
+    become infinite in the target dtype is refused by name.
+
     Args:
         source: checkpoint directory or file.
         target: output path, which must not exist.

@@ -63,6 +63,9 @@ def diff_checkpoints(
 ) -> CheckpointDifferences:
     """Compare two checkpoints of any kinds and device counts.
 
+    NaN equals NaN, and -0.0 equals 0.0. Values that one of the two kinds does not record are not
+    compared.
+
     Args:
         first: checkpoint directory or file.
         second: checkpoint directory or file.

@@ -65,7 +65,8 @@ def verify_checkpoint(
     - All its files exist, have their recorded sizes and belong to one save.
     - Each element of each tensor is stored exactly once.
     - All checksums match: one per 64 KiB in this library's format, the CRC-32 of each record in
-      files of other software, if there is one.
+      files of other software. Files without checksums (``fp32``, ``bf16``, ``lightning`` and
+      ``universal`` of ``convert_checkpoint``) count as complete, with a note.
     - Low-precision weights that are stored next to masters equal the rounded masters.
 
     Args:
@@ -165,6 +166,8 @@ def newest_sound_checkpoint(
     on_verified: Callable[[Verification], None] = lambda _: None,
 ) -> Path | None:
     """Find the newest intact checkpoint in a folder; every byte of it is verified.
+
+    Checkpoints without checksums are skipped.
 
     Args:
         folder: contains checkpoints of any kind; hidden names are ignored.
