@@ -97,7 +97,7 @@ def group_conflicts(
         if state and len(tables) > 1:
             kept = " and ".join(str(sorted(key.name for key in table)) for table in tables)
             yield f"{where}, which kept the states {kept}: keep them apart"
-        differing = _differing([origin.hyperparameters for origin in origins])
+        differing = _differing_values([origin.hyperparameters for origin in origins])
         if hyperparameters and differing:
             values = "; ".join(f"{key}: {values}" for key, values in differing.items())
             yield (
@@ -119,7 +119,7 @@ def other_algorithm(origins: Sequence[Group], here: Group) -> str:
     return f"that {was} trained when it was saved, and {now} does here: keep them apart"
 
 
-def _differing(of_groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _differing_values(of_groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the hyperparameters in which groups differ, with their values."""
     keys = dict.fromkeys(key for group in of_groups for key in group if key not in MEMBER_KEYS)
     values = {key: [repr(group.get(key)) for group in of_groups] for key in keys}

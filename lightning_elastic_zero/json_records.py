@@ -53,21 +53,21 @@ def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda va
         msg = f"{row!r} is no {cls.__name__}"
         raise TypeError(msg)
     values: dict[str, Any] = {}
-    for field, kind in _fields_of(cls):  # type: ignore[arg-type]
-        if field.name not in row:
+    for known, kind in _fields_of(cls):  # type: ignore[arg-type]
+        if known.name not in row:
             continue
-        value, inner = row[field.name], get_args(kind)
+        value, inner = row[known.name], get_args(kind)
         if is_dataclass(kind):
-            values[field.name] = from_json(kind, value, untag)  # type: ignore[arg-type]
+            values[known.name] = from_json(kind, value, untag)  # type: ignore[arg-type]
         elif inner and is_dataclass(inner[0]):
-            values[field.name] = _rows(inner[0], value, untag)
+            values[known.name] = _rows(inner[0], value, untag)
         else:
             value = untag(value) if get_origin(kind) is Mapping else value
             value = tuple(value) if isinstance(value, list) else value
             if not _is(kind, value):
-                msg = f"{cls.__name__}.{field.name} is {value!r}, not {field.type}"
+                msg = f"{cls.__name__}.{known.name} is {value!r}, not {known.type}"
                 raise TypeError(msg)
-            values[field.name] = value
+            values[known.name] = value
     return cls(**values)
 
 

@@ -164,7 +164,7 @@ def guess_key_mapping(
         if name not in left or len(found) == MOST_SUGGESTED:
             continue
         others = [other for other in free if _may_be(name, other, left, free)]
-        pairs = [_differing(name, other, kept) for other in others[:_MOST_TRIED]]
+        pairs = [_name_difference(name, other, kept) for other in others[:_MOST_TRIED]]
         tried = dict.fromkeys(pairs)
         best = max(tried, key=lambda pair: len(_explained(pair, left, free)), default=None)
         if best is None or found.get(best[0], best[1]) != best[1]:
@@ -180,7 +180,7 @@ def _may_be(name: str, other: str, left: Mapping[str, object], free: Mapping[str
     return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
 
 
-def _differing(name: str, other: str, kept: AbstractSet[str]) -> tuple[str, str]:
+def _name_difference(name: str, other: str, kept: AbstractSet[str]) -> tuple[str, str]:
     """Return the shortest beginnings in which two names differ, and which no kept name has."""
     was, now = name.split("."), other.split(".")
     same = 0

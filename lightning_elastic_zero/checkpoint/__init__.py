@@ -14,8 +14,8 @@ from lightning_elastic_zero.checkpoint.directory_check import (
     check_directories,
     find_unseen,
 )
-from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle, load_engine
-from lightning_elastic_zero.checkpoint.loading import load
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
+from lightning_elastic_zero.checkpoint.loading import load, load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.saving import save_engine
 from lightning_elastic_zero.checkpoint.types import (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_elastic_zero.checkpoint.loading import load
-from lightning_elastic_zero.checkpoint.types import LiveState, LoadOptions, LoadResult
-from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.checkpoint.types import LiveState
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +29,3 @@ class EngineHandle:
     def at_step(self) -> str:
         """Return where the run stands, for the name of a step that all ranks take."""
         return f"at step {self.global_step()}"
-
-
-def load_engine(
-    engine: EngineHandle, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
-) -> LoadResult:
-    """Restore a checkpoint into an engine; collective. See ``lightning_elastic_zero.api``."""
-    engine.before_change()
-    live = ranks.run_all(f"load: look at the engine {engine.at_step()}", engine.open)
-    return load(path, live, ranks, options=options)

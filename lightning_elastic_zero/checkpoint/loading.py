@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
 from lightning_elastic_zero.checkpoint.extra_states import restore_extra_states
 from lightning_elastic_zero.checkpoint.fallback import DAMAGE_ERRORS, find_fallback
 from lightning_elastic_zero.checkpoint.fingerprint_check import (
@@ -417,3 +418,12 @@ def _source_summary(source: CheckpointReader) -> str:
     by = " and ".join(f"{name} {version}" for name, version in names.items() if version)
     text = f"a {info.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
     return f"{text} without {', '.join(info.lacks)}," if info.lacks else text
+
+
+def load_engine(
+    engine: EngineHandle, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
+) -> LoadResult:
+    """Restore a checkpoint into an engine; collective. See ``lightning_elastic_zero.api``."""
+    engine.before_change()
+    live = ranks.run_all(f"load: look at the engine {engine.at_step()}", engine.open)
+    return load(path, live, ranks, options=options)

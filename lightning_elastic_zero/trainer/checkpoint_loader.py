@@ -27,7 +27,6 @@ from lightning_elastic_zero.engine import LiveEngine
 from lightning_elastic_zero.manifest import Group
 from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.storage import STAGING_PREFIX
-from lightning_elastic_zero.trainer import weight_averaging
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
 from lightning_elastic_zero.trainer.epoch_metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.last_fit import LastFit
@@ -41,6 +40,11 @@ from lightning_elastic_zero.trainer.progress_bars import checkpoint_bar
 from lightning_elastic_zero.trainer.resume import RunResumer, counted_loops
 from lightning_elastic_zero.trainer.run_record import STATE_KEY
 from lightning_elastic_zero.trainer.start_warnings import configured_rates, replaced_rates_warnings
+from lightning_elastic_zero.trainer.weight_averaging import (
+    extra_weights,
+    log_evaluated_averages,
+    with_module_weights,
+)
 
 VERSION_KEY = "pytorch-lightning_version"
 """The entry by which Lightning knows its own checkpoints, and demands of every one."""
@@ -104,9 +108,9 @@ class CheckpointLoader:
         if trainer is not None:
             rank_zero_info(format_loaded(loaded, trainer.world_size, fitting=fitting))
             if not fitting:
-                extra = weight_averaging.extra_weights(state)
+                extra = extra_weights(state)
                 taken = LiveEngine(engine).copy_full_weights(extra)
-                weight_averaging.log_evaluated_averages(taken, loaded.stats.path)
+                log_evaluated_averages(taken, loaded.stats.path)
             module = trainer.lightning_module
             if is_overridden("load_state_dict", module, nn.Module):
                 rank_zero_warn(
@@ -115,9 +119,7 @@ class CheckpointLoader:
                     "other names, and on_load_checkpoint for everything else"
                 )
             strict = options.strict and options.strict_optimizer
-            state = weight_averaging.with_module_weights(
-                state, module, fitting=fitting, strict=strict
-            )
+            state = with_module_weights(state, module, fitting=fitting, strict=strict)
         if VERSION_KEY not in state:
             rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}

@@ -30,7 +30,6 @@ from lightning_elastic_zero.data_progress import (
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.manifest import Manifest
 from lightning_elastic_zero.option_checks import check_choice
-from lightning_elastic_zero.trainer import start_warnings
 from lightning_elastic_zero.trainer.batch_settings import BatchSettings, UserSettings, batch_size_of
 from lightning_elastic_zero.trainer.dataloader_resume import (
     PendingResume,
@@ -59,6 +58,13 @@ from lightning_elastic_zero.trainer.run_record import (
     STATE_KEY,
     VALIDATED_IN_WINDOW,
     RunRecorder,
+)
+from lightning_elastic_zero.trainer.start_warnings import (
+    change_warnings,
+    late_loader_warnings,
+    shuffle_warnings,
+    unresumable_warnings,
+    worker_warnings,
 )
 from lightning_elastic_zero.trainer.step_intervals import StepIntervals
 
@@ -223,7 +229,7 @@ class RunResumer:
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
         live.restart_at(position)
         set_last_reload(trainer, position.epoch)
-        for text in start_warnings.late_loader_warnings(position, pending.reload_every):
+        for text in late_loader_warnings(position, pending.reload_every):
             rank_zero_warn(text)
         ahead = _validated_ahead(pending, position, now)
         if position.is_validated or ahead:
@@ -252,7 +258,7 @@ class RunResumer:
         for loader, states in zip(loaders, saved, strict=False):
             set_generator_states(loader, states, *kinds)
         if is_same_world:
-            for text in start_warnings.worker_warnings(loaders, position):
+            for text in worker_warnings(loaders, position):
                 rank_zero_warn(text)
             set_rng_states(pending.state["random"], device)
         else:
@@ -267,11 +273,11 @@ class RunResumer:
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
         """Warn of what becomes of the training data that the user may not expect."""
         loaders = training_loaders(trainer)
-        texts = [*start_warnings.shuffle_warnings(self.overruled_orders or (), loaders)]
+        texts = [*shuffle_warnings(self.overruled_orders or (), loaders)]
         self.overruled_orders = None
         if self._on_unresumable_data == "refuse":
             sizes = samples_per_step(self.batches, loaders)
-            texts += start_warnings.unresumable_warnings(loaders, trainer.world_size, sizes)
+            texts += unresumable_warnings(loaders, trainer.world_size, sizes)
         for text in texts:
             rank_zero_warn(text)
 
@@ -280,7 +286,7 @@ class RunResumer:
     ) -> None:
         """Warn of what changed since the save."""
         made = now if has_schedule else replace(now, planned_steps=None)
-        for text in start_warnings.change_warnings(
+        for text in change_warnings(
             pending.record,
             made,
             is_given=self._is_planned,

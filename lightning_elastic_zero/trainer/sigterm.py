@@ -30,7 +30,7 @@ from lightning_elastic_zero.trainer.lightning_internals import (
     replace_sigterm_steps,
 )
 
-EXIT_CODE = 128 + signal.SIGTERM
+_SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """What a shell tells of a process that SIGTERM has ended."""
 
 
@@ -84,4 +84,4 @@ def set_exit_code(exception: BaseException) -> None:
     take that for the end of the job, and end the whole rendezvous.
     """
     if isinstance(exception, SIGTERMException) and exception.code is None and JOB in os.environ:
-        exception.code = EXIT_CODE
+        exception.code = _SIGTERM_EXIT_CODE

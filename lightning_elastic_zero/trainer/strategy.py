@@ -15,9 +15,14 @@ from typing_extensions import override
 from lightning_elastic_zero.api import load_options
 from lightning_elastic_zero.checkpoint import CheckpointStats
 from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
-from lightning_elastic_zero.engine import report_abandoned_builds, use_accelerator
+from lightning_elastic_zero.engine import (
+    check_config,
+    check_optimizer,
+    check_supported,
+    report_abandoned_builds,
+    use_accelerator,
+)
 from lightning_elastic_zero.strategy_registry import register_names
-from lightning_elastic_zero.trainer import launched_world, refusals, sigterm
 from lightning_elastic_zero.trainer.batch_controller import BatchController
 from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
 from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
@@ -26,15 +31,25 @@ from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver, mak
 from lightning_elastic_zero.trainer.dataloader_resume import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.last_fit import LastFit
+from lightning_elastic_zero.trainer.launched_world import (
+    DevicesOfNode,
+    NodesOfJob,
+    limit_waiting,
+    prepare_to_meet,
+)
 from lightning_elastic_zero.trainer.lightning_internals import (
     RESUME_END,
+    check_lightning_release,
+    is_evaluating,
     is_fitting,
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.requires_grad_check import RequiresGradCheck
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.sample_order_check import SampleOrderCheck
+from lightning_elastic_zero.trainer.sigterm import SigtermAgreement, set_exit_code
 from lightning_elastic_zero.trainer.warning_filters import WarningFilters
+from lightning_elastic_zero.trainer.weight_averaging import check_averaging
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
@@ -93,8 +108,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     _accumulation: GradientAccumulation  # of one fit, as the next ones
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
-    num_nodes = launched_world.NodesOfJob()  # as torchrun has started them
-    parallel_devices: Any = launched_world.DevicesOfNode()  # likewise
+    num_nodes = NodesOfJob()  # as torchrun has started them
+    parallel_devices: Any = DevicesOfNode()  # likewise
 
     def __init__(
         self,
@@ -116,7 +131,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         absent_timeout_s: float = ABSENT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        later = split_parent_options(type(self), launched_world.limit_waiting(kwargs))
+        later = split_parent_options(type(self), limit_waiting(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
         self._resumer = RunResumer(on_unresumable_data)
@@ -136,7 +151,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         limits = (Timeouts.of(stall_timeout_s, absent_timeout_s), max_snapshot_bytes)
         self._manager = make_manager(self.checkpoint_events, *limits, async_save=async_save)
         self._last_fit = LastFit()
-        self._sigterm = sigterm.SigtermAgreement()
+        self._sigterm = SigtermAgreement()
         of_both = (self._manager, self._get_ranks, self._resumer, self._last_fit)
         self._loader = CheckpointLoader(*of_both, self.checkpoint_events, options)
         self._saver = CheckpointSaver(*of_both, options, save_module_weights=save_module_weights)
@@ -175,8 +190,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         self._leave_ranks()  # of a save after the last run, whose process group may be gone
         self._warning_filters.begin()
-        refusals.check_config(self._trainer, self.config)
-        launched_world.prepare_to_meet(self, self._timeout)
+        check_config(self.config or {}, trains=not is_evaluating(self._trainer))
+        prepare_to_meet(self, self._timeout)
         report_abandoned_builds(self.config or {})
         if isinstance(self.accelerator, CPUAccelerator):
             use_accelerator("cpu")
@@ -192,14 +207,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         config: Any = self.config
         if fitting := is_fitting(trainer):
             self._last_fit.forget()
-        refusals.check_release(trainer)
+        check_lightning_release(trainer)
         # Lightning reads it of a ZeRO-3 evaluation, where a user's config need not have it.
         config.setdefault("zero_allow_untested_optimizer", False)
         if self._batches.reset(trainer, config):
             self._format_batch_size_and_grad_accum_config()
         super().setup(trainer)
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
-        refusals.check_engine(trainer, engine := self.deepspeed_engine, cut_up=self.zero_stage_3)
+        check_supported(engine := self.deepspeed_engine)
+        check_averaging(trainer, cut_up=self.zero_stage_3)
         self._sigterm.begin(trainer)
         if fitting:
             self._last_fit.begin(engine)
@@ -213,7 +229,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Return the module's optimizer and schedule; refuse one before DeepSpeed does."""
         optimizer, schedule = super()._init_optimizers()
         if (module := self.lightning_module) is not None:
-            refusals.check_optimizer(optimizer, self.config, module)
+            check_optimizer(optimizer, self.config or {}, module)
         return optimizer, schedule
 
     @override
@@ -404,7 +420,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Set the exit code of a process that SIGTERM ends, for torchrun's agent."""
-        sigterm.set_exit_code(exception)
+        set_exit_code(exception)
         super().on_exception(exception)
 
     @override
