@@ -32,14 +32,14 @@ export OMP_NUM_THREADS := 1
 
 # DeepSpeed decides on its device when it is imported, and would take CUDA wherever there is some, in
 # a test of CPU ranks too. So it is told, and what it compiles for one is not compiled over the other's.
-demo docs test test-long test-releases mutants soak bench ops: export DS_ACCELERATOR := cpu
-demo test test-long test-releases mutants soak bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
+demo docs test test-long test-releases soak bench ops: export DS_ACCELERATOR := cpu
+demo test test-long test-releases soak bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
 test-gpu: export DS_ACCELERATOR := cuda
 test-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo docs test test-long test-releases test-gpu mutants soak lint format wheel bench ops clean distclean
+.PHONY: help demo docs test test-long test-releases test-gpu soak lint format wheel bench ops clean distclean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,10 +60,6 @@ test-gpu: ops ## Run the tests of devices on this machine's cards; on none: ARGS
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
 	$(PYTEST) -m "gpu or device" $(ARGS)
-
-mutants: ops ## Break the core in hundreds of small ways, and leave out each wait: some test has to fail each time
-	$(PY) -m tests.mutation $(ARGS)
-	$(PY) -m tests.mutation.waits
 
 soak: ops ## Kill and restart a run in random ways for an hour: make soak ARGS="--minutes 10"
 	$(PY) -m tests.elastic.soak $(ARGS)

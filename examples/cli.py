@@ -14,7 +14,7 @@ from gpt import GPT, StdlibText
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # elastic: lets YAML and command line name the strategy, also as elastic_deepspeed_stage_3
-from lightning_elastic_zero import ElasticDeepSpeedStrategy  # noqa: F401
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy  # noqa: F401
 
 # DeepSpeed calls what torch calls by another name now: a warning per process, step and call.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

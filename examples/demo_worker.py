@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 SEED = 1
 BLOCK_SIZE = 64

@@ -21,8 +21,10 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig,
 from ray.train.lightning import RayLightningEnvironment
 from ray.train.torch import TorchTrainer
 
+from lightning_elastic_zero.integrations.ray import RayCheckpointReport
+
 # elastic: in the place of Ray's RayDeepSpeedStrategy and RayTrainReportCallback
-from lightning_elastic_zero import ElasticDeepSpeedStrategy, RayCheckpointReport
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 SEED = 1
 GLOBAL_BATCH_SIZE = 48  # samples per optimizer step, over all workers

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 # elastic: in the place of Lightning's DeepSpeedStrategy
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 RUN_DIR = "runs/train"  # checkpoints and TensorBoard's files
 SEED = 1

@@ -20,27 +20,25 @@ from lightning_elastic_zero.errors import (
     SaveError,
     UnsupportedError,
 )
-from lightning_elastic_zero.strategy_registry import register
+from lightning_elastic_zero.registry import register
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
-    from lightning_elastic_zero.checkpoint import CheckpointStats, LoadResult
-    from lightning_elastic_zero.formats.dumps import describe_dumps
-    from lightning_elastic_zero.manifest import Manifest
+    from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult
+    from lightning_elastic_zero.core.manifest import Manifest
+    from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+    from lightning_elastic_zero.integrations.ray import RayCheckpointReport
     from lightning_elastic_zero.save_interval import optimal_save_interval
     from lightning_elastic_zero.selftest.run import run_selftest
-    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+    from lightning_elastic_zero.tools.conversion import convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint, plan_resume
-    from lightning_elastic_zero.tools.verification import (
-        newest_sound_checkpoint,
-        verify_checkpoint,
-    )
-    from lightning_elastic_zero.trainer.checkpoint_monitor import CheckpointMonitor
-    from lightning_elastic_zero.trainer.dataloaders import ResumesAtSample
+    from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
+    from lightning_elastic_zero.tools.weight_files import ConvertOptions
+    from lightning_elastic_zero.trainer.loaders import ResumesAtSample
+    from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
     from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
-    from lightning_elastic_zero.trainer.ray_report import RayCheckpointReport
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     __version__: str
@@ -79,17 +77,17 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
-    "CheckpointMonitor": "lightning_elastic_zero.trainer.checkpoint_monitor",
-    "CheckpointStats": "lightning_elastic_zero.checkpoint",
+    "CheckpointMonitor": "lightning_elastic_zero.trainer.monitor",
+    "CheckpointStats": "lightning_elastic_zero.checkpoint.types",
     "ConvertOptions": "lightning_elastic_zero.tools.conversion",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
-    "LoadResult": "lightning_elastic_zero.checkpoint",
-    "Manifest": "lightning_elastic_zero.manifest",
+    "LoadResult": "lightning_elastic_zero.checkpoint.types",
+    "Manifest": "lightning_elastic_zero.core.manifest",
     "PreemptionCheckpoint": "lightning_elastic_zero.trainer.preemption",
-    "RayCheckpointReport": "lightning_elastic_zero.trainer.ray_report",
-    "ResumesAtSample": "lightning_elastic_zero.trainer.dataloaders",
+    "RayCheckpointReport": "lightning_elastic_zero.integrations.ray",
+    "ResumesAtSample": "lightning_elastic_zero.trainer.loaders",
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
-    "describe_dumps": "lightning_elastic_zero.formats.dumps",
+    "describe_dumps": "lightning_elastic_zero.formats.dumps_describe",
     "diff_checkpoints": "lightning_elastic_zero.tools.differences",
     "fingerprint_checkpoint": "lightning_elastic_zero.tools.fingerprint",
     "inspect_checkpoint": "lightning_elastic_zero.tools.inspection",
@@ -108,7 +106,8 @@ if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a mi
     def __getattr__(name: str) -> object:
         """Import what is asked for the first time it is asked for, and keep it."""
         if name == "__version__":
-            value = importlib.import_module("lightning_elastic_zero.requirements").own_version()
+            requirements = importlib.import_module("lightning_elastic_zero.core.requirements")
+            value = requirements.own_version()
         elif name in _MODULE_OF_NAME:
             value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
         else:

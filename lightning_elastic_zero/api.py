@@ -8,30 +8,25 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from lightning_elastic_zero.checkpoint import (
+from lightning_elastic_zero.checkpoint.load import load_engine
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     EngineHandle,
     LoadOptions,
     LoadResult,
     SaveOptions,
-    load_engine,
-    save_engine,
 )
-from lightning_elastic_zero.coordination import (
-    ABSENT_TIMEOUT_S,
-    STALL_TIMEOUT_S,
-    Ranks,
-    Timeouts,
-    connect_ranks,
-)
-from lightning_elastic_zero.engine import (
+from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.options import check_client_state, check_flag, check_rename
+from lightning_elastic_zero.engine.live import live_engine
+from lightning_elastic_zero.engine.step import (
     add_step_pre_hook,
     before_change,
-    live_engine,
-    recovery_script,
     updates_state_before_step,
 )
-from lightning_elastic_zero.option_checks import check_client_state, check_flag, check_rename
+from lightning_elastic_zero.engine.support import recovery_script
 
 __all__ = [
     "CheckpointStats",
@@ -44,7 +39,7 @@ __all__ = [
 
 
 def save_checkpoint(
-    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    engine: Any,
     path: str | os.PathLike[str],
     client_state: Mapping[str, Any] | None = None,
     *,
@@ -103,7 +98,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    engine: Any,
     path: str | os.PathLike[str],
     *,
     load_optimizer_state: bool = True,
@@ -165,7 +160,7 @@ def load_checkpoint(
 
 
 def engine_handle(
-    engine: Any,  # noqa: ANN401 (DeepSpeed is untyped)
+    engine: Any,
     *,
     places_checked: bool = False,
 ) -> EngineHandle:

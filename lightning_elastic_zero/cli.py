@@ -16,8 +16,8 @@ from typing import Any
 
 import shtab
 
+from lightning_elastic_zero.core.requirements import own_version
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.requirements import own_version
 
 YES, NO, FAILED = 0, 1, 2
 """Exit codes: a positive answer, a negative answer, no answer."""
@@ -290,8 +290,9 @@ def _diff(args: Namespace) -> int:
 
 
 def _convert(args: Namespace) -> int:
-    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+    from lightning_elastic_zero.tools.conversion import convert_checkpoint
     from lightning_elastic_zero.tools.report import format_bytes, progress
+    from lightning_elastic_zero.tools.weight_files import ConvertOptions
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
         _show_error("convert:", f"--rename {wrong[0]}: expected OLD=NEW")

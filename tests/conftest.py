@@ -99,7 +99,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:  # noqa: ANN401 - pytest-xdist has no types
+def pytest_testnodedown(node: Any) -> None:
     """Add what a process has counted that ran a part of the tests."""
     for table, rows in zip(
         TABLES, getattr(node, "workeroutput", {}).get("tables", ()), strict=False

@@ -32,7 +32,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import StoreRanks
+from lightning_elastic_zero.coordination.client import StoreRanks
 
 KINDS = ("run_all", "broadcast", "gather", "all_gather")
 VALUE = {"bytes": 123_456_789, "path": "checkpoints/last.ckpt"}
@@ -49,7 +49,7 @@ class Count:
     bytes: int = 0
     """Of keys and values, both ways; the protocol's own come on top."""
 
-    def add(self, data: Any) -> None:  # noqa: ANN401 - whatever is asked or answered
+    def add(self, data: Any) -> None:
         """Count keys and values."""
         if isinstance(data, (str, bytes)):
             self.bytes += len(data)
@@ -63,14 +63,14 @@ class Count:
 class CountingStore:
     """A store whose calls are counted."""
 
-    def __init__(self, store: Any, count: Count) -> None:  # noqa: ANN401 - torch's store
+    def __init__(self, store: Any, count: Count) -> None:
         self._store, self._count = store, count
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return one of the store's methods."""
         method = getattr(self._store, name)
 
-        def call(*arguments: Any) -> Any:  # noqa: ANN401 - any method
+        def call(*arguments: Any) -> Any:
             found = method(*arguments)
             self._count.operations += 1
             self._count.add(arguments)
@@ -122,7 +122,7 @@ def _count_calls(ranks: StoreRanks, count: Count) -> None:
         session.leader._store = session.store  # noqa: SLF001
 
 
-def run_process(job: Job, results: Any) -> None:  # noqa: ANN401 - a queue
+def run_process(job: Job, results: Any) -> None:
     """Run the ranks of one process; hand over what they saw."""
     threads = [threading.Thread(target=run_rank, args=(job, rank)) for rank in job.ranks]
     for thread in threads:
@@ -158,7 +158,7 @@ def run_world(world_size: int, processes: int, steps: int, *, counted: bool) -> 
     return found
 
 
-def _collect(started: list[Any], results: Any, found: Job) -> None:  # noqa: ANN401 - a queue
+def _collect(started: list[Any], results: Any, found: Job) -> None:
     until = time.monotonic() + TIMEOUT_S
     left = len(started)
     while left:

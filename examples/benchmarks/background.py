@@ -76,8 +76,9 @@ class BenchmarkEngine:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
-        from lightning_elastic_zero.checkpoint import CheckpointManager  # noqa: PLC0415
-        from lightning_elastic_zero.coordination import Timeouts, connect_ranks  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint.manager import CheckpointManager  # noqa: PLC0415
+        from lightning_elastic_zero.coordination.liveness import Timeouts  # noqa: PLC0415
+        from lightning_elastic_zero.coordination.ranks import connect_ranks  # noqa: PLC0415
 
         self.engine = make_engine(options.stage, options.width)
         self.batch = torch.randn(options.batch, options.width)
@@ -112,7 +113,7 @@ class BenchmarkEngine:
         sync_tree(self.folder / "stock")
 
     def _what(self) -> tuple[Any, Path, Any, dict[str, Any], Any]:
-        from lightning_elastic_zero.checkpoint import SaveOptions  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint.types import SaveOptions  # noqa: PLC0415
 
         return self.handle, self.folder / "ours.ckpt", self.ranks, {}, SaveOptions()
 

@@ -35,9 +35,12 @@ TIMEOUT_S = 1800
 
 def measure(folder: Path, width: int, rounds: int) -> Costs:
     """Measure it on this world."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint  # noqa: PLC0415
-    from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415
-    from lightning_elastic_zero.checkpoint.live_fingerprint import rank_part  # noqa: PLC0415
+    from lightning_elastic_zero.api import (  # noqa: PLC0415
+        engine_handle,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from lightning_elastic_zero.checkpoint.fingerprint import rank_part  # noqa: PLC0415
 
     engine = make_engine(3, width)
     train_step(engine, width)

@@ -13,7 +13,7 @@ from goodput import Costs, goodput_of, period_of  # type: ignore[import-not-foun
 from matplotlib.figure import Figure
 from report import machine  # type: ignore[import-not-found]
 
-from lightning_elastic_zero import optimal_save_interval
+from lightning_elastic_zero.save_interval import optimal_save_interval
 
 
 def report(

@@ -50,7 +50,7 @@ def be_rank(settings: RunSettings, rank: int, port: int) -> None:
 class Run:
     """A run that is started and killed again and again."""
 
-    def __init__(self, context: Any, settings: RunSettings) -> None:  # noqa: ANN401 - see typeshed
+    def __init__(self, context: Any, settings: RunSettings) -> None:
         self.context, self.settings = context, settings
         self.processes: list[Any] = []
         self.began = 0.0

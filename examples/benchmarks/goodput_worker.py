@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from subject import Mlp, width_of  # type: ignore[import-not-found]
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 # What every engine looks at, and some releases lack: it loads torch's compiler, which takes each
 # process seconds. So it is imported once, before ranks are forked.

@@ -57,14 +57,14 @@ class OpenedFiles:
         self._below, self.count = str(folder), 0
         sys.addaudithook(self._note)
 
-    def _note(self, event: str, arguments: Any) -> None:  # noqa: ANN401 - of any event
+    def _note(self, event: str, arguments: Any) -> None:
         if event == "open" and str(arguments[0]).startswith(self._below):
             self.count += 1
 
 
 def measure(folder: Path, parameters: float, rounds: int) -> dict[str, Any]:
     """Measure one world; what rank 0 returns counts."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint  # noqa: PLC0415
 
     width, path = width_of(parameters), folder / "grown.ckpt"
     engine = make_engine(3, width)

@@ -18,8 +18,8 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_elastic_zero.layout import Transfer, TransferPlan
-from lightning_elastic_zero.manifest import (
+from lightning_elastic_zero.core.layout import Transfer, TransferPlan
+from lightning_elastic_zero.core.manifest import (
     FileEntry,
     Group,
     Manifest,
@@ -27,7 +27,7 @@ from lightning_elastic_zero.manifest import (
     StateKey,
     manifest_from_json,
 )
-from lightning_elastic_zero.partition import FlatBuffer, zero_layout
+from lightning_elastic_zero.core.partition import FlatBuffer, zero_layout
 
 SAVED_ON = 1024
 RESUMED_ON = 768

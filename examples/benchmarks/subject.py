@@ -49,7 +49,7 @@ def state_bytes(width: int) -> int:
     return LAYERS * (width**2 + width) * BYTES_PER_PARAMETER
 
 
-def make_engine(stage: int, width: int, precision: str = "fp32", *, universal: bool = False) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+def make_engine(stage: int, width: int, precision: str = "fp32", *, universal: bool = False) -> Any:
     """Build an engine with Adam; ``universal``: one that loads Universal Checkpoints."""
     import deepspeed  # noqa: PLC0415 - after the process group's variables are set
 
@@ -66,7 +66,7 @@ def make_engine(stage: int, width: int, precision: str = "fp32", *, universal: b
     return engine
 
 
-def train_step(engine: Any, width: int) -> None:  # noqa: ANN401
+def train_step(engine: Any, width: int) -> None:
     """Take one step, so that the optimizer has its state."""
     dtype = next(engine.module.parameters()).dtype
     batch = torch.randn(1, width).to(engine.device, dtype)
@@ -74,7 +74,7 @@ def train_step(engine: Any, width: int) -> None:  # noqa: ANN401
     engine.step()
 
 
-def rank_tensors(engine: Any) -> list[torch.Tensor]:  # noqa: ANN401
+def rank_tensors(engine: Any) -> list[torch.Tensor]:
     """Return this rank's masters and moments."""
     from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
 
@@ -114,7 +114,7 @@ def _be_rank(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     sys.stdout = sys.stderr  # DeepSpeed prints on every rank
-    from lightning_elastic_zero.engine import use_accelerator  # noqa: PLC0415
+    from lightning_elastic_zero.engine.support import use_accelerator  # noqa: PLC0415
 
     # Without DeepSpeed's collectives in shared memory: no save or load uses them, and with them a
     # run on a busy machine had not ended after minutes (the cause was not looked for).
@@ -133,7 +133,7 @@ def _be_rank(
 
 def run_ranks(
     ranks: int, work: Callable[[], object], folder: Path, *, device: str, timeout_s: float
-) -> Any:  # noqa: ANN401 - what rank 0 returned
+) -> Any:
     """Call ``work``, which can be pickled, on so many new ranks; return what rank 0 returned.
 
     Raises:

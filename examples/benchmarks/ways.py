@@ -176,10 +176,12 @@ class _Fsdp:
 class _Background:
     """Saves behind training, by the library's manager."""
 
-    def __init__(self, engine: Any, path: Path) -> None:  # noqa: ANN401
+    def __init__(self, engine: Any, path: Path) -> None:
         from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415
-        from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions  # noqa: PLC0415
-        from lightning_elastic_zero.coordination import Timeouts, connect_ranks  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint.manager import CheckpointManager  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint.types import SaveOptions  # noqa: PLC0415
+        from lightning_elastic_zero.coordination.liveness import Timeouts  # noqa: PLC0415
+        from lightning_elastic_zero.coordination.ranks import connect_ranks  # noqa: PLC0415
 
         self._ranks = connect_ranks()
         handle = engine_handle(engine)
@@ -208,7 +210,7 @@ def measure_saves(setting: Setting, ranks: int) -> dict[str, Costs]:
 
 
 def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
-    from lightning_elastic_zero import save_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import save_checkpoint  # noqa: PLC0415
 
     engine = make_engine(case.stage, width, case.precision)
     train_step(engine, width)
@@ -258,7 +260,7 @@ def measure_loads(setting: Setting, ranks: int, sources: tuple[int, ...]) -> dic
 
 
 def _loads_of(setting: Setting, case: Case, width: int, source: int) -> Costs:
-    from lightning_elastic_zero import load_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import load_checkpoint  # noqa: PLC0415
 
     ours, stock = (case.file(setting.folder, what, source) for what in ("ours", "stock"))
     with_universal = (stock / UNIVERSAL).is_dir()

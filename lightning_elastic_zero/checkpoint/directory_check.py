@@ -8,18 +8,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.processes import machine
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.processes import machine
-from lightning_elastic_zero.storage import (
-    as_save_error,
+from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
+from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.probe import probe_capabilities
+from lightning_elastic_zero.storage.shared import (
     await_shared,
-    check_local_path,
     leave_token,
-    probe_capabilities,
     scratch_folder,
     token_name,
-    write_durably,
 )
 
 PREFIX = "zero-directory-check-"

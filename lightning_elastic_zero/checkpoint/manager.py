@@ -3,36 +3,236 @@
 A checkpoint that is saved while training waits is there when ``save`` returns. One that is saved in
 the background is there later: what ``ModelCheckpoint`` deletes and links meanwhile waits for it,
 and stays as it was if the save fails.
+
+Links such as ``last.ckpt`` name only what is published.
+
+Deletion of published checkpoints, each once nothing needs it any more.
+
+``ModelCheckpoint`` decides what is superfluous; it compares paths without resolving links, deletes
+before it moves ``last.ckpt`` to the new checkpoint, and knows nothing of the checkpoint that a run
+was resumed from through a link. So a deletion waits here while something still needs it. What this
+library did not write is never deleted, and nor is a checkpoint in which there is more.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from lightning_elastic_zero.checkpoint.async_save import DRAIN_TIMEOUT_S, AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
-from lightning_elastic_zero.checkpoint.links import CheckpointLinks
-from lightning_elastic_zero.checkpoint.retention import Retention
-from lightning_elastic_zero.checkpoint.saving import save_engine
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
-from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
+from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S, AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage import ConcurrentRunMonitor, check_local_path, inspect_target
+from lightning_elastic_zero.storage.leftovers import LINK_PREFIX, make_link
+from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
+from lightning_elastic_zero.storage.ownership import (
+    can_replace,
+    delete_checkpoint,
+    ignore_progress,
+    inspect_target,
+    is_checkpoint,
+)
+from lightning_elastic_zero.storage.paths import check_local_path, real_path
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointLinks:
+    """Makes links to checkpoints when these are published. Used on one rank, by two threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._target: Path | None = None
+        self._waiting: list[Path] = []
+
+    def __reduce__(self) -> tuple[type[CheckpointLinks], tuple[()]]:
+        """Copy as a new one: the links that wait here are made by this one only."""
+        return CheckpointLinks, ()
+
+    def on_save_started(self, target: Path) -> None:
+        """Defer links to this checkpoint: it is about to be written in the background."""
+        with self._lock:
+            self._target, self._waiting = target, []
+
+    def is_deferred(self, target: Path) -> bool:
+        """Whether this checkpoint is being written."""
+        with self._lock:
+            return target == self._target
+
+    def make(
+        self, target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress
+    ) -> None:
+        """Make a link to a checkpoint, now or when it is published.
+
+        Where nothing is, because its save has failed, the link stays what it was.
+
+        Raises:
+            SaveError: it could not be made, and is what it was.
+        """
+        with self._lock:
+            if target == self._target:
+                self._waiting.append(link)
+            elif target.exists():
+                make_link(target, link, on_progress)
+            else:
+                log.warning("%s is not linked to %s, which is not there", link, target)
+
+    def on_save_ended(
+        self,
+        target: Path,
+        on_progress: Callable[[], None] = ignore_progress,
+        *,
+        published: bool,
+    ) -> None:
+        """Make the links that waited for this checkpoint; or forget them, if it failed.
+
+        Args:
+            target: what was saved.
+            on_progress: called while a link takes long: where the disk has none, it is a copy.
+            published: whether it is there.
+
+        Raises:
+            SaveError: one could not be made, and is what it was.
+        """
+        with self._lock:
+            if target != self._target:
+                return
+            waiting = self._waiting
+            self._target, self._waiting = None, []
+            if published:
+                for link in waiting:
+                    make_link(target, link, on_progress)
+
+
+class Retention:
+    """Deletes checkpoints, unless they are still needed. Used on one rank, by any thread."""
+
+    def __init__(self) -> None:
+        self._resumed_from: Path | None = None
+        self._waiting: dict[Path, _Identity] = {}
+        self._held_for: Path | None = None
+        """The last checkpoint that was to be written, while it is not there: nothing is deleted."""
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
+        """Copy as a new one: what waits here is deleted by this one only."""
+        return Retention, ()
+
+    def protect(self, path: str | os.PathLike[str]) -> None:
+        """Keep the checkpoint that the run was resumed from, behind whatever link."""
+        self._resumed_from = real_path(path)
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, now or as soon as nothing needs it: no save, and no link."""
+        local = check_local_path(path)
+        with self._lock:
+            self._waiting[local] = _identity(local)
+        self.delete_pending()
+
+    def on_save_started(self, path: Path) -> None:
+        """Cancel the deletion of a path, and delay all others until its new save is published."""
+        with self._lock:
+            self._waiting.pop(path, None)
+            self._held_for = path
+
+    def on_published(self, path: Path) -> None:
+        """Delete what waited for a new checkpoint.
+
+        If it is doomed itself, that was said while it was being written: it is meant, and not what
+        was there before.
+        """
+        with self._lock:
+            if path == self._held_for:
+                self._held_for = None
+            if path in self._waiting:
+                self._waiting[path] = _identity(path)
+        self.delete_pending()
+
+    def delete_pending(self) -> None:
+        """Delete what waited and is free now, unless a save is in flight or has failed.
+
+        What cannot be deleted is left where it is: it takes up room, but a run does not end for it.
+        """
+        with self._lock:
+            for path, identity in [] if self._held_for else list(self._waiting.items()):
+                try:
+                    waits = _identity(path) == identity and not self._try(path)
+                except OSError as error:
+                    log.warning("%s could not be deleted: %s", path, error)
+                    waits = False
+                if not waits:
+                    del self._waiting[path]
+
+    def _try(self, path: Path) -> bool:
+        """Delete a checkpoint; False: it has to wait."""
+        if not path.is_symlink():
+            if not path.exists():
+                return True
+            if real_path(path) == self._resumed_from:
+                log.info("%s is kept: this run was resumed from it", path)
+                return True
+            if _is_only_checkpoint(path):
+                log.info("%s is kept: no other checkpoint is there yet", path)
+                return False
+            if _has_link(path):
+                return False
+        if refusal_reason := delete_checkpoint(path):
+            log.warning(
+                "%s is not deleted, and will not be: it %s. Delete it yourself, or move away what "
+                "is yours.",
+                path,
+                refusal_reason,
+            )
+        return True
+
+
+_Identity: TypeAlias = "tuple[int, int] | None"
+"""Device and inode of a directory: a checkpoint that is saved under its name is another one."""
+
+
+def _identity(path: Path) -> _Identity:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _is_only_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint, and no other one beside it can take its place."""
+    real = real_path(path)
+    others = (
+        entry
+        for entry in path.parent.iterdir()
+        # A hidden one is being written, or deleted.
+        if not entry.name.startswith(".") and real_path(entry) != real
+    )
+    return is_checkpoint(path) and not any(can_replace(other, path) for other in others)
+
+
+def _has_link(path: Path) -> bool:
+    """Whether a link beside a checkpoint still names it."""
+    real = real_path(path)
+    links = (entry for entry in path.parent.iterdir() if entry.is_symlink())
+    # What a killed process has left of one that it was making is nobody's.
+    mine = (link for link in links if not link.name.startswith(LINK_PREFIX))
+    return any(real_path(link) == real for link in mine)
+
 
 _WRITERS_ABSENT_S = 60.0
 """Writers come to a step together: training's threads have just agreed on a snapshot."""
 
 _IN_EXCEPTION_ABSENT_S = 30.0
 """How long a rank that saves in an exception waits for the others to come: it may be alone."""
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointManager:

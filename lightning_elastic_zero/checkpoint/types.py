@@ -1,18 +1,27 @@
-"""Types of saving and loading: the live engine, options, and results."""
+"""Types of saving and loading: the live engine, options, and results.
+
+The interface through which saves and loads use a live engine, without importing DeepSpeed.
+
+Selection of what a save writes, and its warnings: weights left out, objects to allow.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from lightning_elastic_zero.coordination import Ranks
-from lightning_elastic_zero.manifest import Manifest, Plain
-from lightning_elastic_zero.tensor_state import RankState, RestoreTargets
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.manifest import Manifest, Plain
+from lightning_elastic_zero.core.tensors import RankState, RestoreTargets
+from lightning_elastic_zero.core.text import format_tree_path
+from lightning_elastic_zero.formats.client_state import Objects
+from lightning_elastic_zero.formats.pickles import find_refused
 
 REPORT_EVERY_S = 10.0
 """How often long reading and writing says how far it is."""
@@ -193,3 +202,86 @@ def report_bytes(
             log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
 
     return on_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHandle:
+    """An engine's state and its steps, as callables; ``api.engine_handle`` makes one."""
+
+    open: Callable[[], LiveState]
+    """Returns the engine's state; raises for an engine that is not supported."""
+    global_step: Callable[[], int]
+    """Returns the number of optimizer steps, by which ranks tell one call from another."""
+    add_step_pre_hook: Callable[[Callable[[], None]], Callable[[], None]]
+    """Registers what is called right before an optimizer step; returns what removes it."""
+    updates_state_before_step: Callable[[], bool]
+    """Whether optimizer states change before the optimizer steps, as with Muon."""
+    recovery_script: Callable[[], Path | None]
+    """Returns the script that is laid beside the files of a checkpoint."""
+    before_change: Callable[[], None] = lambda: None
+    """Waits until no save in the background reads the engine's own tensors any more."""
+
+    def at_step(self) -> str:
+        """Return where the run stands, for the name of a step that all ranks take."""
+        return f"at step {self.global_step()}"
+
+
+def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
+    """Return a live engine's manifest as it is saved: stage, progress, and what is left out.
+
+    Of the frozen weights and buffers alone anything is left out.
+    """
+    manifest = replace(
+        manifest,
+        # An engine without an optimizer has no stage: the files are ZeRO-1's.
+        stage=manifest.stage or int(not manifest.groups),
+        progress=replace(manifest.progress, sampler=options.sampler or manifest.progress.sampler),
+    )
+    if options.weights_only or not manifest.groups:
+        groups = tuple(replace(group, state=()) for group in manifest.groups)
+        manifest = replace(manifest, weights_only=True, groups=groups)
+    left_out = {
+        p.name
+        for p in manifest.parameters
+        if p.group is None
+        and (
+            (options.exclude_frozen and bool(manifest.groups))
+            or options.left_out.issuperset({p.name, *p.aliases})
+        )
+    }
+    in_order = [p.name for p in manifest.parameters if p.name in left_out]
+    buffers = [name for name in manifest.module_buffers if name in options.left_out]
+    return replace(
+        manifest,
+        excluded=(*in_order, *buffers),
+        module_buffers=tuple(n for n in manifest.module_buffers if n not in options.left_out),
+    )
+
+
+def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
+    """Return what of a rank's state is written."""
+    frozen, kept = {p.name for p in manifest.frozen}, options.module_buffers or {}
+    return replace(
+        state,
+        frozen={n: t for n, t in state.frozen.items() if n in frozen},
+        module_buffers={
+            name: kept.get(name, state.module_buffers[name]) for name in manifest.module_buffers
+        },
+    )
+
+
+def warn_of_objects(path: Path, objects: Objects, warned: set[str] | None) -> None:
+    """Rank 0: warn, once, of what a load will refuse to build unless it is allowed to."""
+    if warned is None:
+        return
+    new = [(at, value) for at, value in objects if format_tree_path(at) not in warned]
+    warned.update(format_tree_path(at) for at, _ in new)
+    for where, what in find_refused(new).items():
+        log.warning(
+            "%s: %s holds %s, no plain data: this checkpoint can be loaded only with "
+            "allow_pickle=True, by whoever trusts it. Save numbers, strings, lists, dicts or "
+            "tensors in its place.",
+            path,
+            where,
+            what,
+        )

@@ -4,21 +4,248 @@ Step ``k`` of an epoch consumes samples ``[k * G, (k + 1) * G)`` of the epoch's 
 number of ranks: only who takes which of them depends on it. The order is that of torch's
 ``DistributedSampler``, ``randperm`` seeded by seed plus epoch, so that runs which began with
 Lightning's own sampler go on in it.
+
+The streams of random numbers: kept, put back, and derived where there is none to put back.
+
+What is drawn in this process is kept as the generators' states. A rank that was not there when a
+checkpoint was saved has none; it starts a stream that depends on the seed, the optimizer step and
+the rank, so that the same resume draws the same numbers.
+
+The order that a user's own sampler puts an epoch in: asked for reproducibly, and fingerprinted.
+
+A sampler may draw from generators of its own, or count its epochs by itself. Then a new process, or
+another rank, would be given another order without a word. So generators that can be seeded are,
+from the run's seed and the epoch; and a digest of the order shows where that was not enough.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_elastic_zero.data_progress.batch_plan import BatchPlan
-from lightning_elastic_zero.data_progress.rng import derive_seed, seed_host_rng
-from lightning_elastic_zero.data_progress.sample_order import digest_of, epoch_order
+from lightning_elastic_zero.data_progress.batches import BatchPlan
 from lightning_elastic_zero.errors import UnsupportedError
+
+
+def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and the device's generators, as plain data.
+
+    Args:
+        device: this rank's; its generator is kept too if it has one of its own.
+    """
+    name, keys, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global one)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (
+            name,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            place,
+            has_gauss,
+            gauss,
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Restore what ``collect_rng_states`` returned; what is missing in it stays as it is."""
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state:
+        name, keys, place, has_gauss, gauss = state["numpy"]
+        words = keys.numpy().astype(np.uint32)
+        np.random.set_state((name, words, place, has_gauss, gauss))  # noqa: NPY002 (see above)
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].cpu())
+    # By the device's type, not its index: a rank may have another one than when it saved.
+    if device is not None and device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
+
+
+def seed_host_rng(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU random numbers."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 (the global one is what users draw from)
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_rng_streams(seed: int, step: int, rank: int) -> None:
+    """Start streams that depend on the run's seed, the optimizer step and the rank alone."""
+    number = derive_seed(seed, step, rank)
+    seed_host_rng(number)
+    torch.manual_seed(number)  # devices too
+
+
+@contextmanager
+def isolate_rng() -> Iterator[None]:
+    """Leave the host's streams as they were, whatever is drawn inside."""
+    state = collect_rng_states()
+    try:
+        yield
+    finally:
+        set_rng_states(state)
+
+
+def derive_seed(*numbers: int) -> int:
+    """Mix numbers into a seed of 63 bits: near numbers give seeds that have nothing in common."""
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+_DEPTH = 4
+"""How far into samplers that wrap samplers, and into containers, generators are looked for."""
+
+
+def epoch_order(sampler: Sampler[Any], seed: int, epoch: int, length: int) -> list[Any]:
+    """Return a sampler's order of an epoch: the same on all ranks and after a restart.
+
+    Args:
+        sampler: the user's; its ``set_epoch`` is called if it has one.
+        seed: of the run's data order.
+        epoch: index of the epoch.
+        length: the number of samples that the sampler has said it gives.
+
+    Raises:
+        UnsupportedError: it gives another number of samples.
+    """
+    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+        set_epoch(epoch)
+    with isolate_rng():
+        # In here: a generator that a sampler holds may be NumPy's or torch's global one.
+        _seed_generators(sampler, seed, epoch)
+        seed_host_rng(derive_seed(seed, epoch))
+        order = list(sampler)
+    if len(order) != length:
+        msg = (
+            f"{type(sampler).__name__} gave {len(order)} samples, and its length is "
+            f"{length}: the steps of an epoch cannot be counted"
+        )
+        raise UnsupportedError(msg)
+    return order
+
+
+def digest_of(order: Sequence[Any] | torch.Tensor) -> str:
+    """Return a digest of an order, in hexadecimal; empty if a sample's name has no content.
+
+    Python's, NumPy's and torch's numbers give the same digest, and so do lists, tuples, arrays and
+    tensors of them. Objects are described by what a pickle of them holds.
+    """
+    if isinstance(order, torch.Tensor):
+        return xxhash.xxh3_128_hexdigest(order.contiguous().numpy().tobytes())
+    if not all(isinstance(item, (int, np.integer)) for item in order):
+        try:
+            order = [_plain(item) for item in order]
+        except (_NoContentError, RecursionError):
+            return ""
+    if all(isinstance(item, (int, np.integer)) for item in order):
+        try:
+            return xxhash.xxh3_128_hexdigest(np.asarray(order, dtype=np.int64).tobytes())
+        except OverflowError:
+            pass
+    return xxhash.xxh3_128_hexdigest(repr(order).encode())
+
+
+class _NoContentError(Exception):
+    """A sample is named by an object that is the same in no other process."""
+
+
+def _plain(item: Any) -> Any:
+    """Describe the name of a sample so that its ``repr`` is the same in every process."""
+    if item is None or type(item) in (int, float, complex, str, bytes):
+        return item
+    for number in (int, float):
+        if isinstance(item, number):
+            return number(item)
+    if isinstance(item, (torch.Tensor, np.ndarray, np.generic)):
+        return _plain(item.tolist())
+    if isinstance(item, (list, tuple)):
+        return [_plain(part) for part in item]
+    if isinstance(item, dict):
+        return "dict", sorted((repr(_plain(key)), _plain_repr(item[key])) for key in item)
+    if isinstance(item, (set, frozenset)):
+        return "set", sorted(map(_plain_repr, item))
+    return _pickled_parts(item)
+
+
+def _plain_repr(item: object) -> str:
+    return repr(_plain(item))
+
+
+def _pickled_parts(item: object) -> object:
+    """Describe an object by its class, and by what it is made of when it is unpickled."""
+    if isinstance(item, type) or hasattr(item, "__qualname__"):
+        return f"{item.__module__}.{item.__qualname__}"
+    try:
+        reduced = item.__reduce_ex__(4)
+    except Exception as error:  # users' objects may raise anything
+        raise _NoContentError from error
+    if isinstance(reduced, str):
+        return reduced
+    make, args, *state = reduced
+    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
+    if list(args) == [type(item)] and not any(part for part in parts):
+        raise _NoContentError
+    return [_plain(make), _plain(args), _plain(parts)]
+
+
+def _seed_generators(sampler: object, seed: int, epoch: int) -> None:
+    """Seed every generator that a sampler holds, each in its own way."""
+    for path, generator in _generators_in(sampler, "", _DEPTH):
+        if path == ".generator":
+            number = derive_seed(seed, epoch)  # as torch's own samplers have it
+        else:
+            number = derive_seed(seed, epoch, xxhash.xxh3_64_intdigest(path.encode()))
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(number)
+        elif isinstance(generator, random.Random):
+            generator.seed(number)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(number % (1 << 32))
+        else:
+            bits: Any = generator.bit_generator
+            bits.state = type(bits)(number).state
+
+
+def torch_generators_in(sampler: object) -> list[torch.Generator]:
+    """Return torch's generators that a sampler, or a batch sampler, draws from."""
+    found = (generator for _, generator in _generators_in(sampler, "", _DEPTH))
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _generators_in(holder: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the generators in an object, by the path of attributes and keys that leads to each."""
+    if isinstance(holder, _GENERATORS):
+        yield path, holder
+    elif depth:
+        for name, value in _parts(holder):
+            yield from _generators_in(value, f"{path}.{name}", depth - 1)
+
+
+def _parts(holder: object) -> Iterator[tuple[str, object]]:
+    """Yield what a sampler, or a container in one, is made of; data sets are left alone."""
+    if isinstance(holder, dict):  # another mapping may be a data set, read with every look
+        yield from ((str(key), value) for key, value in holder.items())
+    elif isinstance(holder, (list, tuple)):
+        # A list of generators is short; a list of indices holds none.
+        yield from ((str(i), v) for i, v in enumerate(holder[:64]) if not isinstance(v, int))
+    elif isinstance(holder, Sampler):
+        yield from vars(holder).items()
 
 
 class ElasticSampler(DistributedSampler[Any]):
@@ -214,13 +441,13 @@ class _SeedingIndex(_SeedingName, int):
     """One that is an index in this process too, for loaders that look at it."""
 
 
-def _seeding(item: Any, seed: int) -> _SeedingName:  # noqa: ANN401 - a sample's name
+def _seeding(item: Any, seed: int) -> _SeedingName:
     made = _SeedingIndex(item) if type(item) is int else _SeedingName()
     made.item, made.seed = item, seed
     return made
 
 
-def _seed_on_unpickle(item: Any, seed: int) -> Any:  # noqa: ANN401 - a sample's name
+def _seed_on_unpickle(item: Any, seed: int) -> Any:
     """Seed the process that unpickles a sample's name; return the name."""
     seed_host_rng(seed)
     return item

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.flat_buffers import REPLICATED
+from lightning_elastic_zero.core.manifest import Plain
+from lightning_elastic_zero.core.tensors import numpy_to_python
+from lightning_elastic_zero.engine.buffers import REPLICATED
+from lightning_elastic_zero.engine.deepspeed import LossScalerAccess, loss_scaler
 from lightning_elastic_zero.engine.muon import momentum_is_scaled
-from lightning_elastic_zero.engine.releases import LossScalerAccess, loss_scaler
-from lightning_elastic_zero.manifest import Plain
-from lightning_elastic_zero.tensor_state import numpy_to_python
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ HYSTERESIS, FULL_HYSTERESIS = "cur_hysteresis", "delayed_shift"
 """How many overflows ZeRO's scaler lets pass before it lowers the scale: from now, at first."""
 
 
-def loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
+def loss_scale(engine: Any) -> float:
     """Return what DeepSpeed multiplies a loss by."""
     grad_scaler = _grad_scaler(engine)
     if grad_scaler is not None:
@@ -40,7 +40,7 @@ def loss_scale(engine: Any) -> float:  # noqa: ANN401 (untyped library)
 
 
 @contextmanager
-def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:  # noqa: ANN401 (untyped)
+def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:
     """Make the gradients of a loss those of the scaled one, by which stage 0 divides them in fp16.
 
     For one backward pass, inside the context: the graph may be kept for another one, by when the
@@ -67,7 +67,7 @@ def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:  # noqa: A
         hook.remove()
 
 
-def loss_scaler_fields(engine: Any) -> dict[str, Plain]:  # noqa: ANN401 (untyped library)
+def loss_scaler_fields(engine: Any) -> dict[str, Plain]:
     """Return the class and the numbers of an engine's loss scalers; empty without any."""
     fields: dict[str, Plain] = {}
     if scaler := loss_scaler(engine.optimizer):
@@ -80,7 +80,7 @@ def loss_scaler_fields(engine: Any) -> dict[str, Plain]:  # noqa: ANN401 (untype
     return fields
 
 
-def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool) -> None:  # noqa: ANN401
+def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool) -> None:
     """Continue with a saved scale: as it was, or between two kinds, with what both know.
 
     A scale that is fixed does not become one that changes, or the other way round, and none is
@@ -108,7 +108,7 @@ def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool
         grad_scaler.load_state_dict(state)
 
 
-def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:
     """Warn where Muon's restored momentum is one of gradients of another scale than those here.
 
     DeepSpeed lets Muon average the scaled gradients in ZeRO, and unscaled ones with offload and in
@@ -136,7 +136,7 @@ def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:  # no
     )
 
 
-def _momentum_scale(engine: Any) -> float | None:  # noqa: ANN401 (untyped library)
+def _momentum_scale(engine: Any) -> float | None:
     """Return by what the gradients are multiplied that Muon averages; None without Muon."""
     scaled = momentum_is_scaled(engine.optimizer)
     if scaled is None:
@@ -174,7 +174,7 @@ def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:
     return changes, changes or fields.get("cur_scale", 1.0) != 1.0
 
 
-def _grad_scaler(engine: Any) -> Any:  # noqa: ANN401 (untyped library)
+def _grad_scaler(engine: Any) -> Any:
     """Return torch's scaler, of the engine in stage 0 and of the optimizer else; or None."""
     of_engine = getattr(engine, "torch_autocast_z0_gradscaler", None)
     if of_engine is not None:

@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.deepspeed_internals import drop_staged_momentum
-from lightning_elastic_zero.engine.flat_buffers import (
-    GATHER_ELEMENTS,
-    LiveFlatBuffer,
-    inner_optimizer,
-)
-from lightning_elastic_zero.layout import Fragment, spans
-from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.core.layout import Fragment, spans
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.engine.buffers import GATHER_ELEMENTS, LiveFlatBuffer, inner_optimizer
+from lightning_elastic_zero.engine.deepspeed import drop_staged_momentum
 
 MOMENTUM_KEY = "momentum_buffer"
 
@@ -28,18 +24,18 @@ PARTITIONING = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimi
 """The wrappers that bring momentum forward; else Muon does so itself, as other optimizers do."""
 
 
-def uses_muon(optimizer: Any, group: int) -> bool:  # noqa: ANN401 (untyped library)
+def uses_muon(optimizer: Any, group: int) -> bool:
     """Whether a parameter group of a wrapper is trained by Muon."""
     return bool(inner_optimizer(optimizer).param_groups[group].get("use_muon"))
 
 
-def keeps_whole_momenta(optimizer: Any, wrapper: str, group: int) -> bool:  # noqa: ANN401
+def keeps_whole_momenta(optimizer: Any, wrapper: str, group: int) -> bool:
     """Whether a group's momentum is that of whole parameters, not of a partition."""
     in_memory = wrapper == "DeepSpeedZeroOptimizer" and not optimizer.cpu_offload
     return in_memory and uses_muon(optimizer, group)
 
 
-def momentum_is_scaled(optimizer: Any) -> bool | None:  # noqa: ANN401 (untyped library)
+def momentum_is_scaled(optimizer: Any) -> bool | None:
     """Whether momentum is an average of gradients that the loss scale multiplies; None without any.
 
     ZeRO hands Muon its gradients before it divides them by the scale. With offload it divides them
@@ -55,7 +51,7 @@ def momentum_is_scaled(optimizer: Any) -> bool | None:  # noqa: ANN401 (untyped 
 
 
 def partitioned_momentum(
-    optimizer: Any,  # noqa: ANN401 (untyped library)
+    optimizer: Any,
     buffer: LiveFlatBuffer,
     row: FlatBuffer,
     fragments: Sequence[Fragment],
@@ -87,7 +83,7 @@ def partitioned_momentum(
     return {MOMENTUM_KEY: flat}
 
 
-def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torch.dtype | None:  # noqa: ANN401
+def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torch.dtype | None:
     """Return the type of the momentum with which a flat buffer goes on; None if it is not Muon's.
 
     Args:
@@ -111,7 +107,7 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
     return dtype
 
 
-def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None:  # noqa: ANN401
+def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None:
     """Continue with the momentum that a flat buffer's state has now: collective in ZeRO-1/2.
 
     It was restored as a state that lies as the masters do. Each wrapper goes on with it where it
@@ -140,7 +136,7 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
         state[MOMENTUM_KEY] = restored.to(dtype)
 
 
-def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor | None:  # noqa: ANN401
+def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor | None:
     """Return the momentum that ZeRO-3 keeps outside the optimizer, where it does."""
     kept: Mapping[int | None, torch.Tensor]
     kept = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
@@ -148,7 +144,7 @@ def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor 
 
 
 def _place_whole_momenta(
-    optimizer: Any,  # noqa: ANN401 (untyped library)
+    optimizer: Any,
     buffer: LiveFlatBuffer,
     state: dict[str, Any],
 ) -> None:
@@ -205,7 +201,7 @@ def _flat_starts(buffer: LiveFlatBuffer) -> Iterator[tuple[torch.nn.Parameter, i
         at += parameter.numel() + (buffer.paddings[index] if buffer.paddings else 0)
 
 
-def _gradient_dtype(optimizer: Any) -> torch.dtype:  # noqa: ANN401 (untyped library)
+def _gradient_dtype(optimizer: Any) -> torch.dtype:
     """Return the type of the gradients that ZeRO-1/2 hands to Muon, which its momentum follows."""
     accumulates = getattr(optimizer, "use_grad_accum_attribute", False)
     dtype: torch.dtype

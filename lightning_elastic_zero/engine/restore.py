@@ -1,4 +1,9 @@
-"""Putting received state into a live optimizer: masters, states, groups, counters."""
+"""Putting received state into a live optimizer: masters, states, groups, counters.
+
+The states of a parameter that has none yet, in a flat buffer whose others are restored.
+
+Commit of the optimizer's received state: every flat buffer, and all that goes with it.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +14,85 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
-from lightning_elastic_zero.engine.fragment_addresses import COMPARE_ELEMENTS, bounded_runs
-from lightning_elastic_zero.engine.initial_state import initial_values
-from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler
-from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
-from lightning_elastic_zero.engine.optimizer_state import (
-    ADAM_FAMILY,
-    EXECUTION_KEYS,
-    SCHEDULER_KEYS,
-    place_scalar,
-)
-from lightning_elastic_zero.engine.partial_offload import BACKUP_KEY
-from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.group_matching import MEMBER_KEYS, regrouped
-from lightning_elastic_zero.large_pages import host_zeros
-from lightning_elastic_zero.layout import Fragment, spans
-from lightning_elastic_zero.manifest import Manifest, StateKey
-from lightning_elastic_zero.tensor_state import (
+from lightning_elastic_zero.core.layout import Fragment, spans
+from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
+from lightning_elastic_zero.core.names import MEMBER_KEYS, OWN_GROUP, regrouped
+from lightning_elastic_zero.core.tensors import (
     RestoreValues,
     Scalar,
     cast_like,
+    host_zeros,
     same_bits,
     unplain,
 )
+from lightning_elastic_zero.engine.addresses import COMPARE_ELEMENTS, bounded_runs
+from lightning_elastic_zero.engine.buffers import (
+    LiveFlatBuffer,
+    forget_swapped_states,
+    inner_optimizer,
+    refresh_low_precision,
+    swapped_in,
+)
+from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler, warn_of_momentum_scale
+from lightning_elastic_zero.engine.muon import MOMENTUM_KEY, place_momentum
+from lightning_elastic_zero.engine.optimizer import (
+    ADAM_FAMILY,
+    BACKUP_KEY,
+    EXECUTION_KEYS,
+    SCHEDULER_KEYS,
+    place_scalar,
+    probe_after_a_step,
+    restore_backup_hyperparameters,
+    stepping_optimizer,
+)
+from lightning_elastic_zero.engine.step import drop_gradients
+from lightning_elastic_zero.errors import CheckpointMismatchError
+
+
+def initial_values(
+    inner: Any,
+    index: int,
+    held: Group,
+) -> dict[str, float]:
+    """Return what each element-wise state is in a parameter whose gradients were zero so far.
+
+    Args:
+        inner: the live optimizer.
+        index: of its parameter group.
+        held: the saved group that it goes on with.
+
+    Raises:
+        CheckpointMismatchError: it depends on the weights, or cannot be found out.
+    """
+    name = type(inner).__name__
+    # Weights that are not zero would decay.
+    settings = {**held.hyperparameters, "weight_decay": 0.0}
+    try:
+        states = probe_after_a_step(inner, index, settings)
+    except Exception as error:
+        why = f"cannot be found out by a step of another {name} ({error!r})"
+        raise CheckpointMismatchError(_refusal(name, index, why)) from error
+    found: dict[str, float] = {}
+    for key in held.state:
+        if key.kind != "elementwise":
+            continue
+        state = states.get(key.name)
+        if not isinstance(state, torch.Tensor) or state.ndim != 1:
+            why = f"is not known: {name} does not keep {key.name!r} from its first step on"
+            raise CheckpointMismatchError(_refusal(name, index, why))
+        if not torch.equal(state[:1], state[1:]):
+            why = f"is not one value: {key.name!r} begins with the weights"
+            raise CheckpointMismatchError(_refusal(name, index, why))
+        found[key.name] = float(state[0])
+    return found
+
+
+def _refusal(name: str, index: int, why: str) -> str:
+    return (
+        f"parameter group {index} has parameters without a saved state beside others with one, and "
+        f"what {name} begins with {why}; {OWN_GROUP}"
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +150,7 @@ def rebuild_masters(targets: Iterable[FlatTarget]) -> None:
 
 
 def allocate_states(
-    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    inner: Any,
     buffer: LiveFlatBuffer,
     fragments: Iterable[Fragment],
     source: Manifest,
@@ -142,7 +202,7 @@ def allocate_states(
 
 
 def _state_dtype(
-    inner: Any,  # noqa: ANN401 (a torch optimizer, or one of DeepSpeed's)
+    inner: Any,
     key: StateKey,
     source: Manifest,
     master: torch.Tensor,
@@ -200,7 +260,7 @@ def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
         master[start:stop] = master[start:stop].to(dtype)
 
 
-def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) -> None:  # noqa: ANN401
+def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) -> None:
     """Commit a flat buffer's states; without any the optimizer starts fresh on it.
 
     Nothing is allocated now, which could fail half-way: live states of the same type take what was
@@ -253,7 +313,7 @@ def _can_have_other_memory(live: torch.Tensor) -> bool:
     )
 
 
-def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
+def _reset_state(inner: Any, flat: torch.Tensor) -> None:
     """Drop a flat buffer's states, so that the optimizer starts fresh on it.
 
     Optimizers that make their state when they are constructed (torch's Adagrad) cannot make it
@@ -267,7 +327,7 @@ def _reset_state(inner: Any, flat: torch.Tensor) -> None:  # noqa: ANN401
         inner.state.pop(flat, None)
 
 
-def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatTarget]) -> None:  # noqa: ANN401
+def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatTarget]) -> None:
     """Restore what the optimizer keeps under keys that are not parameters, as it was saved.
 
     Tensors go to the device of the masters: where each was is not saved.
@@ -287,7 +347,7 @@ def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatT
     inner.state.update(_on_device(values.optimizer_state, device))
 
 
-def _on_device(value: Any, device: torch.device) -> Any:  # noqa: ANN401 (plain data)
+def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -297,7 +357,7 @@ def _on_device(value: Any, device: torch.device) -> Any:  # noqa: ANN401 (plain 
     return value
 
 
-def commit_groups(inner: Any, values: RestoreValues) -> None:  # noqa: ANN401
+def commit_groups(inner: Any, values: RestoreValues) -> None:
     """Restore the groups' hyperparameters in place: schedulers hold on to the dicts.
 
     Where another class of optimizer saved them, what only it has is left out.
@@ -317,7 +377,7 @@ _START_NEW_SCHEDULER = (
 )
 
 
-def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
     """Refuse the state of another kind of scheduler, which would fail when all else is restored.
 
     Args:
@@ -351,7 +411,7 @@ def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN40
         raise CheckpointMismatchError(msg)
 
 
-def commit_counters(engine: Any, values: RestoreValues) -> None:  # noqa: ANN401 (untyped library)
+def commit_counters(engine: Any, values: RestoreValues) -> None:
     """Restore what DeepSpeed counts, its loss scaler, and the scheduler that it steps itself."""
     progress = values.progress
     engine.global_steps = progress.global_steps
@@ -366,3 +426,39 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:  # noqa: ANN401
         live = scheduler.state_dict()
         saved = regrouped(values.lr_scheduler, live, values.group_origins, values.saved_groups)
         scheduler.load_state_dict(cast_like(saved, live))
+
+
+def commit_optimizer(
+    engine: Any,
+    wrapper: str,
+    flats: Sequence[FlatTarget],
+    values: RestoreValues,
+) -> None:
+    """Commit masters, states, groups and counters: collective, once all ranks agree.
+
+    Args:
+        engine: a live one, its parameters partitioned (ZeRO-3).
+        wrapper: class name of its optimizer wrapper.
+        flats: each flat buffer, with what was received for it.
+        values: what comes beside it.
+    """
+    optimizer = engine.optimizer
+    keep_fp32 = bool(engine.zero_load_from_fp32_weights())
+    # Where a group begins without, DeepSpeed links parameters to states at the next step.
+    has_state = all(f.states or s for f, s in zip(flats, values.scalars, strict=True))
+    forget_swapped_states(optimizer)
+    try:
+        for flat, scalars in zip(flats, values.scalars, strict=True):
+            with swapped_in(flat.buffer.swapped):
+                commit_masters(flat, keep_fp32=keep_fp32)
+                commit_state(stepping_optimizer(optimizer, flat.buffer.sub_group), flat, scalars)
+                place_momentum(optimizer, wrapper, flat.buffer)
+        commit_shared_state(inner_optimizer(optimizer), values, flats)
+        commit_groups(inner_optimizer(optimizer), values)
+        restore_backup_hyperparameters(optimizer, values.hyperparameters)
+    finally:  # Other ranks wait in here for one that has failed.
+        refresh_low_precision(optimizer, wrapper, has_state=has_state)
+    commit_counters(engine, values)
+    if any(MOMENTUM_KEY in flat.states for flat in flats):
+        warn_of_momentum_scale(engine, values.loss_scaler)
+    drop_gradients(engine)

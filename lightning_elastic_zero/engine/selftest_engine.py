@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_elastic_zero.engine.deepspeed_internals import (
-    link_states,
-    links_states,
-    unlink_states,
-)
-from lightning_elastic_zero.engine.installation import use_accelerator
+from lightning_elastic_zero.engine.deepspeed import link_states, links_states, unlink_states
+from lightning_elastic_zero.engine.support import use_accelerator
 from lightning_elastic_zero.errors import ElasticZeroError
 
 VOCABULARY, WIDTH, HIDDEN = 29, 17, 13
@@ -168,7 +164,7 @@ def trial_engine(model: TrialModel | WideModel, stage: int, *, tilt: float = 1.0
         engine.destroy()
 
 
-def train(engine: Any, first: int, last: int) -> None:  # noqa: ANN401 (untyped library)
+def train(engine: Any, first: int, last: int) -> None:
     """Take the optimizer steps ``[first, last)``; each rank has samples of its own."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(1000 * step + engine.global_rank)
@@ -179,7 +175,7 @@ def train(engine: Any, first: int, last: int) -> None:  # noqa: ANN401 (untyped 
         engine.step()
 
 
-def gather_full_state(engine: Any) -> dict[str, torch.Tensor | str]:  # noqa: ANN401 (untyped library)
+def gather_full_state(engine: Any) -> dict[str, torch.Tensor | str]:
     """Return all that must survive, whole, on every rank. Collective.
 
     Masters, Adam's moments, frozen weights and buffers as tensors on the host, of the shapes of
@@ -214,7 +210,7 @@ def gather_full_state(engine: Any) -> dict[str, torch.Tensor | str]:  # noqa: AN
     return found
 
 
-def _texts(engine: Any, inner: torch.optim.Optimizer) -> dict[str, str]:  # noqa: ANN401 (untyped library)
+def _texts(engine: Any, inner: torch.optim.Optimizer) -> dict[str, str]:
     """Return steps, hyperparameters and counters."""
     found: dict[str, str] = {}
     steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
@@ -227,13 +223,13 @@ def _texts(engine: Any, inner: torch.optim.Optimizer) -> dict[str, str]:  # noqa
     return found
 
 
-def _inner_optimizer(engine: Any) -> torch.optim.Optimizer:  # noqa: ANN401 (untyped library)
+def _inner_optimizer(engine: Any) -> torch.optim.Optimizer:
     """Return the optimizer that steps: in stage 0 with fp32 DeepSpeed leaves it as it is."""
     optimizer = engine.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def _link_all_groups(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
+def _link_all_groups(optimizer: Any) -> None:
     """Make ZeRO-1/2 link each parameter to its optimizer state.
 
     It does so by itself when the first group has stepped, and no other one has a state yet.
@@ -243,7 +239,7 @@ def _link_all_groups(optimizer: Any) -> None:  # noqa: ANN401 (untyped library)
         link_states(optimizer)
 
 
-def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:  # noqa: ANN401 (untyped library)
+def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
     """Return a weight as the forward pass finds it, on the host."""
     if engine.zero_optimization_stage() < _PARTITIONED:
         return parameter.detach().cpu().clone()
@@ -254,7 +250,7 @@ def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:  # noqa: ANN40
 
 
 def _master_and_moments(
-    engine: Any,  # noqa: ANN401 (untyped library)
+    engine: Any,
     inner: torch.optim.Optimizer,
     parameter: nn.Parameter,
 ) -> dict[str, torch.Tensor]:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lightning_elastic_zero.formats.safe_pickle.policy import FOREIGN_TREE, PicklePolicy
-from lightning_elastic_zero.formats.torch_file import LegacyFile, TorchFile, is_legacy
-from lightning_elastic_zero.storage import RangeFile, ignore_progress
+from lightning_elastic_zero.formats.pickles import FOREIGN_TREE, PicklePolicy
+from lightning_elastic_zero.formats.torch_read import LegacyFile, TorchFile, is_legacy
+from lightning_elastic_zero.storage.files import RangeFile
+from lightning_elastic_zero.storage.ownership import ignore_progress
 
 MAX_OPEN = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
@@ -71,11 +72,11 @@ class OpenFiles(Generic[F]):
         self._open.move_to_end(name)
         return self._open[name]
 
-    def tree(self, name: str) -> Any:  # noqa: ANN401 (whatever was saved)
+    def tree(self, name: str) -> Any:
         """Return what a file holds; its tensors are on the meta device."""
         return self.get(name).tree
 
-    def load(self, name: str, subtree: Any) -> Any:  # noqa: ANN401
+    def load(self, name: str, subtree: Any) -> Any:
         """Return a part of a file's tree with its values."""
         return self.get(name).load_tree(subtree)
 

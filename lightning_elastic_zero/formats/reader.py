@@ -1,4 +1,9 @@
-"""The interface of every on-disk format: manifest, layout, and runs of elements."""
+"""The interface of every on-disk format: manifest, layout, and runs of elements.
+
+Refuses numbers that the type they are read into cannot hold: a cast makes them infinite.
+
+One tensor under several names, told by where it lies in its file.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,95 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import xxhash
 
-from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
+from lightning_elastic_zero.core.manifest import EXTRA_STATE, Manifest, Plain
+from lightning_elastic_zero.core.tensors import (
+    Scalar,
+    can_overflow,
+    dtype_name,
+    host_chunk,
+    overflowed,
+)
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+)
 from lightning_elastic_zero.formats.open_files import OpenFiles
-from lightning_elastic_zero.formats.overflow import ReadRun, check_no_overflow
-from lightning_elastic_zero.formats.torch_file import StoredRun
-from lightning_elastic_zero.large_pages import host_chunk
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, spans
-from lightning_elastic_zero.manifest import EXTRA_STATE, Manifest, Plain
-from lightning_elastic_zero.storage import ignore_progress
-from lightning_elastic_zero.tensor_state import Scalar
+from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.storage.ownership import ignore_progress
+
+_CHECKED_ELEMENTS = 1 << 20
+"""Elements that are looked at, and where one is not finite read again, at a time."""
+
+ReadInto: TypeAlias = Callable[[Iterable[tuple[torch.Tensor, StoredRun]]], int]
+"""``read_into`` of an open file: fills 1-D tensors, returns the bytes read from disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """A run of elements that has been read."""
+
+    found: torch.Tensor
+    """What it filled, shape ``(elements of the run,)``, of any floating-point type."""
+    run: StoredRun
+    """Where it lies."""
+    name: str
+    """The parameter's."""
+    state: str
+    """The optimizer state's; empty for the weight itself."""
+
+
+def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
+    """Refuse finite numbers of a file that became infinite when they were read.
+
+    Nothing is done where the type was not a narrower one. Elsewhere what was read is looked at
+    once, and read again, in the file's own type, where it is not finite: that may have been so in
+    the file, and stays what it is.
+
+    Args:
+        read: what was read.
+        path: the file, or directory, that it was read from.
+        read_into: reads there once more.
+
+    Returns:
+        The bytes that were read once more.
+
+    Raises:
+        CheckpointMismatchError: a number is too large for the type that it was read into.
+    """
+    found, run, bytes_read = read.found, read.run, 0
+    saved = run.tensor.dtype
+    if not can_overflow(saved, found.dtype):
+        return 0
+    for start, stop in spans(0, found.numel(), _CHECKED_ELEMENTS):
+        cast = found[start:stop].cpu()
+        if cast.isfinite().all():
+            continue
+        held = host_chunk(stop - start, saved)
+        part = StoredRun(run.tensor, run.start + start, run.start + stop)
+        bytes_read += read_into([(held, part)])
+        if (lost := overflowed(held, cast)).any():
+            raise CheckpointMismatchError(_refusal(read, path, held[lost][0].item()))
+    return bytes_read
+
+
+def _refusal(read: ReadRun, path: Path, value: complex) -> str:
+    """Return what is wrong with a number, and what helps."""
+    saved, here = read.run.tensor.dtype, read.found.dtype
+    what = f"the optimizer state {read.state} of {read.name}" if read.state else read.name
+    ways = ["Resume from another checkpoint"]
+    if here.itemsize < torch.float32.itemsize:
+        ways.append("run in a precision whose type holds such numbers")
+    if read.state:
+        ways.append("go on from the weights with a fresh optimizer (load_optimizer_state=False)")
+    return (
+        f"{path}: {what} has the value {value:.9g}, saved as {dtype_name(saved)}, and is kept as "
+        f"{dtype_name(here)} here, which holds numbers up to {torch.finfo(here).max:.9g}: it would "
+        "become infinite. Numbers of that size are mostly those of a training that had diverged, "
+        f"or of a file that was written wrongly. {', or '.join(ways)}"
+    )
+
 
 WEIGHT = ""
 """The key of the weights themselves, masters or frozen, beside the names of optimizer states."""
@@ -107,7 +192,7 @@ class StoredTensors(Protocol):
         """Fill 1-D tensors with runs of stored ones; return the bytes read from disk."""
         ...
 
-    def load_tree(self, subtree: Any) -> Any:  # noqa: ANN401 (whatever was saved)
+    def load_tree(self, subtree: Any) -> Any:
         """Return a part of what was saved with the values of its tensors."""
         ...
 
@@ -402,3 +487,30 @@ def differing_sizes(
             if found != size_bytes:
                 wrong.append(f"{name} has {found} bytes, recorded are {size_bytes}")
     return wrong
+
+
+StorageLocation: TypeAlias = "tuple[object, ...]"
+
+
+def storage_location(tensor: torch.Tensor) -> StorageLocation:
+    """Return what two tensors have in common that are one."""
+    storage = tensor.untyped_storage()
+    where = storage._cdata, tensor.storage_offset()  # noqa: SLF001 (which storage)
+    return *where, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first name of each tensor that has several; what has no place is left out.
+
+    A module that is registered twice under one parent has two names in a state dict, and one in
+    DeepSpeed's lists of buffers and of tied weights.
+    """
+    first: dict[StorageLocation, str] = {}
+    again: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+            continue
+        known = first.setdefault(storage_location(tensor), name)
+        if known != name:
+            again[name] = known
+    return again

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_elastic_zero.checkpoint import find_unseen
-from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.checkpoint.directory_check import find_unseen
+from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.selftest.environment import Environment
 from lightning_elastic_zero.selftest.report import Result, Row
-from lightning_elastic_zero.storage import probe_capabilities
-from lightning_elastic_zero.storage.filesystem_capabilities import SYNC_FILE, SYNC_NAMES
+from lightning_elastic_zero.storage.probe import SYNC_FILE, SYNC_NAMES, probe_capabilities
 
 SEEN = "directory: visible between hosts"
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.manifest import STAGES
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.selftest.checks import (
     COPY,
     GOOD,

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.requirements import version_of
 from lightning_elastic_zero.selftest.worlds import Worlds
-from lightning_elastic_zero.storage import real_path
+from lightning_elastic_zero.storage.paths import real_path
 from lightning_elastic_zero.tools.report import format_bytes
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -97,7 +97,7 @@ def gpu_count(kind: str) -> int:
     return _card_count() if kind == _CUDA else 0
 
 
-def _cards() -> Any:  # noqa: ANN401 (torch's module of a kind of device)
+def _cards() -> Any:
     """Return torch's module of the GPUs; None where it was built for other devices, or for none."""
     try:
         accelerator = torch.accelerator.current_accelerator()

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_elastic_zero.api import engine_handle
-from lightning_elastic_zero.checkpoint import SaveOptions, save_engine
-from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.selftest.checks import DYING, TOLD, TORN, checkpoint_file
 from lightning_elastic_zero.selftest.worker_protocol import Sender
@@ -58,7 +60,7 @@ class DyingRanks:
 
 
 def die_during_save(
-    engine: Any,  # noqa: ANN401 (untyped library)
+    engine: Any,
     folder: Path,
     sender: Sender,
 ) -> None:

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
-from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
-from lightning_elastic_zero.coordination import Timeouts, connect_ranks
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import connect_ranks
+from lightning_elastic_zero.core.manifest import STAGES
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.selftest_engine import (
     TrialModel,
     gather_full_state,
@@ -21,7 +25,6 @@ from lightning_elastic_zero.engine.selftest_engine import (
     trial_engine,
 )
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.manifest import STAGES
 from lightning_elastic_zero.selftest.checks import (
     GOOD,
     MODES,
@@ -34,7 +37,6 @@ from lightning_elastic_zero.selftest.checks import (
 from lightning_elastic_zero.selftest.kill_during_save import die_during_save
 from lightning_elastic_zero.selftest.throughput import measure
 from lightning_elastic_zero.selftest.worker_protocol import Request, Sender, State
-from lightning_elastic_zero.text import format_names
 
 CLIENT = {"epoch": 3, "samples": (1, 2, 3), "name": "selftest"}
 """What stands for a trainer's state."""
@@ -116,7 +118,7 @@ TASKS: Mapping[str, Callable[[Request, Sender], None]] = {
 }
 
 
-def _save_behind(engine: Any, path: Path) -> None:  # noqa: ANN401 (untyped library)
+def _save_behind(engine: Any, path: Path) -> None:
     """Save in the background, as the strategy does, while the engine takes a step."""
     handle = engine_handle(engine)
     manager = CheckpointManager(Timeouts(), background=True)
@@ -131,7 +133,7 @@ def _save_behind(engine: Any, path: Path) -> None:  # noqa: ANN401 (untyped libr
 
 
 def _load(
-    engine: Any,  # noqa: ANN401 (untyped library)
+    engine: Any,
     folder: Path,
     name: str,
     expected: State,
@@ -148,7 +150,7 @@ def _load(
         raise ElasticZeroError(msg)
 
 
-def _digests(engine: Any) -> dict[str, str]:  # noqa: ANN401 (untyped library)
+def _digests(engine: Any) -> dict[str, str]:
     """Return what an engine holds, each tensor by its type, shape and a digest of its bits.
 
     Collective.

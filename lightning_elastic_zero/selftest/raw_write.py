@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_elastic_zero.storage.writeback import Writeback
+from lightning_elastic_zero.storage.checksums import Writeback
 
 MOST_S = 60.0
 """For how long it writes: a disk that takes less than this is not timed any further."""

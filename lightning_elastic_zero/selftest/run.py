@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lightning_elastic_zero.coordination import OneRank, Ranks, Timeouts
-from lightning_elastic_zero.coordination.launched_ranks import launched_ranks, launched_world_size
+from lightning_elastic_zero.coordination.client import launched_ranks, launched_world_size
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import OneRank, Ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.selftest.directory_rows import directory_rows
 from lightning_elastic_zero.selftest.engine_rows import Starters, engine_rows, unchecked_rows

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_elastic_zero.api import engine_handle
-from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
-from lightning_elastic_zero.coordination import Ranks, Timeouts
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.engine.selftest_engine import WideModel, train, trial_engine
 from lightning_elastic_zero.errors import ElasticZeroError, RanksError
 from lightning_elastic_zero.selftest.checks import (
@@ -27,7 +29,7 @@ from lightning_elastic_zero.selftest.checks import (
 )
 from lightning_elastic_zero.selftest.raw_write import MOST_S, write_raw
 from lightning_elastic_zero.selftest.worker_protocol import Request, Sender
-from lightning_elastic_zero.storage import delete_checkpoint
+from lightning_elastic_zero.storage.ownership import delete_checkpoint
 from lightning_elastic_zero.tools.report import format_bytes
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ def measure(request: Request, sender: Sender) -> None:
 
 
 def _measure(
-    engine: Any,  # noqa: ANN401 (untyped library)
+    engine: Any,
     manager: CheckpointManager,
     ranks: Ranks,
     request: Request,

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import check_local_path, scratch_folder
+from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.shared import scratch_folder
 
 PREFIX = "zero-selftest-"
 """Beginning of the folder's name: visible, so that a kill leaves nothing that nobody sees."""

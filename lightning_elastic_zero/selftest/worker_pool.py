@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import IO
 
-from lightning_elastic_zero.coordination import Ranks
+from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.selftest.worker_protocol import (
     RankReport,
     Request,

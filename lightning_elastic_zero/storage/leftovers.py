@@ -1,7 +1,20 @@
-"""Leftovers of killed saves and deletions: restored, or removed."""
+"""Leftovers of killed saves and deletions: restored, or removed.
+
+Copying a checkpoint so that the copy outlives a power cut.
+
+Not by ``shutil.copytree``: that copies what others put into the folder too, shows no progress
+within a file of many GB, so that the other ranks would take rank 0 for stalled, and syncs nothing.
+
+Links to checkpoints, such as ``last.ckpt``, each changed in one step.
+
+A link is made under a hidden name beside its own, which it then takes by one rename, so that a kill
+at any instant leaves the old link or the new one. What a process that was killed in between has
+left under such a name is removed when that link is made again.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,25 +22,27 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from lightning_elastic_zero.storage.deleting import (
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.checksums import Writeback
+from lightning_elastic_zero.storage.owners import ProcessIdentity, filesystem_time_s, new_id
+from lightning_elastic_zero.storage.ownership import (
+    classify_files,
     ignore_progress,
+    inspect_target,
+    is_checkpoint,
     remove_hidden,
     remove_interrupted_deletions,
 )
-from lightning_elastic_zero.storage.exports import remove_dead_exports
-from lightning_elastic_zero.storage.file_ownership import is_checkpoint
 from lightning_elastic_zero.storage.paths import NO_ENTRY, sync_directory
-from lightning_elastic_zero.storage.process_identity import (
-    ProcessIdentity,
-    filesystem_time_s,
-    new_id,
-)
-from lightning_elastic_zero.storage.staging import (
+from lightning_elastic_zero.storage.publish import (
     OWNER_PREFIX,
     PREVIOUS_PREFIX,
     SAVE_ID,
     STAGING_PREFIX,
     owner_path,
+    put_in_place,
+    remove_dead_exports,
+    rename_if_free,
 )
 
 LINK_PREFIX = ".zero-link-"
@@ -177,3 +192,91 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
                 save_id = entry.name.removeprefix(kind).removesuffix(".json")
                 if entry.name.startswith(kind) and SAVE_ID.fullmatch(save_id):
                     yield kind, save_id
+
+
+_BLOCK_BYTES = 1 << 20
+
+
+def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+    """Copy a checkpoint of this library's, and nothing that somebody else put into it.
+
+    Args:
+        source: what is copied.
+        target: where nothing is yet.
+        on_block: called now and then, at least every MiB: a large copy takes minutes.
+
+    Raises:
+        OSError: the copy is not whole.
+    """
+    contents = classify_files(source)
+    if contents.problem:
+        raise OSError(errno.EINVAL, contents.problem, str(source))
+    target.mkdir()
+    for name in contents.ours:
+        (target / name).parent.mkdir(exist_ok=True)
+        _copy_file(source / name, target / name, on_block)
+    for folder, _, _ in os.walk(target, topdown=False):
+        sync_directory(Path(folder))
+
+
+def _copy_file(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+    with source.open("rb") as read, target.open("xb", buffering=0) as written:
+        writeback = Writeback(written.fileno(), on_block)
+        while block := read.read(_BLOCK_BYTES):
+            rest = memoryview(block)
+            while rest:
+                rest = rest[written.write(rest) :]
+            writeback.wrote(len(block))
+            on_block()
+        writeback.finish()
+
+
+_NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+"""What a filesystem says that has no links. Any other error would fail a copy too, or worse."""
+
+
+def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
+    """Make a link to a checkpoint, in one step, in the place of a link or a checkpoint.
+
+    What this library did not write is left as it is.
+
+    Args:
+        target: the checkpoint, which is there.
+        link: beside it or elsewhere; the link's text is relative.
+        on_progress: called while a directory is deleted, or copied, where there are no links.
+
+    Raises:
+        SaveError: it could not be made, and is what it was.
+    """
+    if target == link:
+        return
+    new, old = (link.parent / f"{LINK_PREFIX}{link.name}.{end}" for end in ("new", "old"))
+    try:
+        if refusal_reason := inspect_target(link).refusal_reason:
+            msg = f"Could not link {link} to {target}, which is published: {link} {refusal_reason}."
+            raise SaveError(msg)
+        for hidden in (new, old):
+            remove_hidden(hidden, link, on_progress)
+        _make(new, target, on_progress)
+        put_in_place(new, link, old)
+        sync_directory(link.parent)
+    except OSError as error:
+        msg = f"Could not link {link} to {target}, which is published: {error.strerror or error}."
+        raise SaveError(msg) from error
+    finally:
+        with suppress(OSError):
+            rename_if_free(old, link)  # where even putting it back was interrupted
+        # The link is changed, or is not: a failure here is a matter of disk space.
+        for hidden in (new, old):
+            with suppress(OSError):
+                remove_hidden(hidden, link, on_progress)
+
+
+def _make(new: Path, target: Path, on_progress: Callable[[], None]) -> None:
+    try:
+        new.symlink_to(os.path.relpath(target, new.parent))
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # What Lightning does there too, but for files only.
+        copy_checkpoint(target, new, on_progress)

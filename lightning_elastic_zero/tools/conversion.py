@@ -18,35 +18,29 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
-from lightning_elastic_zero.formats import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
-from lightning_elastic_zero.formats.deepspeed.constants import OURS
-from lightning_elastic_zero.formats.elastic.client_state import split_objects
-from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
-from lightning_elastic_zero.formats.torch_file import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.formats.tree_path import format_tree_path
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import (
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import (
     MANIFEST_NAME,
     STAGE_WEIGHTS,
     FileEntry,
     Manifest,
     Progress,
 )
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.requirements import version_of
-from lightning_elastic_zero.storage import (
-    StagedDirectory,
-    as_save_error,
-    check_local_path,
-    ignore_bytes,
-    real_path,
-    remove_leftovers,
-    write_durably,
-)
-from lightning_elastic_zero.storage.exports import check_free, staged_export
-from lightning_elastic_zero.storage.file_ownership import LATEST, TAG
-from lightning_elastic_zero.tensor_state import FlatState, RankState, Scalar, dtype_name, unplain
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.requirements import version_of
+from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, dtype_name, unplain
+from lightning_elastic_zero.core.text import format_tree_path
+from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
+from lightning_elastic_zero.formats.client_state import split_objects
+from lightning_elastic_zero.formats.deepspeed_files import OURS
+from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
+from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
+from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
+from lightning_elastic_zero.storage.checksums import as_save_error, ignore_bytes, write_durably
+from lightning_elastic_zero.storage.leftovers import remove_leftovers
+from lightning_elastic_zero.storage.ownership import LATEST, TAG
+from lightning_elastic_zero.storage.paths import check_local_path, real_path
+from lightning_elastic_zero.storage.publish import StagedDirectory, check_free, staged_export
 from lightning_elastic_zero.tools.view import (
     OnBytes,
     OpenCheckpoint,
@@ -351,10 +345,7 @@ def write_dcp(
     ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it.
     """
     # Importing it takes a second.
-    from lightning_elastic_zero.formats.dcp.writer import (  # noqa: PLC0415
-        RowsSource,
-        write_directory,
-    )
+    from lightning_elastic_zero.formats.dcp_write import RowsSource, write_directory  # noqa: PLC0415
 
     def rows(
         path: tuple[str | int, ...], entry: TensorEntry, dtype: torch.dtype | None = None

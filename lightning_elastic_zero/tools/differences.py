@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_elastic_zero.formats import WEIGHT
-from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.storage import ignore_bytes
-from lightning_elastic_zero.tensor_state import Scalar, canonical_repr, dtype_name, in_order
+from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, dtype_name, in_order
+from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.tools.view import OnBytes, OpenCheckpoint, TensorEntry, open_view
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from lightning_elastic_zero.formats import WEIGHT
-from lightning_elastic_zero.state_fingerprint import (
+from lightning_elastic_zero.core.fingerprint import (
     STEP,
     Fingerprint,
     FingerprintPart,
@@ -19,8 +18,9 @@ from lightning_elastic_zero.state_fingerprint import (
     run_part,
     scalars_part,
 )
-from lightning_elastic_zero.storage import ignore_bytes
-from lightning_elastic_zero.tensor_state import Scalar
+from lightning_elastic_zero.core.tensors import Scalar
+from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.tools.view import (
     OnBytes,
     OpenCheckpoint,

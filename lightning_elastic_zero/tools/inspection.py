@@ -8,13 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.errors import (
-    CheckpointCorruptedError,
-    CheckpointFormatError,
-    UnsupportedError,
-)
-from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
-from lightning_elastic_zero.manifest import (
+from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     STAGES,
     Group,
@@ -23,8 +17,14 @@ from lightning_elastic_zero.manifest import (
     Plain,
     Writer,
 )
-from lightning_elastic_zero.partition import piece_numel
-from lightning_elastic_zero.tensor_state import itemsize_of
+from lightning_elastic_zero.core.partition import piece_numel
+from lightning_elastic_zero.core.tensors import itemsize_of
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest
 from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 
 MAX_DEVICES = 4096

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from lightning_elastic_zero.storage import ignore_bytes
-from lightning_elastic_zero.text import format_names
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport, ResumePlan
 from lightning_elastic_zero.tools.verification import Verification
 from lightning_elastic_zero.tools.view import OnBytes

@@ -9,20 +9,20 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.dcp.detection import is_dcp
-from lightning_elastic_zero.formats.deepspeed.missing_latest import describe_missing_latest
-from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
+from lightning_elastic_zero.formats.dcp_detect import is_dcp
+from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest, is_deepspeed
+from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.formats.open_files import foreign_files
-from lightning_elastic_zero.formats.path_suggestions import MARKS, looks_like_checkpoint
-from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.storage import check_local_path, ignore_bytes, open_file, real_path
-from lightning_elastic_zero.storage.file_ownership import TAG
+from lightning_elastic_zero.storage.checksums import ignore_bytes
+from lightning_elastic_zero.storage.ownership import TAG
+from lightning_elastic_zero.storage.paths import check_local_path, open_file, real_path
 from lightning_elastic_zero.tools.view import OnBytes, open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)

@@ -15,20 +15,16 @@ from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
+from lightning_elastic_zero.core.fingerprint import STEP
+from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, TransferPlan, spans
+from lightning_elastic_zero.core.manifest import Manifest, Parameter
+from lightning_elastic_zero.core.names import KeyMapping
+from lightning_elastic_zero.core.tensors import Scalar, host_chunk
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
-from lightning_elastic_zero.formats import (
-    WEIGHT,
-    CheckpointReader,
-    RenamedReader,
-    open_checkpoint,
-)
-from lightning_elastic_zero.key_mapping import KeyMapping
-from lightning_elastic_zero.large_pages import host_chunk
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
-from lightning_elastic_zero.manifest import Manifest, Parameter
-from lightning_elastic_zero.state_fingerprint import STEP
-from lightning_elastic_zero.storage import check_local_path, existing_path, ignore_bytes
-from lightning_elastic_zero.tensor_state import Scalar
+from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
+from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
+from lightning_elastic_zero.storage.checksums import ignore_bytes
+from lightning_elastic_zero.storage.paths import check_local_path, existing_path
 
 T = TypeVar("T")
 

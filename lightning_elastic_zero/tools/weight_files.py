@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.layout import spans
+from lightning_elastic_zero.core.tensors import can_overflow, host_chunk, overflowed, unplain
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.formats.safetensors_file import NamedSource, write_safetensors
-from lightning_elastic_zero.formats.torch_file import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.large_pages import host_chunk
-from lightning_elastic_zero.layout import spans
-from lightning_elastic_zero.storage import write_durably
-from lightning_elastic_zero.storage.exports import staged_export
-from lightning_elastic_zero.tensor_state import can_overflow, overflowed, unplain
-from lightning_elastic_zero.text import format_names
+from lightning_elastic_zero.formats.safetensors import NamedSource, write_safetensors
+from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
+from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.publish import staged_export
 from lightning_elastic_zero.tools.view import (
     OnBytes,
     OpenCheckpoint,

@@ -3,70 +3,405 @@
 Lightning restores its loops from numbers, when the loaders may not exist yet. So this happens at
 two moments: ``resume_from`` rewrites the numbers for this number of devices as they are loaded, and
 ``on_train_start`` restores samplers, iterators and random numbers when training is about to begin.
+
+A save's record of a run: its position, and what belongs to that moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
-from lightning_elastic_zero.data_progress import (
+from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.options import check_choice
+from lightning_elastic_zero.data_progress.batches import (
     EPOCHS,
     LOADER_STATES,
     VALIDATION,
+    Consumed,
     DataProgress,
-    ElasticSampler,
     Position,
     fit_loop_at,
     infer_progress,
+    read_position,
+)
+from lightning_elastic_zero.data_progress.sampler import (
+    ElasticSampler,
+    collect_rng_states,
     seed_rng_streams,
     set_rng_states,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.option_checks import check_choice
-from lightning_elastic_zero.trainer.batch_settings import BatchSettings, UserSettings, batch_size_of
-from lightning_elastic_zero.trainer.dataloader_resume import (
-    PendingResume,
-    UnresumableDataPolicy,
-    finish_placement,
-    position_dataloaders,
-)
-from lightning_elastic_zero.trainer.dataloaders import (
-    elastic_loader,
-    elastic_sampler_of,
-    generator_states,
-    samples_per_step,
-    set_generator_states,
-    with_own_generator,
-)
-from lightning_elastic_zero.trainer.epoch_metrics import SavedMetrics
-from lightning_elastic_zero.trainer.lightning_internals import (
-    combined_loader,
-    reload_interval,
-    run_seed,
-    set_last_reload,
-    training_loaders,
-)
-from lightning_elastic_zero.trainer.loop_restore import LoopRestorer
-from lightning_elastic_zero.trainer.run_record import (
-    STATE_KEY,
-    VALIDATED_IN_WINDOW,
-    RunRecorder,
-)
-from lightning_elastic_zero.trainer.start_warnings import (
+from lightning_elastic_zero.trainer.batches import BatchSettings, UserSettings, batch_size_of
+from lightning_elastic_zero.trainer.checks import (
+    BATCH_COUNT_SETTINGS,
     change_warnings,
     late_loader_warnings,
     shuffle_warnings,
     unresumable_warnings,
     worker_warnings,
 )
-from lightning_elastic_zero.trainer.step_intervals import StepIntervals
+from lightning_elastic_zero.trainer.data_resume import (
+    SAVES,
+    LoopRestorer,
+    PendingResume,
+    Placement,
+    UnresumableDataPolicy,
+    finish_placement,
+    position_dataloaders,
+    validation_batches,
+)
+from lightning_elastic_zero.trainer.lightning import (
+    combined_loader,
+    exhausted_loaders,
+    is_fitting,
+    is_save_deferred,
+    known_callback_metrics,
+    last_saved_step,
+    logged_steps,
+    reload_interval,
+    repeats_shorter_loaders,
+    run_seed,
+    set_last_reload,
+    training_loaders,
+    waits_to_stop,
+)
+from lightning_elastic_zero.trainer.loaders import (
+    LoaderStates,
+    elastic_loader,
+    elastic_sampler_of,
+    generator_states,
+    length_of,
+    samples_per_step,
+    set_generator_states,
+    with_own_generator,
+)
+from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
+from lightning_elastic_zero.trainer.windows import (
+    StepIntervals,
+    optimizer_steps_in,
+    pending_micro_batches,
+    prefetch_next_batch,
+)
+
+STATE_KEY = "lightning_elastic_zero"
+"""Entry of the checkpoint dictionary with what the manifest has no place for."""
+
+VALIDATED_IN_WINDOW = "validated_in_window"
+"""Entry of the same: micro-batches after the step whose validations the callbacks have counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What belongs to the last optimizer step, while a window of micro-batches is under way.
+
+    Weights change at optimizer steps; buffers, random numbers and loaders at every micro-batch. A
+    checkpoint taken inside a window goes back to the last step, so it needs theirs of that moment.
+    """
+
+    random: Mapping[str, Any]
+    buffers: Mapping[str, torch.Tensor]
+    """Copies, by the names that the module's ``named_buffers`` gives."""
+    loaders: list[Any]
+    """States of the training loaders that keep their own."""
+    generators: list[Any]
+    """States of the generators that the training loaders draw from."""
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, loaders: list[Any], device: torch.device) -> StepState:
+        """Copy what is there now."""
+        module: nn.Module = trainer.lightning_module
+        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+        generators = [*map(generator_states, training_loaders(trainer))]
+        return cls(collect_rng_states(device), buffers, loaders, generators)
+
+
+class RunRecorder:
+    """Notes during training what a save at any moment has to record."""
+
+    def __init__(self, batches: BatchSettings | None = None) -> None:
+        """Begin a fit whose steps are made of these batches; without them there is none."""
+        self._batches = batches
+        self._step_state: StepState | None = None
+        self._random_before_validation: dict[str, Any] | None = None
+        self._states_of_loaders = LoaderStates()
+        self._validated_at = -1
+        self.seed = run_seed()
+        """That orders the samples where the user gives none; a resume restores it."""
+        self._placement: Placement | None = None
+        self._at_end: tuple[DataProgress, list[Any]] | None = None
+        self.epoch_metrics = EpochMetrics()
+        """What an epoch has summed up."""
+
+    def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
+        """Note what is there before the first batch; loaders were given these states."""
+        self._states_of_loaders.begin(trainer, given)
+        self.after_optimizer_step(trainer, device)
+
+    def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Keep what belongs to this moment, right after an optimizer step."""
+        if trainer.accumulate_grad_batches > 1:
+            self._step_state = StepState.of(trainer, self._states_of_loaders.now(trainer), device)
+
+    def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Note what loaders keep, when a batch was fetched and is about to be trained on."""
+        self.epoch_metrics.note(trainer)  # of steps that take their batches themselves
+        self._states_of_loaders.before_batch(trainer, is_first=batch_idx == 0)
+        if prefetch_next_batch(trainer):
+            self._states_of_loaders.before_batch(trainer, is_first=False)
+
+    def on_validation_start(self, device: torch.device) -> None:
+        """Set the streams of random numbers aside: what a validation draws is not training's.
+
+        A run that is resumed inside or after a validation may do it again, or not.
+        """
+        self._random_before_validation = collect_rng_states(device)
+        self.epoch_metrics.validating()
+
+    def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Note that the validation that was due here is over."""
+        self.mark_validated(trainer)
+        self.epoch_metrics.validated(trainer)
+        if self._random_before_validation is not None:
+            set_rng_states(self._random_before_validation, device)
+            self._random_before_validation = None
+
+    def mark_validated(self, trainer: pl.Trainer, ahead: int = 0) -> None:
+        """Note that the validations up to this batch, or so many batches ahead, are over."""
+        self._validated_at = _batches_done(trainer) + ahead
+
+    def record(
+        self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
+    ) -> DataProgress:
+        """Return where the run stands."""
+        batches = self._batches
+        accumulate = trainer.accumulate_grad_batches
+        position = read_position(
+            loops,
+            accumulate,
+            batches=trainer.num_training_batches,
+            validating=is_fitting(trainer) and trainer.validating,
+        )
+        # Inside a window the place is that of the step before, after which validation may have run.
+        if self._validated_in_window(trainer) >= 0:
+            position = replace(position, is_validated=True)
+        elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
+        size = None
+        if batches is not None:
+            # As the loaders are now: train_dataloader may give another batch size in each epoch.
+            live = batch_size_of(training_loaders(trainer)) or batches.loader_batch_size
+            size = replace(batches, loader_batch_size=live).global_batch_size
+        if size is None:
+            size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
+        total = trainer.num_training_batches
+        found = DataProgress(
+            position,
+            global_step=trainer.global_step,
+            global_batch_size=size,
+            accumulate=accumulate,
+            world_size=world_size,
+            steps_per_epoch=optimizer_steps_in(total, accumulate)
+            if total != float("inf")
+            else None,
+            planned_steps=_planned_steps(trainer),
+            loaders=tuple(s.describe() if s is not None else {} for s in elastic),
+            consumed=self._consumed(trainer, position),
+            orders=tuple(s.latest_order() if s is not None else None for s in elastic),
+            settings=_batch_counts(trainer, batches),
+            seed=self.seed,
+        )
+        if elastic or self._at_end is None:
+            return found
+        kept = self._at_end[0]
+        return replace(found, loaders=kept.loaders, consumed=kept.consumed, orders=kept.orders)
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Note what a fit has recorded of its loaders, which an evaluation after it removes."""
+        if loaders := training_loaders(trainer):
+            loops = trainer.fit_loop.state_dict()
+            record = self.record(trainer, loops, trainer.world_size)
+            self._at_end = record, [*map(generator_states, loaders)]
+
+    def _generators(self, trainer: pl.Trainer) -> list[Any]:
+        loaders = training_loaders(trainer)
+        if not loaders and self._at_end is not None:
+            return self._at_end[1]
+        return [*map(generator_states, loaders)]
+
+    def begin_at(self, placement: Placement) -> None:
+        """Note where a resumed run goes on."""
+        self._placement = placement
+
+    def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
+        """Return what this epoch has consumed of each training loader, up to a position."""
+        combined = combined_loader(trainer)
+        if combined is None:
+            return ()
+        loaders, begun = combined.flattened, self._placement
+        is_of_epoch = begun is not None and begun.position.epoch == position.epoch
+        if begun is None or not is_of_epoch or len(begun.consumed) != len(loaders):
+            begun = Placement(Position(position.epoch, 0), (Consumed(0),) * len(loaders))
+        steps = position.steps - begun.position.steps
+        repeats = len(loaders) > 1 and repeats_shorter_loaders(combined)
+        ended = exhausted_loaders(combined) if repeats else []
+        sizes = samples_per_step(self._batches, loaders)
+        parts: list[Consumed | None] = []
+        for index, (loader, size, part) in enumerate(
+            zip(loaders, sizes, begun.consumed, strict=True)
+        ):
+            whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)
+            is_lost = whole is None and ended[index : index + 1] == [True]
+            if size is None or part is None or is_lost:
+                parts.append(None)
+            else:
+                parts.append(_after(part, steps * size, whole, repeats=repeats))
+        return tuple(parts)
+
+    def state_dict(
+        self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
+    ) -> dict[str, Any]:
+        """Return what else of this moment belongs to a checkpoint at a path, this rank's own."""
+        step_state = self._step_state_of(trainer)
+        # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
+        metrics = known_callback_metrics(trainer)
+        began = is_fitting(trainer) and trainer.validating
+        validated, inside = began and _is_validation_over(trainer), _is_mid_accumulation(trainer)
+        ending = record.position.steps == 0 and _is_ending(trainer.fit_loop.epoch_progress)
+        kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)
+        return {
+            **kept,
+            "validation_began": began and not validated,
+            VALIDATED_IN_WINDOW: max(0, self._validated_in_window(trainer)) if inside else 0,
+            "validation_batches": validation_batches(trainer),
+            "random": dict(step_state.random)
+            if step_state
+            else self._random_before_validation or collect_rng_states(device),
+            "generators": step_state.generators if step_state else self._generators(trainer),
+            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
+            "plateau_epoch_pending": ending,
+            "axis": _logger_step(trainer),
+            "waits_to_stop": is_fitting(trainer) and waits_to_stop(trainer),
+            SAVES: dict(_saves(trainer, path)),
+            "plateau_step_pending": not step_state
+            and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
+        }
+
+    def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
+        """Return the buffers of the last optimizer step, if they are not the live ones."""
+        step_state = self._step_state_of(trainer)
+        return step_state.buffers if step_state else None
+
+    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the states of loaders that keep their own, as of the last optimizer step."""
+        step_state = self._step_state_of(trainer)
+        return step_state.loaders if step_state else self._states_of_loaders.now(trainer)
+
+    def _validated_in_window(self, trainer: pl.Trainer) -> int:
+        """Return the micro-batches since the last step up to the last validation that is over.
+
+        It is negative where that validation was before the step. Hooks of the validation that runs
+        count it once its batches are done, since callbacks count it then.
+        """
+        done = _batches_done(trainer)
+        over = is_fitting(trainer) and trainer.validating and _is_validation_over(trainer)
+        validated_at = done if over else self._validated_at
+        return validated_at - (done - pending_micro_batches(trainer))
+
+    def _step_state_of(self, trainer: pl.Trainer) -> StepState | None:
+        """Return what was kept at the last step, inside a window of micro-batches."""
+        return self._step_state if _is_mid_accumulation(trainer) else None
+
+
+def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int | None:
+    """Return the samples of a whole pass through a loader; None where it has no length."""
+    if (elastic := elastic_sampler_of(loader)) is not None:
+        return elastic.total_size
+    length = length_of(loader)
+    return None if length is None or size is None else length * size // accumulate
+
+
+def _after(part: Consumed, samples: int, whole: int | None, *, repeats: bool) -> Consumed:
+    """Return what is consumed of a loader after so many samples more."""
+    samples += part.samples
+    if not whole:
+        return Consumed(samples, part.passes)
+    if not repeats:
+        return Consumed(min(samples, whole), part.passes)
+    passes, samples = divmod(samples, whole)
+    return Consumed(samples, part.passes + passes)
+
+
+def _is_mid_accumulation(trainer: pl.Trainer) -> bool:
+    """Whether a window of micro-batches is under way."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    return bool(current["ready"] != current["processed"] or pending_micro_batches(trainer))
+
+
+def _is_validation_over(trainer: pl.Trainer) -> bool:
+    """Whether all batches of the validation that is under way are done."""
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    current = progress.current
+    return bool(progress.is_last_batch and current.completed == current.ready > 0)
+
+
+def _batches_done(trainer: pl.Trainer) -> int:
+    done: int = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["total"]["processed"]
+    return done
+
+
+def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each ``ModelCheckpoint``'s key, the step that it saved last, and whether a save waits.
+
+    Its own state has neither. The callback that saves now notes its step afterwards.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
+            step = trainer.global_step if path in own else last_saved_step(callback)
+            deferred = path not in own and is_save_deferred(callback)
+            yield callback.state_key, {"step": step, "deferred": deferred}
+
+
+def _is_ending(progress: Any) -> bool:
+    """Whether a batch or epoch is done, and the hooks at its end are not."""
+    return bool(progress.current.completed < progress.current.processed)
+
+
+def _logger_step(trainer: pl.Trainer) -> int:
+    """Return the loggers' step for the next batch, which is counted when a batch has ended."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    ending = current["completed"] < current["processed"] or trainer.validating
+    return logged_steps(trainer) + ending
+
+
+def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
+    """Return the settings that count batches; integers in micro-batches of one rank."""
+    found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
+    counts = {name: float(v) if isinstance(v, float) else v for name, v in found.items()}
+    interval = counts["val_check_interval"]
+    if type(interval) is int and batches is not None and batches.plan is not None:
+        counts["val_check_interval"] = interval * batches.accumulate
+    return counts
+
+
+def _planned_steps(trainer: pl.Trainer) -> int | None:
+    """Return the optimizer steps that the whole run is to take, where that is known."""
+    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
+    by_epochs = (
+        None
+        if batches == float("inf") or epochs is None or epochs < 0
+        else optimizer_steps_in(batches, trainer.accumulate_grad_batches) * epochs
+    )
+    if most < 0:
+        return by_epochs
+    return most if by_epochs is None else min(most, by_epochs)
 
 
 class RunResumer:

@@ -1,55 +1,519 @@
-"""The Lightning strategy: DeepSpeed's, with checkpoints that fit any device count."""
+"""The Lightning strategy: DeepSpeed's, with checkpoints that fit any device count.
+
+Parameters that are frozen or unfrozen during a fit: DeepSpeed does not follow, so this warns.
+
+Filters of warnings between libraries that users cannot change, during a run.
+
+Of the 78 lines of a first run on two ranks, 54 said that two libraries are of different ages.
+
+Check that DeepSpeed leaves the scale of a loss alone, as it is asked to.
+
+A window of micro-batches: the scale of its losses, the step at its end, and what an epoch cuts.
+
+Lightning begins a window with each epoch. DeepSpeed counts micro-batches by itself and would drift:
+it is told where a window ends.
+
+The time at which the batches of a fit are resolved: once, before anything needs them.
+
+``batch_settings`` computes them. The first of these moments does it: before the ``setup`` hooks, as
+the first of them, when a hook asks for the training loaders, when DeepSpeed's config is completed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike, fspath
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from typing_extensions import override
 
 from lightning_elastic_zero.api import load_options
-from lightning_elastic_zero.checkpoint import CheckpointStats
-from lightning_elastic_zero.coordination import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Ranks, Timeouts
-from lightning_elastic_zero.engine import (
+from lightning_elastic_zero.checkpoint.types import CheckpointStats
+from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.options import check_count, check_flag
+from lightning_elastic_zero.core.requirements import DEEPSPEED
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.engine.live import follows_requires_grad, trained_parameters
+from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
+from lightning_elastic_zero.engine.step import drop_accumulation_window
+from lightning_elastic_zero.engine.support import (
     check_config,
     check_optimizer,
     check_supported,
     report_abandoned_builds,
     use_accelerator,
 )
-from lightning_elastic_zero.strategy_registry import register_names
-from lightning_elastic_zero.trainer.batch_controller import BatchController
-from lightning_elastic_zero.trainer.batch_settings import scale_scheduler_frequency
-from lightning_elastic_zero.trainer.checkpoint_events import CheckpointEvents
-from lightning_elastic_zero.trainer.checkpoint_loader import CheckpointLoader
-from lightning_elastic_zero.trainer.checkpoint_saver import CheckpointSaver, make_manager
-from lightning_elastic_zero.trainer.dataloader_resume import UnresumableDataPolicy
-from lightning_elastic_zero.trainer.gradient_accumulation import GradientAccumulation
-from lightning_elastic_zero.trainer.last_fit import LastFit
-from lightning_elastic_zero.trainer.launched_world import (
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.registry import register_names
+from lightning_elastic_zero.trainer.batches import (
+    batch_size_of,
+    has_batches_for_items,
+    resolve_batch_settings,
+    scale_scheduler_frequency,
+)
+from lightning_elastic_zero.trainer.checkpoint_io import (
+    CheckpointEvents,
+    CheckpointLoader,
+    CheckpointSaver,
+    LastFit,
+    check_averaging,
+    make_manager,
+)
+from lightning_elastic_zero.trainer.checks import overruled_orders
+from lightning_elastic_zero.trainer.data_resume import UnresumableDataPolicy
+from lightning_elastic_zero.trainer.launch import (
     DevicesOfNode,
     NodesOfJob,
+    SigtermAgreement,
     limit_waiting,
     prepare_to_meet,
+    set_exit_code,
 )
-from lightning_elastic_zero.trainer.lightning_internals import (
+from lightning_elastic_zero.trainer.lightning import (
     RESUME_END,
+    callbacks_of,
     check_lightning_release,
+    data_source,
     is_evaluating,
     is_fitting,
+    should_accumulate,
     split_parent_options,
 )
-from lightning_elastic_zero.trainer.requires_grad_check import RequiresGradCheck
+from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
 from lightning_elastic_zero.trainer.resume import RunResumer
-from lightning_elastic_zero.trainer.sample_order_check import SampleOrderCheck
-from lightning_elastic_zero.trainer.sigterm import SigtermAgreement, set_exit_code
-from lightning_elastic_zero.trainer.warning_filters import WarningFilters
-from lightning_elastic_zero.trainer.weight_averaging import check_averaging
+
+_LISTED = 10
+"""Names in a warning; the rest is counted."""
+
+_HELPS = (
+    "To train a part of a model later, let it require a gradient before fit, in a parameter group "
+    "of its own with lr=0, and raise that group's lr when its turn has come (lr=0 keeps it as it "
+    "is). Or end the fit and begin another one from its checkpoint, load_optimizer_state=False: "
+    "DeepSpeed asks what requires a gradient when a fit begins"
+)
+
+
+class RequiresGradCheck:
+    """Compares what requires a gradient with what the optimizer was built of."""
+
+    def __init__(self, engine: Any) -> None:
+        """Begin a fit with DeepSpeed's engine, whose optimizer owns what is trained."""
+        owned = set(trained_parameters(engine))
+        parameters = [] if follows_requires_grad(engine) else list(engine.module.parameters())
+        self._trained = tuple(p for p in parameters if p in owned and p.requires_grad)
+        self._others = tuple(p for p in parameters if p not in owned and not p.requires_grad)
+        self._told_epoch = -1
+
+    def before_batch(self, trainer: pl.Trainer, _batch_idx: int) -> None:
+        """Warn of what is not as it was when the fit began; once in an epoch."""
+        module, epoch = trainer.lightning_module, trainer.current_epoch
+        if self._told_epoch == epoch:
+            return
+        thawed = {p for p in self._others if p.requires_grad}
+        frozen = {p for p in self._trained if not p.requires_grad}
+        if not (thawed or frozen):
+            return
+        self._told_epoch = epoch
+        said = []
+        if thawed:
+            said.append(
+                f"unfrozen since the fit began, and not trained: {_names(module, thawed)}. "
+                "DeepSpeed builds its optimizer once, of what requires a gradient then"
+            )
+        if frozen:
+            said.append(
+                f"frozen since the fit began, and still changed by weight decay and the "
+                f"optimizer's moments: {_names(module, frozen)}"
+            )
+        rank_zero_warn(f"Epoch {epoch}: parameters {'; '.join(said)}. {_HELPS}.")
+
+
+def _names(module: nn.Module, parameters: Collection[nn.Parameter]) -> str:
+    """List names, the first of them where there are many."""
+    return format_names((n for n, p in module.named_parameters() if p in parameters), _LISTED)
+
+
+FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
+    # DeepSpeed (to 0.19) calls collectives by names that torch has newer ones for since 2.13.
+    (
+        FutureWarning,
+        r"`torch\.distributed\.\w+` is deprecated",
+        r"torch\.distributed\.c10d_logger",
+    ),
+    # Lightning (to 2.6) walks trees of loaders by an older name of torch's.
+    (
+        FutureWarning,
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        r"lightning\.pytorch\.utilities\._pytree",
+    ),
+    # Lightning knows loaders with a ``state_dict`` only. What cannot be resumed in the middle of
+    # an epoch, this library refuses, or it says itself that the epoch starts over.
+    (
+        UserWarning,
+        r"You're resuming from a checkpoint that ended before the epoch ended",
+        r"lightning\.pytorch\.loops\.training_epoch_loop",
+    ),
+)
+"""Class, text and module of each."""
+
+
+class WarningFilters:
+    """The known warnings, left out from ``begin`` to ``end`` where no filter says otherwise.
+
+    They come last of all filters: who wants to see them (``python -W default``), does.
+    """
+
+    def __init__(self) -> None:
+        self._added: list[Any] = []
+
+    def begin(self) -> None:
+        """Leave them out, in a run's every process."""
+        before = [*warnings.filters]
+        for category, message, module in FILTERED_WARNINGS:
+            warnings.filterwarnings("ignore", message, category, module, append=True)
+        self._added += [added for added in warnings.filters if added not in before]
+
+    def end(self) -> None:
+        """Leave the filters as they were."""
+        filters = vars(warnings)["filters"]
+        while self._added:
+            with suppress(ValueError):  # gone with the filters of somebody's catch_warnings
+                del filters[filters.index(self._added.pop())]
+
+
+TOLERANCE = 0.02
+"""Relative; the gradient of a bf16 loss has 8 bits. The smallest error to be found is a half."""
+
+
+class LossScalingCheck:
+    """Looks once, in the first backward pass with accumulation, at the gradient of the loss.
+
+    Lightning divides the loss by the accumulation, so that DeepSpeed must not (``scale_wrt_gas``).
+    Its release 0.18.3 did all the same, and each step was 1/A of what it should have been, without
+    a sign of it. A release that is not known yet may do so again.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        """Whether it has looked."""
+
+    @contextmanager
+    def watch(self, loss: torch.Tensor, factor: float, accumulate: int) -> Iterator[None]:
+        """Check the backward pass inside the context, the first time.
+
+        Args:
+            loss: as Lightning hands it over: what the module returned, divided.
+            factor: what this library, and DeepSpeed in fp16, multiply it by.
+            accumulate: micro-batches of a step.
+
+        Raises:
+            UnsupportedError: the module's loss received another gradient than it should have.
+        """
+        returned = _before_division(loss)
+        if self.is_done or accumulate == 1 or factor == 0.0 or returned is None:
+            yield
+            return
+        seen: list[torch.Tensor] = []
+        handle = returned.register_hook(
+            lambda _, received: seen.extend(g for g in received if g is not None)
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+        if seen:
+            self.is_done = True
+            _check(float(seen[0]) * accumulate / factor, accumulate)
+
+
+def _before_division(loss: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the node of the loss that the module returned, at which DeepSpeed's hooks hang."""
+    division = loss.grad_fn
+    if division is None or not division.next_functions:
+        return None
+    return division.next_functions[0][0]
+
+
+def _check(factor: float, accumulate: int) -> None:
+    """Refuse a factor other than one; an overflow in fp16 says nothing.
+
+    Raises:
+        UnsupportedError: each step would be that much larger or smaller.
+    """
+    if not math.isfinite(factor) or abs(factor - 1.0) <= TOLERANCE:
+        return
+    msg = (
+        f"with accumulate_grad_batches={accumulate}, gradients are {factor:g} times what they "
+        "should be: the installed release of DeepSpeed scales the loss although it is called with "
+        f"scale_wrt_gas=False, as 0.18.3 did. Install {DEEPSPEED}; {DEEPSPEED.newest_tested} is "
+        "the newest that this library was tested with"
+    )
+    raise UnsupportedError(msg)
+
+
+class GradientAccumulation:
+    """Counts the micro-batches since the last step, and drops those of an epoch that has ended.
+
+    ``on_train_batch_start`` that returns -1 ends an epoch at once. DeepSpeed would keep the
+    gradients of the open window and add them to the next epoch's first step.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        """Begin a fit with DeepSpeed's engine."""
+        self._engine = engine
+        self._pending, self._epoch = 0, 0
+        self._loss_scaling_check = LossScalingCheck()
+        self._manual_backwards = 0
+        self._is_warned = False
+
+    @contextmanager
+    def scaled(
+        self, loss: torch.Tensor, weight: float, trainer: pl.Trainer
+    ) -> Iterator[torch.Tensor]:
+        """Yield the loss for a backward pass inside the context, which is checked the first time.
+
+        Args:
+            loss: as Lightning passes it: what the module returned, divided by the accumulation.
+            weight: of the micro-batch, beside 1 / accumulation.
+            trainer: for the accumulation.
+
+        Raises:
+            UnsupportedError: the module's loss received another gradient than it should have.
+        """
+        check = self._loss_scaling_check
+        scale = 1.0 if check.is_done else loss_scale(self._engine)  # other than 1 in fp16
+        weighted = loss * weight if weight != 1.0 else loss
+        with (
+            check.watch(loss, weight * scale, trainer.accumulate_grad_batches),
+            self.ensure_scaled(weighted),
+        ):
+            yield weighted
+
+    def ensure_scaled(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context in which DeepSpeed's ``backward`` scales a loss in stage 0, too."""
+        return ensure_scaled(self._engine, loss)
+
+    def before_manual_backward(self) -> None:
+        """Warn where a module that optimizes by itself accumulates: ZeRO drops what was before."""
+        self._manual_backwards += 1
+        stage = self._engine.zero_optimization_stage()
+        if self._manual_backwards > 1 and stage and not self._is_warned:
+            self._is_warned = True
+            rank_zero_warn(
+                "manual_backward was called more than once before optimizer.step(). DeepSpeed's "
+                f"ZeRO-{stage} does not add up the gradients of these calls. Add up the losses "
+                "and call manual_backward once, or use automatic optimization, whose accumulation "
+                "is exact (global_batch_size or accumulate_grad_batches)"
+            )
+
+    def after_manual_step(self) -> None:
+        """Begin to count the backward passes of the next step."""
+        self._manual_backwards = 0
+
+    def set_boundary(self, trainer: pl.Trainer) -> bool:
+        """Set and return whether the next micro-batch ends Lightning's window."""
+        steps = not should_accumulate(trainer)
+        self._engine.set_gradient_accumulation_boundary(steps)
+        return steps
+
+    def after_micro_batch(self, epoch: int, *, steps: bool) -> None:
+        """Count a micro-batch of an epoch, with which the window ends or does not."""
+        self._pending = 0 if steps else self._pending + 1
+        self._epoch = epoch
+
+    def before_batch(self, epoch: int) -> None:
+        """Drop what an earlier epoch left, before a batch of this one is trained on."""
+        if not self._pending or epoch == self._epoch:
+            return
+        drop_accumulation_window(self._engine)
+        rank_zero_warn(
+            f"Epoch {self._epoch} ended within a window of micro-batches, by on_train_batch_start "
+            f"returning -1: no step was taken with its last {self._pending}, and their gradients "
+            "are dropped"
+        )
+        self._pending = 0
+
+
+_MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
+
+log = logging.getLogger(__name__)
+
+
+class ResolveBatchesFirst(Callback):
+    """The first callback of a fit's ``setup``, which comes after a data module's and before others.
+
+    It is removed when the engine is set up.
+    """
+
+    def __init__(self, resolve: Callable[[pl.Trainer], None]) -> None:
+        self._resolve_batches = resolve
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._resolve_batches(trainer)
+
+
+class BatchController:
+    """Resolves how a step is made of micro-batches, for each fit anew."""
+
+    def __init__(
+        self,
+        resumer: RunResumer,
+        global_batch_size: int | None,
+        *,
+        allow_uneven_batches: bool,
+    ) -> None:
+        """Begin without a fit; the resumer receives the batches, the options are the strategy's.
+
+        Raises:
+            ValueError: an option has a value that it cannot have.
+        """
+        self._resumer = resumer
+        self._global_batch_size = check_count(
+            "global_batch_size", global_batch_size, least=1, unit="samples"
+        )
+        self._allow_uneven = check_flag("allow_uneven_batches", allow_uneven_batches)
+        self._is_resolved = False
+        self._user_batch_size: int | None = None
+        self._is_configured = False  # DeepSpeed's config, for this fit
+
+    def begin(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+        """Resolve the batches before the first ``setup`` hook that can ask for them.
+
+        Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
+        Loaders that ``fit`` was given are there by now; those of a data module are after its own
+        ``setup``; those of the module after its own, which may define what they are made of.
+        DeepSpeed's config is as the user's until Lightning has completed it.
+        """
+        if not is_fitting(trainer):
+            return
+        if is_users and not self._is_configured:
+            self._read_batch_size(config)
+        source, module = data_source(trainer), trainer.lightning_module
+        if not source.is_module():
+            self._resolve(trainer, self._batch_size_of_loader(trainer))
+        elif source.instance is not module or not is_overridden("setup", module):
+            callbacks_of(trainer).insert(0, ResolveBatchesFirst(self._resolve_in_hook))
+
+    def process_loader(self, loader: object, trainer: pl.Trainer | None, rank: int) -> object:
+        """Return a loader by which training can resume an epoch at any sample."""
+        if not is_fitting(trainer):
+            return loader
+        if trainer.training:  # a hook asked for it, before the batches were resolved
+            self._resolve(trainer, self._batch_size_in(loader))
+        return self._resumer.process_loader(loader, trainer, rank)
+
+    @property
+    def loader_batch_size(self) -> int:
+        """The loader's batch size, for DeepSpeed's log; 1 where it is not known."""
+        batches = self._resumer.batches
+        return (batches.loader_batch_size if batches is not None else None) or 1
+
+    def reset(self, trainer: pl.Trainer, config: Any) -> bool:
+        """Restore the user's batch size in a config of an evaluation, or of an earlier fit.
+
+        Returns:
+            Whether the config has to be completed again, for a fit that is to begin.
+        """
+        _remove_hook(trainer)
+        if self._is_configured or not is_fitting(trainer):
+            return False
+        del config["gradient_accumulation_steps"]
+        del config[_MICRO_BATCH_KEY]
+        if self._user_batch_size is not None:
+            config[_MICRO_BATCH_KEY] = self._user_batch_size
+        return True
+
+    def configure(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+        """Resolve the batches, and set the micro-batch in DeepSpeed's config; as ``begin``."""
+        if is_users:
+            self._read_batch_size(config)
+        self._is_configured = is_fitting(trainer)
+        if not is_fitting(trainer):
+            return
+        if not self._is_resolved:
+            self._resolve(trainer, self._batch_size_of_loader(trainer))
+        elif self._resumer.overruled_orders is None:
+            self._batch_size_of_loader(trainer)  # a hook asked for them, and they are shuffled now
+        batches = self._resumer.batches
+        if batches is not None and batches.plan is not None:
+            config[_MICRO_BATCH_KEY] = batches.plan.largest_micro_batch
+
+    def end(self, trainer: pl.Trainer | None) -> None:
+        """End a run: the user's settings apply again."""
+        self._is_resolved = self._is_configured = False
+        if trainer is not None:
+            self._resumer.settings.restore(trainer)
+            _remove_hook(trainer)
+
+    def _resolve_in_hook(self, trainer: pl.Trainer) -> None:
+        """Resolve the batches if the hook that makes the loaders can be called already."""
+        if not is_fitting(trainer):
+            return  # left by a fit that failed before its engine was set up
+        try:
+            size = self._batch_size_of_loader(trainer)
+        except Exception as error:  # noqa: BLE001 - users' code, before their own setup
+            log.debug("The batch is resolved later: train_dataloader raised %r", error)
+        else:
+            if size is not None:  # a loader that has none yet may have one later
+                self._resolve(trainer, size)
+
+    def _resolve(self, trainer: pl.Trainer, batch_size: int | None) -> None:
+        """Resolve what a step is made of, once per fit."""
+        if self._is_resolved:
+            return
+        batches = resolve_batch_settings(
+            trainer,
+            self._resumer.settings,
+            trainer.world_size,
+            batch_size,
+            self._global_batch_size,
+            allow_uneven=self._allow_uneven,
+        )
+        self._resumer.set_batches(batches)
+        self._is_resolved = True
+
+    def _read_batch_size(self, user_config: Any) -> None:
+        """Keep the user's batch size; a config that was completed has one of this library's."""
+        size = user_config.get(_MICRO_BATCH_KEY)
+        self._user_batch_size = size if type(size) is int else None
+
+    def _batch_size_of_loader(self, trainer: pl.Trainer) -> int | None:
+        """Return the training loader's batch size: its own, else the user's."""
+        source = data_source(trainer)
+        if not source.is_defined():
+            return self._user_batch_size
+        loaders = source.dataloader()
+        self._resumer.overruled_orders = overruled_orders(loaders)
+        return self._batch_size_in(loaders)
+
+    def _batch_size_in(self, loaders: Any) -> int | None:
+        """Return the batch size that loaders tell, or the user; 1 where items are batches.
+
+        With a global batch, which counts samples, those of an item have to be known.
+        """
+        size = batch_size_of(loaders) or self._user_batch_size
+        is_free = size is None and self._global_batch_size is None
+        return 1 if is_free and has_batches_for_items(loaders) else size
+
+
+def _remove_hook(trainer: pl.Trainer) -> None:
+    """Remove the first callback, also where a fit ended before the engine was set up."""
+    callbacks = callbacks_of(trainer)
+    callbacks[:] = [c for c in callbacks if not isinstance(c, ResolveBatchesFirst)]
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):

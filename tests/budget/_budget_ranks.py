@@ -87,11 +87,11 @@ class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 - whatever torch calls
+        func: Any,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what that returns
+    ) -> Any:
         """Do what is called, and count what it copies."""
         del types
         if func.overloadpacket.__name__ in {"copy_", "clone", "_to_copy"}:
@@ -101,7 +101,7 @@ class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
         return func(*args, **(kwargs or {}))
 
 
-def make_engine(stage: int, width: int = WIDTH) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+def make_engine(stage: int, width: int = WIDTH) -> Any:
     """Build an engine with Adam."""
     import deepspeed
 
@@ -120,7 +120,7 @@ def make_engine(stage: int, width: int = WIDTH) -> Any:  # noqa: ANN401 - DeepSp
 
 def save(stage: int, path: str) -> dict[str, int]:
     """Train one step and save; give what the save cost this rank in memory."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     engine = make_engine(stage)
     engine.backward(engine(torch.randn(1, WIDTH)))
@@ -133,7 +133,7 @@ def save(stage: int, path: str) -> dict[str, int]:
 
 def load(stage: int, path: str) -> dict[str, int]:
     """Load into a fresh engine; give the bytes that were read, and memory above own state."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     engine = make_engine(stage)
     before = bytes_read()
@@ -155,7 +155,7 @@ def reload(stage: int, path: str) -> dict[str, int]:
 
     And the bytes that the third one copied from tensor to tensor.
     """
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     engine = make_engine(stage)
     engine.backward(engine(torch.randn(1, WIDTH)))
@@ -182,7 +182,7 @@ def evaluate(stage: int, path: str) -> dict[str, int]:
     """Load into an engine without optimizer; give the bytes that were read."""
     import deepspeed
 
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     engine, *_ = deepspeed.initialize(model=Mlp(WIDTH), config=config)
@@ -211,7 +211,7 @@ class Operations:
             self.counts["syncs"] += 1
             fsync(descriptor)
 
-        def counting_compare_set(store: Any, key: str, *rest: Any) -> Any:  # noqa: ANN401
+        def counting_compare_set(store: Any, key: str, *rest: Any) -> Any:
             self.counts["agreements"] += key.endswith("/step")
             return compare_set(store, key, *rest)
 
@@ -221,7 +221,7 @@ class Operations:
             self._count_calls(name, getattr(os, name))
 
     def _count_calls(self, name: str, call: Callable[..., Any]) -> None:
-        def counting(path: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        def counting(path: Any, *args: Any, **options: Any) -> Any:
             self.counts["looks"] += str(path).startswith(self._folder)
             return call(path, *args, **options)
 
@@ -241,7 +241,7 @@ class Operations:
 
 def operations(stage: int, path: str) -> dict[str, Any]:
     """Save over an old checkpoint, and load; return what each asked of the disk and the ranks."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     engine = make_engine(stage, SMALL_WIDTH)
     engine.backward(engine(torch.randn(1, SMALL_WIDTH)))

@@ -55,7 +55,7 @@ def swapped_engine(layers: int) -> Iterator[Any]:
         shutil.rmtree(swap_folder(), ignore_errors=True)
 
 
-def step(engine: Any) -> None:  # noqa: ANN401 - DeepSpeed is untyped
+def step(engine: Any) -> None:
     """Take a step, after which all that was trained is in files."""
     engine.backward(engine(torch.randn(1, WIDTH)).pow(2).mean())
     engine.step()
@@ -88,7 +88,7 @@ def measured(work: Callable[[], object]) -> dict[str, int]:
 
 def save(layers: int, path: str) -> dict[str, int]:
     """Train a step and save, twice; return what the second save took of memory."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with swapped_engine(layers) as engine:
         step(engine)
@@ -98,7 +98,7 @@ def save(layers: int, path: str) -> dict[str, int]:
 
 def load(layers: int, path: str, *, steps_before: int) -> dict[str, int]:
     """Load into a fresh engine, or one that has trained; return what that took of memory."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with swapped_engine(layers) as engine:
         for _ in range(steps_before):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_elastic_zero.storage import StagedDirectory, atomic
+from lightning_elastic_zero.storage import publish as atomic
+from lightning_elastic_zero.storage.publish import StagedDirectory
 from tests.core._syscall_hooks import before_each_syscall
 
 SHARD = "checkpoint/mp_rank_00_model_states.pt"

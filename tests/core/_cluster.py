@@ -15,17 +15,16 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import Timeouts
 from lightning_elastic_zero.coordination.client import run_work
-from lightning_elastic_zero.coordination.liveness import unresponsive_reason
-from lightning_elastic_zero.coordination.rank_session import (
+from lightning_elastic_zero.coordination.liveness import Timeouts, unresponsive_reason
+from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
     RankSession,
     Step,
     join_session,
 )
+from lightning_elastic_zero.core.processes import ProcessState
 from lightning_elastic_zero.errors import RanksError
-from lightning_elastic_zero.processes import ProcessState
 
 T = TypeVar("T")
 Pauses: TypeAlias = Generator[None, None, T]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_elastic_zero.coordination.rank_session import Step
+from lightning_elastic_zero.coordination.session import Step
 from tests.core._cluster import Cluster, Pauses, Rank
 
 WORLD = 4

@@ -244,7 +244,7 @@ class CopyEngine:
     @contextmanager
     def in_place_of_torch(self) -> Iterator[CopyEngine]:
         """Be what the library finds in ``device_streams`` in here; all is done at the end."""
-        from lightning_elastic_zero.checkpoint import device_streams
+        from lightning_elastic_zero.checkpoint import streams as device_streams
 
         names: Any = device_streams
         real, names.torch = names.torch, _Torch(self)

@@ -14,18 +14,25 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint import (
-    AsyncCheckpointer,
-    EngineHandle,
-    LoadOptions,
-    SaveOptions,
-    load_engine,
-    save_engine,
+from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.load import load_engine
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.types import EngineHandle, LoadOptions, SaveOptions
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Writer
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import (
+    FlatState,
+    RankState,
+    RestoreTargets,
+    RestoreValues,
+    Scalar,
+    state_key,
 )
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.data_progress import collect_rng_states, set_rng_states
-from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
-from lightning_elastic_zero.engine.optimizer_state import split_state
+from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
+from lightning_elastic_zero.engine.buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.optimizer import split_state
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
@@ -34,17 +41,6 @@ from lightning_elastic_zero.engine.restore import (
     commit_state,
     flat_target,
     rebuild_masters,
-)
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Writer
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import (
-    FlatState,
-    RankState,
-    RestoreTargets,
-    RestoreValues,
-    Scalar,
-    state_key,
 )
 
 NUMEL = 1200

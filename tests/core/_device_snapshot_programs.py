@@ -15,26 +15,24 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.async_save import AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
-from lightning_elastic_zero.checkpoint.live_fingerprint import PIECE_BYTES, rank_part
-from lightning_elastic_zero.checkpoint.rank_consistency import (
+from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer, Snapshotter
+from lightning_elastic_zero.checkpoint.consistency import (
     RankZeroTables,
     check_consistent,
     table_digests,
     write_tables,
 )
-from lightning_elastic_zero.checkpoint.saving import ShardContents
-from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.data_progress import collect_rng_states, set_rng_states
-from lightning_elastic_zero.engine.optimizer_state import split_state
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import FlatState, RankState, is_on_device
+from lightning_elastic_zero.checkpoint.fingerprint import PIECE_BYTES, rank_part
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.streams import current_device, use_device
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import FlatState, RankState, is_on_device
+from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
+from lightning_elastic_zero.engine.optimizer import split_state
 from tests.core import _late_device
 from tests.core._device_restore import restore
 from tests.tools._checkpoints import make_state, manifest_of, rank_state

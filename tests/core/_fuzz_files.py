@@ -13,9 +13,9 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
-from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile
-from lightning_elastic_zero.storage import RangeFile
+from lightning_elastic_zero.formats.pickles import PLAIN_DATA
+from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
+from lightning_elastic_zero.storage.files import RangeFile
 from tests.core._fuzz_runner import refuse_much_memory
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.core._fuzz_pickles import SINGLE, blob, called, numbers, parts_of, text
 from tests.core._fuzz_runner import refuse_much_memory
 

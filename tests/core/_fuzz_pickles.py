@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.formats.safe_pickle.unpickler import load_objects
+from lightning_elastic_zero.formats.pickles import load_objects
 from tests.core._fuzz_runner import refuse_much_memory
 from tests.core.test_safe_pickle import SAFE_VALUES
 
@@ -211,7 +211,7 @@ def check(data: bytes) -> None:
 _OF_PATHS = set(vars(PosixPath))
 
 
-def _use(value: Any, arrays: dict[int, Any], depth: int) -> None:  # noqa: ANN401
+def _use(value: Any, arrays: dict[int, Any], depth: int) -> None:
     """Look at each byte of what was read."""
     if depth > 20 or id(value) in arrays:
         return

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.device_streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.engine_handle import EngineHandle
-from lightning_elastic_zero.checkpoint.saving import ShardContents
-from lightning_elastic_zero.checkpoint.snapshot import Snapshot
-from lightning_elastic_zero.formats.torch_file import PiecewiseSource
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import FlatState, RankState
+from lightning_elastic_zero.checkpoint.background import Snapshot
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.streams import current_device, use_device
+from lightning_elastic_zero.checkpoint.types import EngineHandle
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import FlatState, RankState
+from lightning_elastic_zero.formats.torch_write import PiecewiseSource
 from tests.core._copy_engine import CopyEngine
 from tests.core._late_tensor import large_on_devices, small_on_devices
 from tests.timeouts import HANG_TIMEOUT_S

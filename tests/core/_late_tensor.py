@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_elastic_zero.tensor_state import RankState
+from lightning_elastic_zero.core.tensors import RankState
 from tests.core._copy_engine import DEVICES, KIND, CopyEngine, Stream
 
 HOST = torch.device("cpu")
@@ -34,11 +34,11 @@ class LateTensor(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Any,  # noqa: ANN401 (torch's)
+        func: Any,
         types: object,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
         if func == torch.Tensor.device.__get__:
@@ -108,7 +108,7 @@ class _Placing:
     def __init__(self, engine: CopyEngine, first: int) -> None:
         self._engine, self._numbers = engine, itertools.count(first)
 
-    def one(self, value: Any) -> Any:  # noqa: ANN401 (a scalar may be a number)
+    def one(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return on_device(value, self._engine, some_place(next(self._numbers)))
@@ -189,7 +189,7 @@ def _cpu(source: LateTensor) -> torch.Tensor:
     return _to(source, HOST)
 
 
-def _numpy(source: LateTensor) -> Any:  # noqa: ANN401 (NumPy's)
+def _numpy(source: LateTensor) -> Any:
     if source.place != HOST:
         msg = f"can't convert {source.place} tensor to numpy: no host reads a device's memory"
         raise TypeError(msg)

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer
-from lightning_elastic_zero.checkpoint.saving import ShardContents
-from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
-from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.tensor_state import FlatState, RankState
+from lightning_elastic_zero.checkpoint.background import HostBuffer, Snapshotter
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.tensors import FlatState, RankState
 
 MB = 1_000_000
 

@@ -26,7 +26,7 @@ def files_of(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
+def _without_ids(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return (
             str(tree.dtype),
@@ -40,7 +40,7 @@ def _without_ids(tree: Any) -> Any:  # noqa: ANN401 - what a file holds
     return tree
 
 
-def _differing(one: Any, other: Any, where: str) -> Iterator[str]:  # noqa: ANN401
+def _differing(one: Any, other: Any, where: str) -> Iterator[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**one, **other}:
             yield from _differing(one.get(key), other.get(key), f"{where}/{key}")

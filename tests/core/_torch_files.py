@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.formats.torch_file import TorchFile, TorchFileWriter
-from lightning_elastic_zero.manifest import FileEntry
-from lightning_elastic_zero.storage import VerifiedFile
+from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.formats.torch_read import TorchFile
+from lightning_elastic_zero.formats.torch_write import TorchFileWriter
+from lightning_elastic_zero.storage.files import VerifiedFile
 
 SAVE_ID = "5a7e"
 NAME = "checkpoint/shard.pt"

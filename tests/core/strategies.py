@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.layout import Fragment, Layout
-from lightning_elastic_zero.manifest import (
+from lightning_elastic_zero.core.layout import Fragment, Layout
+from lightning_elastic_zero.core.manifest import (
     FileEntry,
     Group,
     Manifest,
@@ -22,7 +22,11 @@ from lightning_elastic_zero.manifest import (
     StateKey,
     Writer,
 )
-from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer, PerParameterPartition
+from lightning_elastic_zero.core.partition import (
+    ContiguousPartition,
+    FlatBuffer,
+    PerParameterPartition,
+)
 
 MAX_RANKS = 64
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_elastic_zero import UnsupportedError, save_checkpoint
-from lightning_elastic_zero.engine import check_config, live_engine
-from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.api import save_checkpoint
+from lightning_elastic_zero.engine.live import live_engine
+from lightning_elastic_zero.engine.support import check_config
+from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.core._checkpoints import fill
 
 
 @pytest.mark.parametrize("wrong", ["step5", [1, 2], 5])
-def test_a_client_state_that_is_no_dictionary(wrong: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_client_state_that_is_no_dictionary(wrong: Any, tmp_path: Path) -> None:
     """A tag, as ``engine.save_checkpoint(folder, tag)`` has it, is told apart before any save."""
     with pytest.raises(ValueError, match=r"client_state=.*a dictionary.*no tag") as refused:
         save_checkpoint(None, tmp_path / "x", wrong)
@@ -31,7 +32,7 @@ def test_a_module_is_no_engine() -> None:
 
 
 @pytest.mark.parametrize("stage", ["3", 4, True, 2.0])
-def test_a_stage_that_is_none_of_zeros(stage: Any) -> None:  # noqa: ANN401
+def test_a_stage_that_is_none_of_zeros(stage: Any) -> None:
     """DeepSpeed takes "3" for ZeRO-3, for which Lightning does not: each then does its own."""
     with pytest.raises(UnsupportedError, match=r"stage = .*must be 0, 1, 2 or 3"):
         check_config({"zero_optimization": {"stage": stage}})

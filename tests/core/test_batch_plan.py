@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.data_progress import BatchPlan, plan_batches
+from lightning_elastic_zero.data_progress.batches import BatchPlan, plan_batches
 from lightning_elastic_zero.errors import UnsupportedError
 
 WORLDS = st.integers(1, 12)

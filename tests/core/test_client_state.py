@@ -19,8 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.checkpoint.save import check_loads_weights_only
+from lightning_elastic_zero.core.tensors import numpy_to_python, plain, unplain
+from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.formats.elastic.client_state import (
+from lightning_elastic_zero.formats.client_state import (
     REMOVED,
     fingerprints,
     is_plain,
@@ -29,9 +32,6 @@ from lightning_elastic_zero.formats.elastic.client_state import (
     rank_differences,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic.safe_load_check import check_loads_weights_only
-from lightning_elastic_zero.formats.tree_path import format_tree_path
-from lightning_elastic_zero.tensor_state import numpy_to_python, plain, unplain
 from tests.core.bitwise_repr import bitwise_repr
 from tests.core.strategies import plain_leaves, trees
 
@@ -47,7 +47,7 @@ class Color(str, enum.Enum):
     RED = "red"
 
 
-def through_a_file(value: Any) -> Any:  # noqa: ANN401
+def through_a_file(value: Any) -> Any:
     """Write a value as a checkpoint does, and read it as anybody can."""
     file = io.BytesIO()
     torch.save({"value": value}, file)
@@ -62,7 +62,7 @@ def file_bytes(value: object) -> int:
     return file.tell()
 
 
-def with_field(value: Any, field: object) -> Any:  # noqa: ANN401
+def with_field(value: Any, field: object) -> Any:
     """Hang something on a value."""
     value.hung_on = field
     return value
@@ -164,7 +164,7 @@ class TestSplit:
         assert back._metadata == state._metadata  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("key", [Color.RED, None, 1.5, ("a", 1)])
-    def test_entries_have_plain_names(self, key: Any) -> None:  # noqa: ANN401
+    def test_entries_have_plain_names(self, key: Any) -> None:
         """What cannot be the name of an entry is refused before anything is written."""
         with pytest.raises(SaveError, match="entries of a checkpoint are named by strings"):
             split_objects({key: 1})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from tests.foreign._fixtures import unpack
 from tests.tools._checkpoints import make_state, write_elastic

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from lightning_elastic_zero.coordination.command_queue import CommandQueue
+from lightning_elastic_zero.coordination.client import CommandQueue
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 THREADS, EACH = 4, 500

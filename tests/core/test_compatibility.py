@@ -10,24 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.compatibility import (
+from lightning_elastic_zero.core.compatibility import (
     LISTED,
     BufferPair,
     RestoreScope,
     check_compatible,
     describe,
+    describe_unrestored,
     rounded_buffers,
 )
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Plain, StateKey, Writer
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import dtype_name, is_lossy_cast, is_writable, overflows
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Plain, StateKey, Writer
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import (
-    dtype_name,
-    is_lossy_cast,
-    is_writable,
-    overflows,
-)
-from lightning_elastic_zero.unrestored import describe_unrestored
 from tests.core.strategies import manifests
 
 EVERYTHING = RestoreScope(optimizer_state=True)

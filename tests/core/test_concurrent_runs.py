@@ -15,13 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, ConcurrentRunMonitor, concurrent_runs
-from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S, ProcessIdentity
+from lightning_elastic_zero.storage import owners as concurrent_runs
+from lightning_elastic_zero.storage.owners import (
+    DEAD_AFTER_S,
+    RUN_MARKER_PREFIX,
+    ConcurrentRunMonitor,
+    ProcessIdentity,
+)
 from tests.timeouts import HANG_TIMEOUT_S
 
 CHILD = """
 import sys
-from lightning_elastic_zero.storage import ConcurrentRunMonitor
+from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
 tenancy = ConcurrentRunMonitor(sys.argv[1:])
 tenancy.begin()
 print("in", flush=True)

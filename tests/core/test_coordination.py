@@ -17,19 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import Timeouts
-from lightning_elastic_zero.coordination.leader import Leader
-from lightning_elastic_zero.coordination.messages import ROLL, Heartbeat, pack, roll_entry
-from lightning_elastic_zero.coordination.rank_session import (
-    Step,
-    poll_pauses_s,
-)
+from lightning_elastic_zero.coordination.liveness import ROLL, Heartbeat, Timeouts, pack, roll_entry
+from lightning_elastic_zero.coordination.session import Leader, Step, poll_pauses_s
+from lightning_elastic_zero.core.processes import ProcessKey
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
     SaveError,
 )
-from lightning_elastic_zero.processes import ProcessKey
 from tests.core._cluster import SHORT, Cluster, Pauses, Rank, raising
 from tests.core._cluster_steps import (
     EVERYONE,

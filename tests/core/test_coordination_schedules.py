@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.errors import (
-    SaveError,
-)
+from lightning_elastic_zero.errors import SaveError
 from tests.core._cluster import TICK_S, Cluster, Pauses, Rank, raising
 from tests.core._cluster_steps import (
     KINDS,

@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import async_save
-from lightning_elastic_zero.checkpoint.async_save import AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.device_streams import (
+from lightning_elastic_zero.checkpoint import background as async_save
+from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer, Snapshotter
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.streams import (
     current_device,
     on_stream,
     record_event,
     side_stream,
 )
-from lightning_elastic_zero.checkpoint.saving import save_engine
-from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.formats.torch_file import StoredRun
-from lightning_elastic_zero.storage import CHUNK_BYTES
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from tests.core._copy_engine import DEVICES, KIND, CopyEngine
 from tests.core._late_runs import NAMES, SMALL_MEMORY, STEP_ALONE, LateRun, writing
 from tests.core._late_tensor import on_device
@@ -231,7 +230,7 @@ class _HeldLine(OneRank):
         super().__init__()
         self.opened = threading.Event()
 
-    def broadcast(self, step: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def broadcast(self, step: str, work: Callable[[], Any]) -> Any:
         """Wait, and do it."""
         assert self.opened.wait(HANG_TIMEOUT_S)
         return super().broadcast(step, work)

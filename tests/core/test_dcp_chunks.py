@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.formats.dcp.chunks import overlaps
-from lightning_elastic_zero.formats.torch_file import StoredRun
+from lightning_elastic_zero.formats.dcp_read import overlaps
+from lightning_elastic_zero.formats.torch_read import StoredRun
 
 Box = tuple[list[int], list[int], list[int], tuple[int, int]]
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint import metadata
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
-from lightning_elastic_zero.formats.dcp.metadata import read_metadata
+from lightning_elastic_zero.formats.dcp_read import read_metadata
 from tests.core._fuzz_metadata import MEMBERS, sound
 
 MODULE = b"ctorch.distributed.checkpoint.metadata\n"

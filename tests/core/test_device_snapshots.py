@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import device_streams, snapshot
-from lightning_elastic_zero.checkpoint.saving import ShardContents
-from lightning_elastic_zero.tensor_state import is_on_device
+from lightning_elastic_zero.checkpoint import background as snapshot
+from lightning_elastic_zero.checkpoint import streams as device_streams
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.core.tensors import is_on_device
 from tests.core import _late_device
 from tests.engine._worker_pool import ROOT, environment
 from tests.tools._checkpoints import make_state, manifest_of, rank_state
@@ -57,10 +58,10 @@ def test_the_writer_waits_for_small_copies_too(
     """Its stream waits for what was queued before it was made: so it is made after all copies."""
     made: list[str] = []
 
-    def recorded(module: Any, name: str) -> None:  # noqa: ANN401 (a module)
+    def recorded(module: Any, name: str) -> None:
         call = getattr(module, name)
 
-        def at_once(*args: Any) -> Any:  # noqa: ANN401 (as it is)
+        def at_once(*args: Any) -> Any:
             made.append(name)
             return call(*args)
 

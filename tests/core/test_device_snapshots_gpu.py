@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import device_streams
-from lightning_elastic_zero.formats.elastic.client_state import host_pickle, split_objects
+from lightning_elastic_zero.checkpoint import streams as device_streams
+from lightning_elastic_zero.formats.client_state import host_pickle, split_objects
 from tests.core.test_device_snapshots import run_case
 
 pytestmark = pytest.mark.gpu

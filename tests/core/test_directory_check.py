@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero import SaveError, UnsupportedError
-from lightning_elastic_zero.checkpoint import check_directories, directory_check, find_unseen
-from lightning_elastic_zero.coordination import OneRank, Ranks, Timeouts
+from lightning_elastic_zero.checkpoint import directory_check
+from lightning_elastic_zero.checkpoint.directory_check import check_directories, find_unseen
 from lightning_elastic_zero.coordination.client import StoreRanks
-from lightning_elastic_zero.storage import await_shared
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import OneRank, Ranks
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.storage.shared import await_shared
 from tests.timeouts import HANG_TIMEOUT_S
 
 

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.dumps.flat_groups import FlatGroup
-from lightning_elastic_zero.formats.dumps.order_search import Order, OrderSearch, find_order
-from lightning_elastic_zero.layout import Fragment
+from lightning_elastic_zero.formats.dumps_describe import FlatGroup, Order, OrderSearch, find_order
 
 Values = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.dumps.table import (
+from lightning_elastic_zero.formats.dumps import (
     TABLE_NAME,
     BufferRow,
     DumpsTable,

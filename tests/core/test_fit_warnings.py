@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lightning_elastic_zero.manifest import Group
-from lightning_elastic_zero.trainer.start_warnings import (
+from lightning_elastic_zero.core.manifest import Group
+from lightning_elastic_zero.trainer.checks import (
     configured_rates,
     overruled_orders,
     replaced_rates_warnings,

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.data_progress import BatchPlan, DataProgress, ElasticSampler, Position
-from lightning_elastic_zero.formats.deepspeed import constants
-from lightning_elastic_zero.json_records import DIGEST_FIELD, dump_with_digest
-from lightning_elastic_zero.manifest import (
+from lightning_elastic_zero.core.manifest import (
+    DIGEST_FIELD,
     FORMAT_VERSION,
     FileEntry,
     Group,
@@ -19,10 +17,14 @@ from lightning_elastic_zero.manifest import (
     Progress,
     StateKey,
     Writer,
+    dump_with_digest,
     manifest_from_json,
 )
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.storage import CHUNK_BYTES
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.data_progress.batches import BatchPlan, DataProgress, Position
+from lightning_elastic_zero.data_progress.sampler import ElasticSampler
+from lightning_elastic_zero.formats import deepspeed_files as constants
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 

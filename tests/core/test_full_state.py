@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_elastic_zero.compatibility import describe
+from lightning_elastic_zero.core.compatibility import describe
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Progress, Writer
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.formats.full_state.binding import FullState, bind
-from lightning_elastic_zero.formats.full_state.self_description import members_of
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.formats.full_state import FullState, bind
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.formats.torch_optimizer import members_of
 
 DTYPES = [
     (torch.float32, "fp32"),

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.engine.initial_state import initial_values
-from lightning_elastic_zero.engine.optimizer_state import split_state, state_keys
-from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.group_matching import (
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
+from lightning_elastic_zero.core.names import (
     group_conflicts,
     largest_uncorrected_update,
     regrouped,
     with_live_groups,
 )
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter
+from lightning_elastic_zero.engine.optimizer import split_state, state_keys
+from lightning_elastic_zero.engine.restore import initial_values
+from lightning_elastic_zero.errors import CheckpointMismatchError
 
 
 def described(*groups: list[str], rate: float) -> Manifest:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import device_streams, host_buffer
-from lightning_elastic_zero.checkpoint.host_buffer import HostBuffer
-from lightning_elastic_zero.checkpoint.snapshot import copy_plain_data
+from lightning_elastic_zero.checkpoint import background as host_buffer
+from lightning_elastic_zero.checkpoint import streams as device_streams
+from lightning_elastic_zero.checkpoint.background import HostBuffer, copy_plain_data
 from lightning_elastic_zero.errors import SaveError
 from tests.core._memory import MB, zeros
 from tests.engine._worker_pool import ROOT, environment

@@ -9,16 +9,16 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from lightning_elastic_zero.engine.infer_optimizer import (
+from lightning_elastic_zero.core.manifest import Group, Manifest, Plain, Progress, StateKey, Writer
+from lightning_elastic_zero.core.tensors import RestoreValues, state_key
+from lightning_elastic_zero.engine.optimizer import (
     check_configured_state,
     check_unnamed_hyperparameters,
     check_unnamed_state,
+    weight_decay_change,
 )
 from lightning_elastic_zero.engine.restore import commit_groups
-from lightning_elastic_zero.engine.weight_decay import weight_decay_change
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group, Manifest, Plain, Progress, StateKey, Writer
-from lightning_elastic_zero.tensor_state import RestoreValues, state_key
 
 Kind: TypeAlias = "type[torch.optim.Optimizer]"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.key_mapping import (
+from lightning_elastic_zero.core.names import (
     MOST_SUGGESTED,
     KeyMapping,
     guess_key_mapping,
     mapping_to,
 )
-from lightning_elastic_zero.option_checks import check_rename
+from lightning_elastic_zero.core.options import check_rename
+from lightning_elastic_zero.errors import CheckpointMismatchError
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, TransferPlan, spans
+from lightning_elastic_zero.core.partition import FlatBuffer, PerParameterPartition
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.layout import Fragment, Layout, Transfer, TransferPlan, spans
-from lightning_elastic_zero.partition import FlatBuffer, PerParameterPartition
 from tests.core.strategies import Cut, cut_to, pairs_of_cuts
 
 EMPTY = ("", -1)

@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.links import CheckpointLinks
+from lightning_elastic_zero.checkpoint.manager import CheckpointLinks
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import LINK_PREFIX, make_link, remove_leftovers, repair_target
+from lightning_elastic_zero.storage.leftovers import (
+    LINK_PREFIX,
+    make_link,
+    remove_leftovers,
+    repair_target,
+)
 from tests.core._checkpoints import SHARD, contents, fill, names_in, whole
 from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
 
-NO_EXCHANGE = "lightning_elastic_zero.storage.atomic.exchange_names"
+NO_EXCHANGE = "lightning_elastic_zero.storage.publish.exchange_names"
 
 
 checkpoint = fill

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.data_progress import (
+from lightning_elastic_zero.core.manifest import Progress
+from lightning_elastic_zero.data_progress.batches import (
     LOADER_STATES,
     Consumed,
     DataProgress,
@@ -22,7 +23,6 @@ from lightning_elastic_zero.data_progress import (
     with_loader_states,
 )
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.manifest import Progress
 
 
 def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:

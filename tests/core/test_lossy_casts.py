@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint.lossy_casts import infinite_weights
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter
-from lightning_elastic_zero.tensor_state import RestoreTargets
+from lightning_elastic_zero.checkpoint.load import infinite_weights
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
+from lightning_elastic_zero.core.tensors import RestoreTargets
 
 NUMEL = (1 << 20) + 3
 """More elements than are looked at at a time."""

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.coordination import Timeouts
-from lightning_elastic_zero.coordination.liveness import IdleTimer
-from lightning_elastic_zero.coordination.rank_session import (
-    CHECK_INTERVAL_S,
-)
-from lightning_elastic_zero.processes import ProcessState
+from lightning_elastic_zero.coordination.liveness import IdleTimer, Timeouts
+from lightning_elastic_zero.coordination.session import CHECK_INTERVAL_S
+from lightning_elastic_zero.core.processes import ProcessState
 from tests.core._cluster import SHORT, Cluster, Pauses, Rank, Work, raising
 from tests.core._cluster_steps import (
     EVERYONE,

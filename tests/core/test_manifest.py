@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.json_records import dump_with_digest
-from lightning_elastic_zero.manifest import (
+from lightning_elastic_zero.core.manifest import (
     FileEntry,
     Group,
     Manifest,
@@ -20,9 +18,11 @@ from lightning_elastic_zero.manifest import (
     Progress,
     StateKey,
     Writer,
+    dump_with_digest,
     manifest_from_json,
 )
-from lightning_elastic_zero.partition import FlatBuffer
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from tests.core.bitwise_repr import bitwise_repr
 from tests.core.strategies import manifests, plain_values
 
@@ -222,7 +222,7 @@ class TestJson:
         "value",
         [{"tuple": [1]}, {"dict": {}}, {"dict": {"tuple": (1,)}}, ({"tuple": ()},), {"tuple": 1}],
     )
-    def test_a_dict_that_looks_like_a_tag_stays_a_dict(self, value: Any) -> None:  # noqa: ANN401
+    def test_a_dict_that_looks_like_a_tag_stays_a_dict(self, value: Any) -> None:
         """How tuples are written takes no value away from hyperparameters."""
         group = replace(SMALL.groups[0], hyperparameters={"x": value, "tuple": value})
         manifest = replace(SMALL, groups=(group,))
@@ -238,7 +238,7 @@ class TestJson:
     def test_unknown_fields_are_ignored(self, extra: dict[str, Any]) -> None:
         """A later writer of the same version may say more, in every table."""
 
-        def add(content: Any) -> None:  # noqa: ANN401 (JSON)
+        def add(content: Any) -> None:
             tables = ("parameters", "buffers", "groups", "files")
             rows = [row for table in tables for row in content[table]]
             for row in [content, content["progress"], content["writer"], *rows]:

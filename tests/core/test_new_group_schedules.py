@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
-from lightning_elastic_zero.trainer.lr_schedulers import resume_as_saved, with_new_groups
+from lightning_elastic_zero.trainer.schedulers import resume_as_saved, with_new_groups
 
 STEPS, PLACE, LATER = 20, 7, 5
 
@@ -34,7 +34,7 @@ def made(rates: list[float], kind: str) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, SCHEDULES[kind](optimizer)
 
 
-def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:  # noqa: ANN401
+def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
     """Return the rates at a place and after each step from there."""
     found = [[group["lr"] for group in optimizer.param_groups]]
     for _ in range(steps):

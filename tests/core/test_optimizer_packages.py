@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.engine.optimizer_state import package_of
+from lightning_elastic_zero.engine.optimizer import package_of
 
 
-def instance_of(name: str, module: str, base: type) -> Any:  # noqa: ANN401 (an optimizer)
+def instance_of(name: str, module: str, base: type) -> Any:
     """Return an optimizer of a class that seems to stand in a module, without having made it."""
     kind: Any = type(name, (base,), {"__module__": module})
     return kind.__new__(kind)

@@ -16,12 +16,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, open_checkpoint
-from lightning_elastic_zero.formats.overflow import ReadRun, check_no_overflow
-from lightning_elastic_zero.formats.torch_file import StoredRun
-from lightning_elastic_zero.layout import Fragment, Layout, TransferPlan
-from lightning_elastic_zero.storage import ignore_bytes
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.formats.reader import (
+    WEIGHT,
+    CheckpointReader,
+    ReadRun,
+    check_no_overflow,
+)
+from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 
 NUMEL = (1 << 20) + 12
 """More elements than are looked at at a time."""

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.partition import (
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.partition import (
     ContiguousPartition,
     FlatBuffer,
     PerParameterPartition,
@@ -18,6 +17,7 @@ from lightning_elastic_zero.partition import (
     round_robin_order,
     zero_layout,
 )
+from lightning_elastic_zero.errors import CheckpointFormatError
 from tests.core.strategies import Cut, contiguous_cuts, cut_to, cuts, per_parameter_cuts, tables
 
 Element = tuple[str, int]

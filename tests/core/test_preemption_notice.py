@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from lightning_elastic_zero import PreemptionCheckpoint
-from lightning_elastic_zero.trainer.preemption_notice import (
+from lightning_elastic_zero.trainer.preemption import (
     AwsNotice,
     FileNotice,
     Notice,
+    PreemptionCheckpoint,
     UrlNotice,
     gcp_notice,
     notice_of,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero import processes
-from lightning_elastic_zero.processes import start_time
-from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S, ProcessIdentity
+from lightning_elastic_zero.core import processes
+from lightning_elastic_zero.core.processes import start_time
+from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, ProcessIdentity
 from tests.timeouts import PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(

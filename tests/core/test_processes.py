@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_elastic_zero.processes import ProcessKey, ProcessState, machine, start_time
+from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, machine, start_time
 
 WAIT_S = 20.0
 

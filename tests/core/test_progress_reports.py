@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint.uncopied_tensors import UncopiedTensors
-from lightning_elastic_zero.formats.torch_file import ChunkedSource
-from lightning_elastic_zero.storage import StagedDirectory, make_link, remove_leftovers
+from lightning_elastic_zero.checkpoint.background import UncopiedTensors
+from lightning_elastic_zero.formats.torch_write import ChunkedSource
+from lightning_elastic_zero.storage.leftovers import make_link, remove_leftovers
+from lightning_elastic_zero.storage.publish import StagedDirectory
 from tests.core._checkpoints import manifest_of
 
 FILES = 7

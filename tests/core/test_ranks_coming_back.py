@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination.leader import Leader
-from lightning_elastic_zero.coordination.messages import pack, unpack
-from lightning_elastic_zero.coordination.rank_session import (
-    Step,
-)
+from lightning_elastic_zero.coordination.liveness import pack, unpack
+from lightning_elastic_zero.coordination.session import Leader, Step
 from tests.core._cluster import SHORT, TICK_S, Cluster, Pauses, Rank
 from tests.core._cluster_steps import (
     LATE_S,

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination.rendezvous import agree_on_port
+from lightning_elastic_zero.coordination.store import agree_on_port
 from lightning_elastic_zero.errors import RanksError
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S

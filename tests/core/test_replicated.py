@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.saving import ShardContents
-from lightning_elastic_zero.checkpoint.snapshot import CopyPlan
-from lightning_elastic_zero.engine.flat_buffers import PLAIN, live_flat_buffers
-from lightning_elastic_zero.engine.fragment_addresses import (
-    flat_buffer_row,
-    own_slices,
-    rank_fragments,
-)
-from lightning_elastic_zero.engine.optimizer_state import split_state
+from lightning_elastic_zero.checkpoint.background import CopyPlan
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.core.manifest import Group, Manifest
+from lightning_elastic_zero.core.tensors import FlatState, RankState, bit_sums, state_key
+from lightning_elastic_zero.engine.addresses import flat_buffer_row, own_slices, rank_fragments
+from lightning_elastic_zero.engine.buffers import PLAIN, live_flat_buffers
+from lightning_elastic_zero.engine.optimizer import split_state
 from lightning_elastic_zero.engine.restore import (
     allocate_states,
     commit_masters,
@@ -22,8 +20,6 @@ from lightning_elastic_zero.engine.restore import (
     flat_target,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.manifest import Group, Manifest
-from lightning_elastic_zero.tensor_state import FlatState, RankState, bit_sums, state_key
 
 
 class Odd(nn.Module):

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_elastic_zero.engine.release_check import check_builder, check_ops
-from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.requirements import (
+from lightning_elastic_zero.core.requirements import (
     DEEPSPEED,
     LIGHTNING,
     Requirement,
     missing_names,
     version_of,
 )
-from lightning_elastic_zero.trainer.loss_scaling_check import LossScalingCheck
+from lightning_elastic_zero.engine.deepspeed import check_builder, check_ops
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.trainer.strategy import LossScalingCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 

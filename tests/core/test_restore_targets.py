@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.engine import initial_state
-from lightning_elastic_zero.engine.flat_buffers import LiveFlatBuffer
-from lightning_elastic_zero.engine.optimizer_state import place_scalar, split_state
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import Group, Manifest
+from lightning_elastic_zero.core.tensors import dtype_name, state_key
+from lightning_elastic_zero.engine import restore as initial_state
+from lightning_elastic_zero.engine.buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.optimizer import place_scalar, split_state
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
     commit_masters,
     commit_state,
 )
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Group, Manifest
-from lightning_elastic_zero.tensor_state import dtype_name, state_key
 
 FRAGMENTS = (
     Fragment("known", 0, 4, rank=0, buffer=0, offset=1),

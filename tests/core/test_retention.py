@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.retention import Retention
+from lightning_elastic_zero.checkpoint.manager import Retention
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.manifest import MANIFEST_NAME
-from lightning_elastic_zero.storage import DELETING_PREFIX, LINK_PREFIX, deleting
+from lightning_elastic_zero.storage import ownership as deleting
+from lightning_elastic_zero.storage.leftovers import LINK_PREFIX
+from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
 from tests.core._checkpoints import SHARD, fill, names_in
 
 

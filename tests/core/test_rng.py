@@ -11,13 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.data_progress import (
+from lightning_elastic_zero.data_progress.sampler import (
     collect_rng_states,
     derive_seed,
+    isolate_rng,
+    seed_host_rng,
     seed_rng_streams,
     set_rng_states,
 )
-from lightning_elastic_zero.data_progress.rng import isolate_rng, seed_host_rng
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.formats.elastic.client_state import host_pickle
-from lightning_elastic_zero.formats.safe_pickle.unpickler import find_refused, load_objects
+from lightning_elastic_zero.formats.client_state import host_pickle
+from lightning_elastic_zero.formats.pickles import find_refused, load_objects
 from tests.core.bitwise_repr import bitwise_repr
 
 WHERE = "a.ckpt/checkpoint/client_objects.pt (hyper_parameters.x)"
@@ -167,7 +167,7 @@ class TestRefused:
             ("torch.hub", "load"),
             ("torch", "float32.__class__"),
             ("torch.storage", "TypedStorage"),
-            ("lightning_elastic_zero.formats.safe_pickle.unpickler", "load_objects"),
+            ("lightning_elastic_zero.formats.pickles", "load_objects"),
             ("", "os.system"),
             ("os.", "system"),
         ],

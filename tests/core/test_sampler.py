@@ -26,17 +26,17 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_elastic_zero.data_progress import (
-    BatchPlan,
+from lightning_elastic_zero.data_progress.batches import BatchPlan, plan_batches
+from lightning_elastic_zero.data_progress.sampler import (
     ElasticBatchSampler,
     ElasticSampler,
     derive_seed,
-    plan_batches,
+    digest_of,
+    epoch_order,
 )
-from lightning_elastic_zero.data_progress.sample_order import digest_of, epoch_order
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.batch_settings import BatchSettings
-from lightning_elastic_zero.trainer.dataloaders import elastic_loader
+from lightning_elastic_zero.trainer.batches import BatchSettings
+from lightning_elastic_zero.trainer.loaders import elastic_loader
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
@@ -188,7 +188,7 @@ class Draws(Dataset[Any]):
     def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, index: int) -> Any:  # noqa: ANN401
+    def __getitem__(self, index: int) -> Any:
         return index, torch.rand(1).item(), random.random(), float(np.random.rand())  # noqa: NPY002
 
 
@@ -227,7 +227,7 @@ class Named(Sampler[Any]):
         return map(self.kind, torch.randperm(24).tolist())
 
 
-def _mixed(index: int) -> Any:  # noqa: ANN401 - an index of any kind
+def _mixed(index: int) -> Any:
     return index if index % 2 else np.int64(index)
 
 
@@ -257,7 +257,7 @@ def test_workers_draw_by_place_whatever_names_a_sample(
     assert len({sample[1] for sample in whole}) == len(whole)
 
 
-def _as_given(samples: Any) -> Any:  # noqa: ANN401 - a batch, or a sample
+def _as_given(samples: Any) -> Any:
     return samples
 
 
@@ -283,7 +283,7 @@ class Holding(SubsetRandomSampler):
         self.own: list[Any] = [random.Random(entropy), np.random.default_rng(entropy)]
         self.old = np.random.RandomState(entropy)
 
-    def __iter__(self) -> Any:  # noqa: ANN401
+    def __iter__(self) -> Any:
         first, second = self.own
         order = list(self.inner)
         first.shuffle(order)

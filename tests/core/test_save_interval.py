@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero import optimal_save_interval
+from lightning_elastic_zero.save_interval import optimal_save_interval
 
 stalls = st.floats(1e-3, 1e4)
 times_between_failures = st.floats(1.0, 1e9)

@@ -13,10 +13,10 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer, swa_utils
 from torch.optim import lr_scheduler as lrs
 
+from lightning_elastic_zero.core.manifest import Group
+from lightning_elastic_zero.core.tensors import cast_like, plain
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.manifest import Group
-from lightning_elastic_zero.tensor_state import cast_like, plain
-from lightning_elastic_zero.trainer.lr_schedulers import (
+from lightning_elastic_zero.trainer.schedulers import (
     CONFIGURATION_KEYS,
     resume_as_configured,
     resume_as_saved,
@@ -142,7 +142,7 @@ def weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(1))
 
 
-def after(make: Make, optimizer: Optimizer, steps: int) -> Any:  # noqa: ANN401 (a scheduler)
+def after(make: Make, optimizer: Optimizer, steps: int) -> Any:
     """Make a scheduler, and take it some steps on."""
     scheduler = make(optimizer)
     for _ in range(steps):
@@ -150,7 +150,7 @@ def after(make: Make, optimizer: Optimizer, steps: int) -> Any:  # noqa: ANN401 
     return scheduler
 
 
-def advance(scheduler: Any) -> None:  # noqa: ANN401 (a scheduler)
+def advance(scheduler: Any) -> None:
     """Take a scheduler one step on; what it may watch gets no better."""
     scheduler.optimizer.step()
     if isinstance(scheduler, lrs.ReduceLROnPlateau):
@@ -175,7 +175,7 @@ def saved_groups(optimizer: Optimizer) -> tuple[Group, ...]:
     )
 
 
-def resume(saved: Any, live: Any) -> None:  # noqa: ANN401 (schedulers)
+def resume(saved: Any, live: Any) -> None:
     """Set a scheduler to the position of another one, as the strategy and Lightning do."""
     state = copy.deepcopy(saved.state_dict())
     before = copy.deepcopy(state)
@@ -202,7 +202,7 @@ def test_it_goes_on_as_if_it_had_always_been_so(
     assert repr(comparable(scheduler)) == repr(comparable(uninterrupted))
 
 
-def comparable(scheduler: Any) -> dict[str, Any]:  # noqa: ANN401 (a scheduler)
+def comparable(scheduler: Any) -> dict[str, Any]:
     """Return a scheduler's state without the addresses of functions."""
     state = scheduler.state_dict()
     return {key: value for key, value in state.items() if "anneal_func" not in key}

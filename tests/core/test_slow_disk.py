@@ -19,7 +19,8 @@ MB = 1 << 20
 PROGRAM = """
 import sys
 from pathlib import Path
-from lightning_elastic_zero.storage import ChecksummedWriter, copying
+from lightning_elastic_zero.storage import leftovers as copying
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
 from tests.timeouts import HANG_TIMEOUT_S
 

@@ -13,18 +13,16 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import (
-    DELETING_PREFIX,
+from lightning_elastic_zero.storage import owners as process_identity
+from lightning_elastic_zero.storage.leftovers import (
     LINK_PREFIX,
-    PeriodicThread,
-    StagedDirectory,
-    process_identity,
     remove_leftovers,
     repair,
     repair_target,
-    staging_path,
 )
-from lightning_elastic_zero.storage.process_identity import DEAD_AFTER_S
+from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, PeriodicThread
+from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
+from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
 from tests.core._checkpoints import (
     SHARD,
     contents,
@@ -43,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 SAVE = """
 import os, signal, sys
 from pathlib import Path
-from lightning_elastic_zero.storage import StagedDirectory
+from lightning_elastic_zero.storage.publish import StagedDirectory
 from tests.core._checkpoints import fill, publish_staged
 
 def die():

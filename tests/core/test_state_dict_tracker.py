@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.trainer.state_dict_tracker import StateDictTracker
+from lightning_elastic_zero.trainer.checkpoint_io import StateDictTracker
 from tests.outcome import warnings_heard
 
 Weights = dict[str, Any]

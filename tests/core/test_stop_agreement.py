@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import OneRank, StoreRanks
-from lightning_elastic_zero.coordination.stop_agreement import StopAgreement, _Place, _stop_beyond
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.coordination.stopping import StopAgreement, _Place, _stop_beyond
 from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
 BATCHES = 400
 
 
-def train(rank: int, world: int, store: HashStore, meet: threading.Barrier, told: Any) -> int:  # noqa: ANN401
+def train(rank: int, world: int, store: HashStore, meet: threading.Barrier, told: Any) -> int:
     """Train in step with the others, as collectives make ranks do; return how many batches."""
     own = random.Random(rank)
     agreement = StopAgreement(
@@ -66,7 +67,7 @@ def validate_now_and_then(
     world: int,
     store: HashStore,
     meet: threading.Barrier,
-    told: Any,  # noqa: ANN401
+    told: Any,
 ) -> tuple[int, int]:
     """Train in step, validate each on its own; return the place of the stop, as (batch, batch)."""
     own = random.Random(rank)

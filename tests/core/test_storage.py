@@ -19,29 +19,24 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointNotFoundError,
     SaveError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.manifest import FileEntry
-from lightning_elastic_zero.storage import (
-    CHUNK_BYTES,
-    READ_BYTES,
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.storage import files as range_file
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter, write_durably
+from lightning_elastic_zero.storage.files import READ_BYTES, VerifiedFile
+from lightning_elastic_zero.storage.leftovers import repair_target
+from lightning_elastic_zero.storage.paths import check_local_path, existing_path, real_path
+from lightning_elastic_zero.storage.shared import (
     TABLE_PREFIX,
     TOKEN_PREFIX,
-    ChecksummedWriter,
-    VerifiedFile,
     await_shared,
-    check_local_path,
-    existing_path,
-    range_file,
-    real_path,
     remove_shared,
-    repair_target,
-    write_durably,
 )
 from tests.timeouts import PROMPT_TIMEOUT_S
 
@@ -514,6 +509,8 @@ class TestSharedDirectory:
 
 def test_needs_no_torch() -> None:
     """Storage is bytes: it loads without torch."""
-    code = "import sys; import lightning_elastic_zero.storage; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import lightning_elastic_zero.storage.files; sys.exit('torch' in sys.modules)"
+    )
     root = str(Path(__file__).parents[2])
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_elastic_zero import UnsupportedError
-from lightning_elastic_zero.formats.torch_file import StoredRun, TorchFile, is_dense
-from lightning_elastic_zero.formats.torch_file.strides import blocks_of
-from lightning_elastic_zero.storage import RangeFile
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile, blocks_of, is_dense
+from lightning_elastic_zero.storage.files import RangeFile
 
 
 @st.composite

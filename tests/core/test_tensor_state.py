@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.tensor_state import same_bits
+from lightning_elastic_zero.core.tensors import same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool)
 

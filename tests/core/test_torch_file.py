@@ -16,27 +16,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
     CheckpointMismatchError,
 )
-from lightning_elastic_zero.formats.safe_pickle.policy import PLAIN_DATA
-from lightning_elastic_zero.formats.torch_file import (
-    LegacyFile,
-    PiecewiseSource,
-    StoredRun,
-    TorchFile,
-    TorchFileWriter,
-    is_legacy,
-)
-from lightning_elastic_zero.manifest import FileEntry
-from lightning_elastic_zero.storage import (
-    CHUNK_BYTES,
-    ChecksummedWriter,
-    RangeFile,
-    range_file,
-)
+from lightning_elastic_zero.formats.pickles import PLAIN_DATA
+from lightning_elastic_zero.formats.torch_read import LegacyFile, StoredRun, TorchFile, is_legacy
+from lightning_elastic_zero.formats.torch_write import PiecewiseSource, TorchFileWriter
+from lightning_elastic_zero.storage import files as range_file
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
+from lightning_elastic_zero.storage.files import RangeFile
 from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
 from tests.core.bitwise_repr import bitwise_repr
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.torch_file import (
+from lightning_elastic_zero.formats import torch_write as writing
+from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_write import (
     ChunkedSource,
     PiecewiseSource,
-    StoredRun,
     TorchFileWriter,
-    writing,
 )
 from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
 
@@ -175,10 +175,9 @@ MEMORY = """
 import sys, tempfile, torch
 from contextlib import closing
 from pathlib import Path
-from lightning_elastic_zero.formats.torch_file import (
-    PiecewiseSource, StoredRun, TorchFile, TorchFileWriter
-)
-from lightning_elastic_zero.storage import VerifiedFile
+from lightning_elastic_zero.formats.torch_write import PiecewiseSource, TorchFileWriter
+from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
+from lightning_elastic_zero.storage.files import VerifiedFile
 
 # Where deterministic algorithms are asked for, torch.empty fills what it gives.
 torch.use_deterministic_algorithms(True)

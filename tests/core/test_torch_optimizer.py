@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.full_state.torch_optimizer import (
+from lightning_elastic_zero.formats.torch_optimizer import (
     NamedOptimizerState,
     is_optimizer,
     name_states,
 )
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter
 
 SHAPES = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (3,), "f": (4,)}
 FROZEN = ("f",)

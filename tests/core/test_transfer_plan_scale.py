@@ -22,9 +22,9 @@ from benchmarks.plan import (
     wide_parameters,
 )
 
-from lightning_elastic_zero.layout import Fragment, Layout, TransferPlan
-from lightning_elastic_zero.manifest import Parameter, manifest_from_json
-from lightning_elastic_zero.partition import zero_layout
+from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan
+from lightning_elastic_zero.core.manifest import Parameter, manifest_from_json
+from lightning_elastic_zero.core.partition import zero_layout
 
 RANKS = [0, 1, RESUMED_ON // 2, RESUMED_ON - 1]
 

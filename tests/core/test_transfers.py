@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint.transfers import plans, read_targets, scalars_by_buffer
+from lightning_elastic_zero.checkpoint.load import plans, read_targets, scalars_by_buffer
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import RestoreTargets
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.storage import ignore_bytes
-from lightning_elastic_zero.tensor_state import RestoreTargets
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 from tests.tools._checkpoints import STATES, WholeState, make_state, manifest_of, write_elastic
 
 SHAPES = {"a": (5, 3), "b": (4,), "c": (7,)}

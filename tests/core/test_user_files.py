@@ -17,27 +17,25 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.fallback import find_fallback
-from lightning_elastic_zero.checkpoint.retention import Retention
-from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.checkpoint.load import find_fallback
+from lightning_elastic_zero.checkpoint.manager import Retention
+from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.deepspeed.constants import (
+from lightning_elastic_zero.formats.deepspeed_files import (
     CLIENT_OBJECTS,
     model_file,
     optimizer_file,
 )
-from lightning_elastic_zero.storage import (
-    StagedDirectory,
-    check_replaceable,
-    leave_shared,
+from lightning_elastic_zero.storage.leftovers import (
+    copy_checkpoint,
     make_link,
     remove_leftovers,
-    remove_shared,
     repair_target,
 )
-from lightning_elastic_zero.storage.copying import copy_checkpoint
-from lightning_elastic_zero.storage.file_ownership import classify_files
-from lightning_elastic_zero.storage.process_identity import filesystem_time_s
+from lightning_elastic_zero.storage.owners import filesystem_time_s
+from lightning_elastic_zero.storage.ownership import check_replaceable, classify_files
+from lightning_elastic_zero.storage.publish import StagedDirectory
+from lightning_elastic_zero.storage.shared import leave_shared, remove_shared
 from tests.core._checkpoints import (
     SHARD,
     contents,

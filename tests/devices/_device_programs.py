@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
-from lightning_elastic_zero.coordination import Ranks, Timeouts
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.engine import selftest_engine
 from tests.engine._oracle import dump
 from tests.engine._save_load_programs import STEPS, Saved

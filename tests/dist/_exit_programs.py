@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_elastic_zero.coordination import StoreRanks, Timeouts, connect_ranks
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import RanksError
 from tests.ports import free_port
 

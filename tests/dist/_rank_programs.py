@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import override
 
-from lightning_elastic_zero.coordination import Ranks, StoreRanks, Timeouts, connect_ranks
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from tests.dist._launch import Job
 
 WORLD = 4
@@ -135,7 +137,7 @@ def many_connections(job: Job) -> None:
 
 def held_up(job: Job) -> None:
     """Hold the thread of one rank for longer than a silent rank is waited for, rank 0's at last."""
-    log = logging.getLogger("lightning_elastic_zero.coordination.store_thread")
+    log = logging.getLogger("lightning_elastic_zero.coordination.client")
     lines = LinesKept()
     log.addHandler(lines)
     log.propagate = False

@@ -21,18 +21,19 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.api import engine_handle as handle_of
-from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
 from lightning_elastic_zero.checkpoint import manager as manager_module
-from lightning_elastic_zero.checkpoint.async_save import _Job
-from lightning_elastic_zero.checkpoint.links import CheckpointLinks
-from lightning_elastic_zero.checkpoint.saving import ShardContents, write_shards
-from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
-from lightning_elastic_zero.coordination import Ranks, StoreRanks, Timeouts, connect_ranks
+from lightning_elastic_zero.checkpoint.background import Snapshotter, _Job
+from lightning_elastic_zero.checkpoint.manager import CheckpointLinks, CheckpointManager
+from lightning_elastic_zero.checkpoint.save import ShardContents, write_shards
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
+from lightning_elastic_zero.core.partition import ContiguousPartition, FlatBuffer
+from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.errors import RanksError
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, StateKey
-from lightning_elastic_zero.partition import ContiguousPartition, FlatBuffer
-from lightning_elastic_zero.storage import copying
-from lightning_elastic_zero.tensor_state import FlatState, RankState
+from lightning_elastic_zero.storage import leftovers as copying
 from tests.dist._launch import Job
 from tests.dist._rank_programs import SHORT, attempt
 from tests.trainer._failure_cases import engine
@@ -45,15 +46,15 @@ NUMEL = 3
 class Counting:
     """A connection to the store that counts the values which pass through it, beats left out."""
 
-    def __init__(self, store: Any) -> None:  # noqa: ANN401 (torch's store)
+    def __init__(self, store: Any) -> None:
         self._store = store
         self.bytes = 0
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any method)
+    def __getattr__(self, name: str) -> Any:
         """Call the store."""
         method = getattr(self._store, name)
 
-        def call(key: Any, *rest: Any) -> Any:  # noqa: ANN401 (any arguments)
+        def call(key: Any, *rest: Any) -> Any:
             found = method(key, *rest)
             if "beat/" not in str(key):
                 self._count(rest)
@@ -62,7 +63,7 @@ class Counting:
 
         return call
 
-    def _count(self, data: Any) -> None:  # noqa: ANN401 (any value)
+    def _count(self, data: Any) -> None:
         if isinstance(data, (str, bytes)):
             self.bytes += len(data)
         elif isinstance(data, (list, tuple)):
@@ -205,7 +206,7 @@ def slow_link(job: Job) -> None:
     """Save in the background where there are no links, and a copy takes longer than a stall may."""
     copy = copying._copy_file
 
-    def copy_slowly(source: Path, target: Path, on_block: Any) -> None:  # noqa: ANN401 (a function)
+    def copy_slowly(source: Path, target: Path, on_block: Any) -> None:
         copy(source, target, on_block)
         until = time.monotonic() + SHORT.stall_timeout_s
         while time.monotonic() < until:
@@ -268,10 +269,10 @@ class _StopsBefore:
     def __init__(self, ranks: Ranks, ending: str) -> None:
         self._ranks, self._ending = ranks, ending
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any method)
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._ranks, name)
 
-    def broadcast(self, step: str, work: Any) -> Any:  # noqa: ANN401 (as Ranks)
+    def broadcast(self, step: str, work: Any) -> Any:
         """Wait for ever instead."""
         if step.endswith(self._ending):
             threading.Event().wait()

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import StoreRanks
+from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.errors import RanksError, SaveError
 from tests.dist._launch import Job
 from tests.dist._rank_programs import SHORT, attempt, open_ranks, raising

@@ -15,11 +15,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination import STALL_TIMEOUT_S, OneRank, Timeouts, connect_ranks
-from lightning_elastic_zero.coordination.store_connection import (
-    check_open_file_limit,
-    open_file_limit_warning,
-)
+from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S, Timeouts
+from lightning_elastic_zero.coordination.ranks import OneRank, connect_ranks
+from lightning_elastic_zero.coordination.store import check_open_file_limit, open_file_limit_warning
 from tests.dist._launch import RankResult, run_ranks
 from tests.dist._rank_programs import (
     WORLD,

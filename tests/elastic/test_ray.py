@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero import verify_checkpoint
+from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.elastic._job import SAVE_EVERY, STEPS
 from tests.elastic._ray import HEAD, RayJob, is_ray_installed, ray_job
 from tests.elastic._steps import (

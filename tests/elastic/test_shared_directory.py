@@ -24,9 +24,9 @@ from tests.timeouts import HANG_TIMEOUT_S
 CHECK = """
 import json, sys
 from lightning_elastic_zero import ElasticZeroError
-from lightning_elastic_zero.checkpoint import check_directories
-from lightning_elastic_zero.coordination import Timeouts
-from lightning_elastic_zero.coordination.launched_ranks import launched_ranks
+from lightning_elastic_zero.checkpoint.directory_check import check_directories
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.client import launched_ranks
 with launched_ranks(Timeouts(), "a test") as ranks:
     try:
         (checked,) = check_directories([sys.argv[1]], ranks)

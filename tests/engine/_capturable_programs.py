@@ -27,7 +27,7 @@ class LoadedSteps:
 
 def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
     """Load, and look at the counts of steps and at what the parameter groups say of them."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         load_checkpoint(engine, saved.path)

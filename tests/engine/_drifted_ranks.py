@@ -28,7 +28,7 @@ def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0)
         rates: of each rank.
         steps: trained with them.
     """
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     warned = _Kept()
     log = logging.getLogger("lightning_elastic_zero")
@@ -50,7 +50,7 @@ def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0)
 
 def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]]:
     """Load, and give the rates of this rank and its part of the client state."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         loaded = load_checkpoint(engine, path)

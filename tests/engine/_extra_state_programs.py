@@ -46,7 +46,7 @@ class _Told(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _model(setup: Setup, values: dict[str, Any]) -> Any:  # noqa: ANN401
+def _model(setup: Setup, values: dict[str, Any]) -> Any:
     """Return a model with modules that keep values, two of them deeper down."""
     model = setup.model(0)
     model.kept = nn.ModuleDict({name: Keeping(value) for name, value in values.items()})
@@ -63,7 +63,7 @@ def _values(rank: int) -> dict[str, Any]:
 
 def save_extra_states(setup: Setup, folder: str) -> None:
     """Save a run by this library, by DeepSpeed itself, and by torch where weights are whole."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0, model=_model(setup, _values(distributed.get_rank()))) as engine:
         train(engine, setup, 0, STEPS)
@@ -85,7 +85,7 @@ def load_extra_states(
     for path in paths:
         with engine_of(setup, 1, model=_model(setup, values)) as engine:
             told = _Told()
-            log = logging.getLogger("lightning_elastic_zero.checkpoint.extra_states")
+            log = logging.getLogger("lightning_elastic_zero.checkpoint.save")
             log.addHandler(told)
             try:
                 outcome = _loaded(engine, path, options)
@@ -96,7 +96,8 @@ def load_extra_states(
 
 
 def _loaded(engine: Engine, path: str, options: dict[str, Any]) -> object:
-    from lightning_elastic_zero import ElasticZeroError, load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
 
     try:
         client = load_checkpoint(engine, path, **options).client_state

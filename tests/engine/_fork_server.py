@@ -188,7 +188,7 @@ def _join_world(device: str) -> None:
     import deepspeed
     import torch
 
-    from lightning_elastic_zero.engine import use_accelerator
+    from lightning_elastic_zero.engine.support import use_accelerator
 
     use_accelerator(device)
     if device == "cuda":

@@ -11,18 +11,15 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint import (
-    CheckpointManager,
-    EngineHandle,
-    LoadOptions,
-    SaveOptions,
-    load_engine,
-)
-from lightning_elastic_zero.checkpoint.saving import ShardContents
-from lightning_elastic_zero.checkpoint.snapshot import Snapshot
-from lightning_elastic_zero.coordination import Ranks, Timeouts, connect_ranks
-from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.tensor_state import RankState, RestoreTargets, RestoreValues
+from lightning_elastic_zero.checkpoint.background import Snapshot
+from lightning_elastic_zero.checkpoint.load import load_engine
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.types import EngineHandle, LoadOptions, SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.tensors import RankState, RestoreTargets, RestoreValues
 from tests.core._copy_engine import DEVICES, CopyEngine
 from tests.core._late_tensor import large_on_devices, on_device, small_on_devices, some_place
 from tests.core._saved_files import differing_files
@@ -34,10 +31,10 @@ from tests.engine._setup import Engine, engine_of, train
 class _LateState:
     """A live state (``LiveState``) whose tensors lie on devices."""
 
-    def __init__(self, live: Any, late: CopyEngine, first: int) -> None:  # noqa: ANN401 (LiveEngine)
+    def __init__(self, live: Any, late: CopyEngine, first: int) -> None:
         self._live, self._late, self._first = live, late, first
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._live, name)
 
     def rank_state(self, **options: bool) -> RankState:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_elastic_zero.engine.release_check import asked_names, check_names
+from lightning_elastic_zero.core.requirements import version_of
+from lightning_elastic_zero.engine.deepspeed import asked_names, check_names
 from lightning_elastic_zero.engine.support import optimizer_wrapper
-from lightning_elastic_zero.requirements import version_of
 from tests.engine._name_tables import TABLES
 from tests.engine._setup import Engine, Setup, engine_of, train
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from packaging.version import Version
 
-from lightning_elastic_zero.engine.releases import (
+from lightning_elastic_zero.engine.deepspeed import (
     ACCELERATOR_NAMES,
     BUILDER_NAMES,
     ENGINE_NAMES,

@@ -79,7 +79,7 @@ def _small_tensors_swapped() -> Iterator[None]:
         shutil.rmtree(swap_folder(), ignore_errors=True)
 
 
-def step_some_on_device(engine: Any, setup: Setup) -> None:  # noqa: ANN401 - DeepSpeed is untyped
+def step_some_on_device(engine: Any, setup: Setup) -> None:
     """Make partial offload's second optimizer step what it would step on a device.
 
     On a CPU DeepSpeed cannot tell its devices apart: this is the same one by another name. On a

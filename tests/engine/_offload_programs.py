@@ -28,7 +28,7 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
     from deepspeed.runtime.zero.offload_states import offload_adam_states, reload_adam_states
 
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
     model = setup.model(0)
@@ -58,7 +58,7 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
 
     DeepSpeed's second one has its own for the first group, which no schedule changes.
     """
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 0 if saves else 7, tilt=1.0 if saves else 3.0) as engine:
         optimizer = engine.optimizer
@@ -76,7 +76,7 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
 
 def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
     """Return whether each call before a step found the masters as they were, and they changed."""
-    from lightning_elastic_zero.engine import add_step_pre_hook
+    from lightning_elastic_zero.engine.step import add_step_pre_hook
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)
@@ -119,7 +119,7 @@ def elements_in_memory(setup: Setup, path: str) -> list[int]:
 
     Before the load, after it, and after one more step.
     """
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     def held() -> int:
         optimizer = engine.optimizer
@@ -140,7 +140,7 @@ def elements_in_memory(setup: Setup, path: str) -> list[int]:
 
 def save_without_swap_files(engine: Engine, path: str) -> object:
     """Lose the files of one rank, and save."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     if engine.global_rank == 1:
         shutil.rmtree(swap_folder())

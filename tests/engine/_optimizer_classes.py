@@ -12,7 +12,7 @@ OTHERS = {
 """What they have to be told beside the groups' own hyperparameters."""
 
 
-def optimizer_of_class(name: str, groups: list[dict[str, Any]]) -> Any:  # noqa: ANN401
+def optimizer_of_class(name: str, groups: list[dict[str, Any]]) -> Any:
     """Make an optimizer.
 
     Args:
@@ -24,7 +24,7 @@ def optimizer_of_class(name: str, groups: list[dict[str, Any]]) -> Any:  # noqa:
     return class_of(f"torch.optim.{name}")([p for group in groups for p in group["params"]])
 
 
-def class_of(name: str) -> Any:  # noqa: ANN401
+def class_of(name: str) -> Any:
     """Import a class by its full name."""
     package, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(package), kind)

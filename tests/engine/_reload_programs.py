@@ -33,7 +33,7 @@ Change = Callable[[Engine, str], None]
 
 def load_public(engine: Engine, path: str) -> None:
     """Load by the public function, which knows nothing of the save."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     load_checkpoint(engine, path)
 
@@ -85,13 +85,14 @@ def changed_during_save(
         The error of the save, and whether it was published; then it is as one without a change.
     """
     from lightning_elastic_zero.api import engine_handle
-    from lightning_elastic_zero.checkpoint import CheckpointManager, SaveOptions
-    from lightning_elastic_zero.coordination import Timeouts
-    from lightning_elastic_zero.formats.elastic.writer import RankWriter
+    from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+    from lightning_elastic_zero.checkpoint.types import SaveOptions
+    from lightning_elastic_zero.coordination.liveness import Timeouts
+    from lightning_elastic_zero.formats.elastic import RankWriter
 
     released, write = threading.Event(), RankWriter.optimizer_shard
 
-    def write_when_released(self: RankWriter, *args: Any) -> Any:  # noqa: ANN401
+    def write_when_released(self: RankWriter, *args: Any) -> Any:
         assert released.wait(HANG_TIMEOUT_S)
         return write(self, *args)
 
@@ -129,7 +130,7 @@ WINDOWS = 2
 
 def within_window(setup: Setup, saved: Saved) -> Continued:
     """Train on after a save, and after a load that interrupts another run's window."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     middle, end = (n * WINDOWS * setup.accumulation for n in (1, 2))
     with engine_of(setup, 0) as engine:
@@ -161,7 +162,7 @@ def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
     import deepspeed
     from deepspeed.utils import groups
 
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(source, 0) as engine:
         train(engine, source, 0, 2)
@@ -206,7 +207,7 @@ def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
     Before, the run is restored from there and trained a step, without weight decay for vectors:
     ``never``, which has no gradient, keeps masters that bf16 can hold, and no other one does.
     """
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         reads = 0
@@ -265,7 +266,7 @@ class Held:
 
 def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
     """Load several times over live state."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 102)
@@ -285,7 +286,7 @@ def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
 
 def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
     """Load over states of a narrower type; return those that are not what they were."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     wanted = {key: state.clone() for key, state in _states(engine).items()}
     for state in inner_of(engine).state.values():
@@ -315,6 +316,6 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def _count(tensor: Any, storages: dict[int, int]) -> None:  # noqa: ANN401
+def _count(tensor: Any, storages: dict[int, int]) -> None:
     storage = tensor.untyped_storage()
     storages[storage.data_ptr()] = storage.nbytes()

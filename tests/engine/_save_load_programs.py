@@ -91,7 +91,7 @@ def comparable(held: Dump, other: Dump) -> Dump:
 
 def save(engine: Engine, saved: Saved) -> None:
     """Save an engine and what it holds. Collective."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     before = dump(engine, saved.setup)
     save_checkpoint(engine, saved.path, {"epoch": STEPS}, **saved.options)
@@ -127,7 +127,7 @@ def load(
         copy_to: save what was loaded there.
         late: load and save through the adversarial copy engine, without options.
     """
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
     from tests.engine._late_saves import load_late, save_late
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -198,7 +198,7 @@ def found_after_load(
     steps_after: int = 0,
 ) -> tuple[Dump, Dump] | None:
     """Return what a run held before, and after it loaded (and trained on)."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps_before)
@@ -240,7 +240,7 @@ def saved_after_deepspeed(setup: Setup, saved: Saved, ours: str, theirs: str) ->
     Returns:
         What was saved, on rank 0.
     """
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 7) as engine:
         assert engine.load_checkpoint(saved.path)[0]
@@ -308,7 +308,7 @@ class Loading:
 
     def __call__(self, engine: Engine) -> object:
         """Load."""
-        from lightning_elastic_zero import load_checkpoint
+        from lightning_elastic_zero.api import load_checkpoint
 
         return load_checkpoint(engine, self.path, **self.options)
 
@@ -337,7 +337,7 @@ class Saving:
 
     def __call__(self, engine: Engine) -> object:
         """Save."""
-        from lightning_elastic_zero import save_checkpoint
+        from lightning_elastic_zero.api import save_checkpoint
 
         return save_checkpoint(engine, self.path)
 
@@ -346,7 +346,7 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
     """Load into an engine without an optimizer, and give what it holds."""
     import deepspeed
 
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     config = setup.config()
     if setup.zero == "0":
@@ -368,7 +368,7 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
 
 def group_origins_of(setup: Setup, path: str, options: dict[str, Any]) -> tuple[int | None, ...]:
     """Load, and return which saved group each of the live ones goes on with."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
         return load_checkpoint(engine, path, **options).group_origins
@@ -376,7 +376,7 @@ def group_origins_of(setup: Setup, path: str, options: dict[str, Any]) -> tuple[
 
 def save_unlike(setup: Setup, path: str) -> None:
     """Save a run whose last rank has a buffer of another shape."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)

@@ -238,12 +238,12 @@ class Quantized(torch.Tensor):
 class OddState(torch.optim.Optimizer):
     """An optimizer whose state has a shape of its own: no rule says how it is cut."""
 
-    def __init__(self, params: Any, shape: tuple[int, ...]) -> None:  # noqa: ANN401
+    def __init__(self, params: Any, shape: tuple[int, ...]) -> None:
         super().__init__(params, {"lr": 0.01})
         self.shape = shape
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step as SGD, and keep what has the shape."""
         for group in self.param_groups:
             for p in group["params"]:
@@ -315,7 +315,7 @@ DEEPSPEEDS = {
 """DeepSpeed's own optimizers: where each is, and what compiles it."""
 
 
-def deepspeeds_own(name: str) -> Any:  # noqa: ANN401
+def deepspeeds_own(name: str) -> Any:
     """Return the class of one of DeepSpeed's own optimizers."""
     module, kind, _ = DEEPSPEEDS[name]
     return class_of(f"{module}.{kind}")

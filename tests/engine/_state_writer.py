@@ -51,7 +51,7 @@ def write_state(engine: Engine, setup: Setup, held: Dump, *, states: bool = True
             setattr(engine, rest, parsed(value))
 
 
-def parsed(text: str) -> Any:  # noqa: ANN401 - a number, a tuple, a tensor of no dimension
+def parsed(text: str) -> Any:
     """Return what a ``repr`` in a dump stands for."""
     if text.startswith("tensor("):
         return torch.tensor(ast.literal_eval(text.removeprefix("tensor(").removesuffix(")")))

@@ -7,8 +7,8 @@ from torch import distributed
 
 def digests_with_a_changed_weight(stage: int) -> str:
     """Change a weight, but not its master, on rank 1; return what reading the state raises."""
-    from lightning_elastic_zero import ElasticZeroError
     from lightning_elastic_zero.engine.selftest_engine import TrialModel, train, trial_engine
+    from lightning_elastic_zero.errors import ElasticZeroError
     from lightning_elastic_zero.selftest import rank_tasks
 
     with trial_engine(TrialModel(1), stage) as engine:

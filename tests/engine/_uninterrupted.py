@@ -25,7 +25,7 @@ class Continued:
 
 def same_world(setup: Setup, saved: Saved) -> Continued:
     """Train on after a save, and train on after a load, from the same step."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, STEPS)
@@ -52,7 +52,7 @@ def resumed_masters(setup: Setup, saved: Saved, path: str) -> ReferenceCompariso
 
     The other one is made to hold the saved state by hand.
     """
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         load_checkpoint(engine, saved.path)

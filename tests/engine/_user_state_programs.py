@@ -19,7 +19,7 @@ from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
 STEPS = 3
 
 
-def cosine(epoch: int) -> Any:  # noqa: ANN401
+def cosine(epoch: int) -> Any:
     """Return a factor as NumPy has it."""
     return np.cos(epoch / 10)
 
@@ -38,7 +38,7 @@ class Annealed(torch.optim.SGD):
     """An optimizer with state under a key that is no parameter: each step is smaller."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step, and count."""
         begin = {"scale": 1.0, "seen": 0, "sums": torch.zeros(2), "last": (None, True)}
         kept: Any = self.state.setdefault("global", begin)  # type: ignore[call-overload]
@@ -55,7 +55,8 @@ ANNEALED = f"{Annealed.__module__}.{Annealed.__name__}"
 
 def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
     """Save after some steps; give the state, and how it goes on, of this and of a resumed run."""
-    from lightning_elastic_zero import ElasticZeroError, load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
 
     def go_on(engine: Engine) -> tuple[list[float], str]:
         losses = train(engine, setup, STEPS, 2 * STEPS)
@@ -92,7 +93,7 @@ class FailsToUnpickle(Exception):  # noqa: N818 (it is a value here)
         super().__init__(f"{one} {other}")
 
 
-def _schedule(engine: Engine, factor: Any) -> None:  # noqa: ANN401
+def _schedule(engine: Engine, factor: Any) -> None:
     engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer.optimizer, factor)
 
 
@@ -111,7 +112,7 @@ def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
 
 def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save a run with numbers of NumPy wherever it can; give how it and a resumed one go on."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     path = f"{folder}/numbers.ckpt"
     client = {"best": np.float32(0.1), "rates": [np.float64(1) / 3], "seen": {"n": np.int64(3)}}
@@ -139,7 +140,7 @@ def _load_beside_another_scaler(engine: Engine, path: str) -> None:
     """Fail unless a scaler of another class, as a run in fp16 has, stays as it is."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     engine.optimizer.loss_scaler = DynamicLossScaler(
         4.0, 1000, 1.0, 1, consecutive_hysteresis=False
@@ -151,7 +152,8 @@ def _load_beside_another_scaler(engine: Engine, path: str) -> None:
 
 def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
     """Save what no load could read; give the errors, and what else is in the folder then."""
-    from lightning_elastic_zero import ElasticZeroError, save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
 
     found: dict[str, str] = {}
     within: dict[str, Any] = {}
@@ -212,7 +214,7 @@ def load_after(
         change: done to the second engine before it loads.
         mode: makes the context in which both the save and the load are called.
     """
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     path = f"{folder}/{setup}.ckpt"
     with engine_of(setup, 0) as engine:
@@ -245,7 +247,7 @@ class LoadingAfter:
 
     def __call__(self, engine: Engine) -> None:
         """Change the engine, and load; fail if that changes a weight and must not."""
-        from lightning_elastic_zero import load_checkpoint
+        from lightning_elastic_zero.api import load_checkpoint
 
         self.change(engine)
         before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}

@@ -29,7 +29,7 @@ WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump | None:
     """Train and save; return what was held."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         in_channels_last(engine, setup)
@@ -41,7 +41,7 @@ def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump
 
 def loaded_dumps(setup: ModelSetup, path: str) -> tuple[Dump, Dump, list[float]] | None:
     """Load into a run of another seed, and go on; return what was held before and after."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         in_channels_last(engine, setup)

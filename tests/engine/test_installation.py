@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.engine import installation
+from lightning_elastic_zero.engine import support as installation
 from lightning_elastic_zero.errors import UnsupportedError
 from tests.dist._launch import Job, run_ranks
 from tests.engine._worker_pool import ForkServer

@@ -30,7 +30,7 @@ def numbers(engine: Engine) -> dict[str, Any]:
 
 def save_with_fixed_scale(setup: Setup, path: str, scale: float) -> None:
     """Save a run whose scale is fixed. Collective."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         scaler_of(engine).cur_scale = scale
@@ -47,7 +47,7 @@ def after_load(
     **options: Any,
 ) -> tuple[dict[str, Any], list[str]]:
     """Load, some steps after the start; return the scaler's numbers, and warnings of it."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
         for key, value in configured.items():

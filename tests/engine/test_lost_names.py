@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from lightning_elastic_zero.requirements import DEEPSPEED, version_of
+from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
 from tests.engine._lost_name_programs import missed_later, refusals, refusals_without_optimizer
 from tests.engine._name_tables import ASKED_OF, ASKED_WITHOUT_OPTIMIZER, asked_of
 from tests.engine._setup import DEEPSPEEDS, Setup

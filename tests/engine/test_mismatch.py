@@ -94,7 +94,7 @@ RESIZED = ("a", "b", "bn", "frozen", "average")
 
 def kept_in_a_resized_model(setup: Setup, path: str) -> dict[str, bool]:
     """Load as the error advises; return whether each parameter is what it was before."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 1) as engine:
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}

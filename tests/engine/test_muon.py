@@ -116,7 +116,7 @@ def test_it_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> N
 
 def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
     """Load; return what this rank was warned of momentum."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with (
         engine_of(setup, 7) as engine,

@@ -120,7 +120,7 @@ AT_HOME = Setup(2, "2")
 Structure: TypeAlias = "dict[Any, Any] | list[Any] | tuple[Any, ...] | str"
 
 
-def structure(value: Any) -> Structure:  # noqa: ANN401 (anything in a shard)
+def structure(value: Any) -> Structure:
     """Return keys, lengths, types and shapes of a tree, and its numbers."""
     if isinstance(value, dict):
         return {key: structure(item) for key, item in value.items()}

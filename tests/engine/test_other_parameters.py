@@ -47,7 +47,7 @@ class Listed(logging.Handler):
 
 def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
     """Load leniently; return what was held before, after, and a step later, and the warnings."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
     from tests.engine._oracle import dump
 
     log, listed = logging.getLogger("lightning_elastic_zero"), Listed()

@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import distributed
 
+from lightning_elastic_zero.core.partition import (
+    FlatBuffer,
+    piece_numel,
+    round_robin_order,
+    zero_layout,
+)
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.partition import FlatBuffer, piece_numel, round_robin_order, zero_layout
 from tests.engine._model import group_members, trained
 from tests.engine._oracle import PADDING, positions
 from tests.engine._setup import Engine, Setup, engine_of
@@ -104,7 +109,7 @@ def test_rules_say_what_engines_hold(setup: Setup, world: int, pools: Pools) -> 
 
 def refusals(setup: Setup) -> dict[str, str]:
     """Change what the library reads of an engine's flat buffers; return what it says of it."""
-    from lightning_elastic_zero.engine import LiveEngine, live_engine
+    from lightning_elastic_zero.engine.live import LiveEngine, live_engine
 
     def at_setup(engine: Engine) -> None:
         LiveEngine(engine).verify_addresses(fresh=True)
@@ -127,7 +132,7 @@ def refusals(setup: Setup) -> dict[str, str]:
 
 def put_elsewhere(setup: Setup) -> tuple[str, str]:
     """Put a weight where another one lies; return what a save says, after a setup and without."""
-    from lightning_elastic_zero.engine import LiveEngine, live_engine
+    from lightning_elastic_zero.engine.live import LiveEngine, live_engine
 
     def look(*, places_checked: bool) -> str:
         try:

@@ -19,7 +19,7 @@ VALUES = 3
 
 def train_and_save(setup: Setup, path: str) -> None:
     """Save a run that has stepped."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)

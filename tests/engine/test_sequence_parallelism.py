@@ -124,7 +124,7 @@ def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> l
 
 def saved_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
     """Train and save; return what was held, and the losses that follow."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_over(setup, 0) as engine:
         train_over(engine, setup, 0, 3)
@@ -136,7 +136,7 @@ def saved_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | No
 
 def loaded_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
     """Load into another run; return what is held then, and the losses that follow."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_over(setup, 7) as engine:
         train_over(engine, setup, 100, 101)
@@ -185,7 +185,7 @@ def whole_counts(held: Dump) -> Dump:
 
 def refused_over(setup: SequenceSetup, path: str) -> str:
     """Save, which must fail; return why."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
     from lightning_elastic_zero.errors import UnsupportedError
 
     with engine_over(setup, 0, mesh=True) as engine:

@@ -27,7 +27,7 @@ def _give_up(*_: object) -> None:
 
 def _saved(engine: Engine, path: Path, timeout_s: int) -> str:
     """Save, and return what was raised, if so."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(timeout_s)

@@ -11,7 +11,7 @@ RELEASE = "1.34"
 """Of Kubernetes."""
 
 
-def differences(given: Any, known: Any, where: str = "") -> list[str]:  # noqa: ANN401 - YAML
+def differences(given: Any, known: Any, where: str = "") -> list[str]:
     """Return what a model has not taken over: fields that it does not know are dropped."""
     if isinstance(given, dict):
         if not isinstance(known, dict):

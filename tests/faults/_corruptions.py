@@ -132,7 +132,7 @@ def edited_manifest(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     return Damage(f"{key}: {old!r} edited", MANIFEST)
 
 
-def _places(content: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 (JSON)
+def _places(content: Any) -> Iterator[tuple[Any, Any]]:
     items = content.items() if isinstance(content, dict) else enumerate(content)
     for key, value in items:
         yield content, key
@@ -140,7 +140,7 @@ def _places(content: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 (JSON)
             yield from _places(value)
 
 
-def _other_value(old: Any, draw: random.Random) -> Any:  # noqa: ANN401 (JSON)
+def _other_value(old: Any, draw: random.Random) -> Any:
     if isinstance(old, bool):
         return not old
     if isinstance(old, int | float):
@@ -154,7 +154,7 @@ def _other_value(old: Any, draw: random.Random) -> Any:  # noqa: ANN401 (JSON)
 
 def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim a later version of the format, with or without a digest that fits."""
-    from lightning_elastic_zero.json_records import dump_with_digest
+    from lightning_elastic_zero.core.manifest import dump_with_digest
 
     content = json.loads((checkpoint / MANIFEST).read_text())
     content["format_version"] = draw.randrange(2, 99)
@@ -165,7 +165,7 @@ def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim that it is of another step, with a digest that fits."""
-    from lightning_elastic_zero.json_records import dump_with_digest
+    from lightning_elastic_zero.core.manifest import dump_with_digest
 
     content = json.loads((checkpoint / MANIFEST).read_text())
     content["progress"]["global_steps"] += draw.randrange(1, 99)

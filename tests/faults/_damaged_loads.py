@@ -23,7 +23,7 @@ class Outcome:
 
 def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome]:
     """Load one after another into one engine, which trains a step before each."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     found = []
     with engine_of(setup, 7, tilt=3.0) as engine:

@@ -65,7 +65,7 @@ class DeterministicModel(pl.LightningModule):
         losses = [layer(g) for layer, g in zip(self.layers, drawn, strict=True)]
         return torch.stack(losses).sum()
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
+    def configure_optimizers(self) -> Any:
         """Return AdamW on two groups, and a rate that changes with each step."""
         first, *others = self.parameters()
         groups: list[dict[str, Any]] = [

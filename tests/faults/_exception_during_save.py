@@ -14,8 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from lightning_elastic_zero.checkpoint import async_save, manager
+from lightning_elastic_zero.checkpoint import background as async_save
+from lightning_elastic_zero.checkpoint import manager
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.dist._launch import Job
 from tests.faults._deterministic_training import DeterministicModel, state_digests
 from tests.faults._fault_injection import on_nth_write

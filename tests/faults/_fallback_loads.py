@@ -38,7 +38,7 @@ class WarningCollector(logging.Handler):
 
 def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) -> FallbackResult:
     """Load into a run from another seed."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     message, instead_of, kept = "", "", WarningCollector()
     log = logging.getLogger("lightning_elastic_zero")

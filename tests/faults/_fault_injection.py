@@ -64,7 +64,7 @@ def on_nth_write(nth: int, act: Act, *, every: bool) -> Iterator[None]:
     """Do something when a shard is written to for the nth time."""
     real, count = os.write, 0
 
-    def write(descriptor: int, data: Any) -> int:  # noqa: ANN401 (any buffer)
+    def write(descriptor: int, data: Any) -> int:
         nonlocal count
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith("_optim_states.pt"):
             count += 1

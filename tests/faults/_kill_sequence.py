@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage import repair
-from lightning_elastic_zero.storage.process_identity import ProcessIdentity
+from lightning_elastic_zero.storage.leftovers import repair
+from lightning_elastic_zero.storage.owners import ProcessIdentity
 from tests.engine._worker_pool import Pools, World
 from tests.faults._deterministic_training import Table, Training, published, train
 from tests.faults._save_steps import KillPoint

@@ -16,9 +16,10 @@ import lightning.pytorch as pl
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from lightning_elastic_zero.coordination import Timeouts, connect_ranks
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.faults._deterministic_training import DeterministicModel, Table, state_digests
 from tests.faults._fault_injection import Fault, hang_marker, inject_fault
 from tests.faults._save_modes import wait_for_published

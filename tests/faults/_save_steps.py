@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.storage import atomic
+from lightning_elastic_zero.storage import publish as atomic
 
 BY_EACH_RANK = (
     "during a shard",
@@ -130,7 +130,7 @@ class SaveStepTracer:
 
     # -- how steps are told ------------------------------------------------------------------
 
-    def _on_write(self, descriptor: int, data: Any) -> int:  # noqa: ANN401 (any buffer)
+    def _on_write(self, descriptor: int, data: Any) -> int:
         name = _path_of(descriptor).name
         half = memoryview(data)[: max(1, len(data) // 2)]
         if not name.endswith("_states.pt"):
@@ -160,15 +160,15 @@ class SaveStepTracer:
         if handle := self._HANDLERS.get(event):
             handle(self, *args)
 
-    def _on_mkdir(self, path: Any, *_: object) -> None:  # noqa: ANN401
+    def _on_mkdir(self, path: Any, *_: object) -> None:
         if _name(path).startswith(".zero-staging-"):
             self.reach("before staging")
 
-    def _on_open(self, path: Any, mode: object, _: object) -> None:  # noqa: ANN401
+    def _on_open(self, path: Any, mode: object, _: object) -> None:
         if "x" in str(mode) and _name(path) == "manifest.json":
             self.reach("before the manifest")
 
-    def _on_rename(self, source: Any, target: Any, *_: object) -> None:  # noqa: ANN401
+    def _on_rename(self, source: Any, target: Any, *_: object) -> None:
         if _name(target).startswith(".zero-previous-"):
             self.reach("before two renames")
         elif _name(target).startswith(".zero-removed-"):
@@ -182,11 +182,11 @@ class SaveStepTracer:
             self._placed = True
             self.reach("between two renames" if aside else "before a rename to a free name")
 
-    def _on_symlink(self, _: object, path: Any, *__: object) -> None:  # noqa: ANN401
+    def _on_symlink(self, _: object, path: Any, *__: object) -> None:
         if _name(path).startswith(".zero-link-"):
             self.reach("before the link is changed")
 
-    def _on_remove(self, path: Any, folder: int) -> None:  # noqa: ANN401
+    def _on_remove(self, path: Any, folder: int) -> None:
         where = str(_path_of(folder) if folder >= 0 else Path(os.fsdecode(path)).parent)
         if ".zero-removed-" in where:
             self.reach("while top-k deletes")
@@ -209,5 +209,5 @@ def _path_of(descriptor: int) -> Path:
         return Path()
 
 
-def _name(path: Any) -> str:  # noqa: ANN401
+def _name(path: Any) -> str:
     return Path(os.fsdecode(path)).name if isinstance(path, str | bytes | os.PathLike) else ""

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, open_checkpoint
-from lightning_elastic_zero.layout import Fragment, Transfer, TransferPlan
-from lightning_elastic_zero.manifest import Manifest
-from lightning_elastic_zero.storage import ignore_bytes
+from lightning_elastic_zero.core.layout import Fragment, Transfer, TransferPlan
+from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 from tests.core.bitwise_repr import bitwise_repr
 
 

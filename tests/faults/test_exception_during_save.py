@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint import DRAIN_TIMEOUT_S
-from lightning_elastic_zero.storage import remove_leftovers
+from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S
+from lightning_elastic_zero.storage.leftovers import remove_leftovers
 from tests.dist._launch import run_ranks
 from tests.engine._worker_pool import ForkServer
 from tests.faults._exception_during_save import ExceptionRun, raise_while_saving

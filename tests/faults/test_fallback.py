@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.fallback import find_fallback
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.manifest import MANIFEST_NAME, Manifest, manifest_from_json
+from lightning_elastic_zero.checkpoint.load import find_fallback
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from tests.engine import _damaged_checkpoints
 from tests.engine._save_load_programs import Saved, train_and_save
 from tests.engine._setup import Setup

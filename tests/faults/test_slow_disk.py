@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed
 
-from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.errors import RanksError
 from tests.core._slow_disk import SlowDisk
 from tests.engine._setup import Engine, Setup, engine_of, train

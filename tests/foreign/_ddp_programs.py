@@ -61,7 +61,7 @@ def fit_ddp(run: Run) -> None:
 
 def start(path: str, target: Setup, options: dict[str, Any]) -> tuple[int, Dump | None]:
     """Fit one step from a checkpoint; give the step and what was held before it. Collective."""
-    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")
     look = Look(target)

@@ -34,7 +34,7 @@ def wait_for_gathers() -> None:
     gather = cdb.all_gather_function
 
     @torch.no_grad()
-    def waiting(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's own
+    def waiting(*args: Any, **kwargs: Any) -> Any:
         work = gather(*args, **kwargs)
         if work is not None:
             work.wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats.deepspeed.class_stubs import CLASS_STUBS
+from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS
 from tests.engine._oracle import Dump
 from tests.foreign._fixtures import Fixture
 
@@ -15,14 +15,14 @@ NAMES = "param_slice_mappings"
 """Where DeepSpeed's ZeRO-1/2 leaves names in its state, beside their places."""
 
 
-def load(path: Path) -> Any:  # noqa: ANN401 - whatever is in it
+def load(path: Path) -> Any:
     """Load a file without what is left in it of DeepSpeed's classes: scalers, and places."""
     pairs: Any = [(cls, name) for name, cls in CLASS_STUBS.items()]
     with torch.serialization.safe_globals(pairs):
         return _plain(torch.load(path, weights_only=True))
 
 
-def _plain(tree: Any) -> Any:  # noqa: ANN401
+def _plain(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _plain(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):

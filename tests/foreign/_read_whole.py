@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.formats import WEIGHT, CheckpointReader, open_checkpoint
-from lightning_elastic_zero.layout import Fragment, Transfer, TransferPlan
-from lightning_elastic_zero.storage import ignore_bytes
+from lightning_elastic_zero.core.layout import Fragment, Transfer, TransferPlan
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
+from lightning_elastic_zero.storage.checksums import ignore_bytes
 
 
 def read_whole(

@@ -72,7 +72,7 @@ def summing_in_lanes() -> Iterator[None]:
 
 
 def _restore(case: Case) -> Outcome | None:
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     fixture, target = case.fixture, case.target
     with engine_of(target, 7, tilt=3.0) as engine:
@@ -152,7 +152,7 @@ def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
 
 def resumed_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
     """Load that into a run of another seed; return the rates of its next two steps."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
         Scheduler("warm-up")(engine)

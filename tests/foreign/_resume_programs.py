@@ -119,7 +119,7 @@ class ResumingModel(LitNet):
 
 def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
     """Fit on from a checkpoint, two more steps. Collective."""
-    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")
     look, kept = Look(target), Kept()
@@ -202,7 +202,7 @@ class ValidatingModel(ResumingModel):
 
 def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
     """Validate with a checkpoint; give the weights that forward found. Collective."""
-    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")
     trainer = pl.Trainer(

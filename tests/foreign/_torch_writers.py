@@ -132,7 +132,7 @@ def fit_lightning(run: Run, *, weights_only: bool = False, sharded: str = "") ->
             """Return the loss."""
             return loss_of(self, run, step, distributed.get_rank())
 
-        def train_dataloader(self) -> Any:  # noqa: ANN401
+        def train_dataloader(self) -> Any:
             """Return the numbers of the steps."""
             return DataLoader(range(run.steps), batch_size=None)  # type: ignore[arg-type]
 
@@ -330,7 +330,7 @@ def save_columns(run: Run) -> None:
     model, optimizer = train_alone(run)
     mesh = init_device_mesh("cpu", (run.world,))
 
-    def cut(value: Any) -> Any:  # noqa: ANN401
+    def cut(value: Any) -> Any:
         matrix = isinstance(value, torch.Tensor) and value.ndim > 1
         return distribute_tensor(value.detach(), mesh, [Shard(1)]) if matrix else value
 

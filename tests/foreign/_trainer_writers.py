@@ -37,7 +37,7 @@ class Steps(Dataset[Any]):
     def __len__(self) -> int:
         return self.steps
 
-    def __getitem__(self, step: int) -> Any:  # noqa: ANN401 - as torch's own
+    def __getitem__(self, step: int) -> Any:
         if step >= self.steps:
             raise IndexError(step)
         return batch(step, distributed.get_rank(), self.setup.world)
@@ -60,7 +60,7 @@ class LitNet(Net, pl.LightningModule):
         self.log("loss", loss.detach())
         return loss
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
+    def configure_optimizers(self) -> Any:
         """Return what the setup says, and a schedule."""
         members = group_members(self, self.setup_.grouping)
         optimizer = make_optimizer(self.setup_.optimizer, members, 1.0)

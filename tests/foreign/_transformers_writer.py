@@ -62,7 +62,7 @@ class SaveWhenDue(transformers.TrainerCallback):  # type: ignore[misc]
         self.row, self.folder = row, folder
         self.trainer: Any = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Announce what is saved next, and save it only then."""
         if state.global_step == self.row.steps:
             keep(dump(self.trainer.model_wrapped, self.row.setup), self.folder, "truth")

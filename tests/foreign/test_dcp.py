@@ -20,11 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.formats.dcp.metadata import read_metadata
-from lightning_elastic_zero.formats.dcp.tree import knows_order, leaves_of
-from lightning_elastic_zero.layout import Transfer
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.core.layout import Transfer
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.formats.dcp_read import knows_order, leaves_of, read_metadata
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._model import Net
 from tests.engine._setup import Setup
 from tests.engine._worker_pool import Pools
@@ -318,7 +317,7 @@ def _garble(folder: Path) -> None:
 class _Harm:
     """Runs code when it is unpickled."""
 
-    def __reduce__(self) -> Any:  # noqa: ANN401
+    def __reduce__(self) -> Any:
         return os.mkdir, ("harm",)
 
 

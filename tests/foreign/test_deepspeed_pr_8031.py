@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.view import open_view
 from tests.engine._oracle import dump, same_bits
@@ -76,7 +76,7 @@ def held_after_load(path: str, zero: int, *, two: bool) -> dict[str, Any]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     model = Model()
     config = {
@@ -184,9 +184,9 @@ def test_any_number_of_ranks_and_stage(pools: Pools, tmp_path: Path) -> None:
         outcome.verdict.assert_same()
 
 
-def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:  # noqa: ANN401
+def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:
     """Load without the optimizer's state; return what is held before and after. Collective."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(target, 7, tilt=3.0) as engine:
         engine._config.zero_config.load_from_fp32_weights = keep_fp32

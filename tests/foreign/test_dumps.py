@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from lightning_elastic_zero import describe_dumps
+from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -25,8 +25,8 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.manifest import Manifest
+from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._save_load_programs import Loading, refusal
 from tests.engine._worker_pool import Pools
 from tests.foreign._dump_folders import change, dumps_in, forget_names, from_stock, load, model_file

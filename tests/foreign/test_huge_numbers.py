@@ -110,7 +110,7 @@ def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -
 
     Or the first element of an optimizer state.
     """
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)
@@ -123,7 +123,7 @@ def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -
 
 def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
     """Load, and save again; return what this rank was warned of. Collective."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 7) as engine:
         with log_heard("lightning_elastic_zero", logging.WARNING) as said:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._oracle import same_bits
 from tests.engine._save_load_programs import Saved, found_after_load
 from tests.engine._setup import Setup

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.formats.dumps import describe_dumps
+from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._oracle import same_bits
 from tests.foreign._fixtures import names, unpack
 from tests.foreign._read_whole import read_whole

@@ -27,7 +27,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats import open_checkpoint
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.foreign._fixtures import unpack
 from tests.foreign._read_whole import read_whole
 from tests.timeouts import HANG_TIMEOUT_S

@@ -360,7 +360,7 @@ def test_names_and_tensors_alone(
 
 def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
     """Return the names of each group as the engine tells them, and as they were given."""
-    from lightning_elastic_zero.engine import live_engine
+    from lightning_elastic_zero.engine.live import live_engine
 
     model = setup.model(0)
     names = {id(p): name for name, p in model.named_parameters()}

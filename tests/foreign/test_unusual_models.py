@@ -93,7 +93,7 @@ def write(setup: Setup, path: str) -> Held:
 
 def read(setup: Setup, path: str) -> Held:
     """Load into a run from another seed that has stepped once. Collective."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     engine = make(setup, 7)
     torch.manual_seed(3)

@@ -123,7 +123,7 @@ def write_stock(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
 
 def write_ours(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
     """Train without an average; a directory of ours. Collective."""
-    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     return fit(TWO, ElasticDeepSpeedStrategy(config=TWO.config()), Look(TWO, None, path))
 
@@ -132,7 +132,7 @@ def go_on(
     path: str, setup: Setup, *, averaging: bool
 ) -> tuple[dict[int, Weights], dict[int, Weights], list[str]]:
     """Resume; give weights and averages by step, and what was said as a warning. Collective."""
-    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     average = EMAWeightAveraging(decay=0.9) if averaging else None
     # DeepSpeed clips unless it is told not to, and what wrote the single file does not.

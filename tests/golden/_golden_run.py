@@ -205,7 +205,7 @@ def held_by(trainer: pl.Trainer, net: GoldenNet) -> Held:
 
 def fit(run: GoldenRun) -> Resumed:
     """Fit, and return what this rank found. Collective."""
-    from lightning_elastic_zero import ElasticDeepSpeedStrategy
+    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")
     pl.seed_everything(run.seed, workers=True, verbose=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.manifest import manifest_from_json
+from lightning_elastic_zero.core.manifest import manifest_from_json
 from tests.engine._oracle import same_bits
 from tests.engine._worker_pool import Pools
 from tests.golden._golden_run import CALLBACK, SAMPLES, GoldenRun, Held, fit
@@ -37,7 +37,7 @@ def differing(wanted: Held, found: Held) -> list[str]:
     return [key for key, value in wanted.items() if not same(value, found.get(key))]
 
 
-def same(wanted: Any, found: Any) -> bool:  # noqa: ANN401 - a tensor, or a text
+def same(wanted: Any, found: Any) -> bool:
     """Return whether two entries are the same."""
     if isinstance(wanted, torch.Tensor):
         return isinstance(found, torch.Tensor) and same_bits(wanted, found)

@@ -40,58 +40,58 @@ CAME = RACES + "test_a_file_that_came_meanwhile"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
-    ("storage/atomic.py", "put_in_place", "new.replace"): LINKS
+    ("storage/publish.py", "put_in_place", "new.replace"): LINKS
     + "test_a_link_takes_no_place_of_others",
-    ("storage/atomic.py", "put_in_place", "exchange_names"): TAKEN,
-    ("storage/atomic.py", "put_in_place", "target.rename"): CAME,
-    ("storage/atomic.py", "put_in_place", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
-    ("storage/atomic.py", "rename_if_free", "path.rename"): (
+    ("storage/publish.py", "put_in_place", "exchange_names"): TAKEN,
+    ("storage/publish.py", "put_in_place", "target.rename"): CAME,
+    ("storage/publish.py", "put_in_place", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
+    ("storage/publish.py", "rename_if_free", "path.rename"): (
         "tests/core/test_staging.py::TestInterrupted::test_one_of_them_is_in_place"
     ),
-    ("storage/staging.py", "_remove_owner_file", "self._owner_path.unlink"): (
+    ("storage/publish.py", "_remove_owner_file", "self._owner_path.unlink"): (
         RACES + "test_abandoning_leaves_what_is_not_of_the_save"
     ),
-    ("storage/atomic.py", "exchange_names", "renameat2"): TAKEN,
-    ("storage/atomic.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
-    ("storage/shared_directory.py", "remove_shared", "(directory / name).unlink"): (
+    ("storage/publish.py", "exchange_names", "renameat2"): TAKEN,
+    ("storage/publish.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
+    ("storage/shared.py", "remove_shared", "(directory / name).unlink"): (
         RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
     ),
-    ("storage/shared_directory.py", "leave_shared", "path.open to write"): (
+    ("storage/shared.py", "leave_shared", "path.open to write"): (
         RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
     ),
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
     # Into the staging directory, which this process has just made.
-    ("checkpoint/saving.py", "_complete", "shutil.copyfile"): (
+    ("checkpoint/save.py", "_complete", "shutil.copyfile"): (
         RACES + "test_abandoning_leaves_what_is_not_of_the_save"
     ),
     # -- exports: under a hidden name that only the process knows which made it
-    ("storage/exports.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
-    ("storage/exports.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
-    ("storage/exports.py", "_remove", "Path(folder, name).unlink"): KILLED_EXPORT,
-    ("storage/exports.py", "_remove", "Path(folder).rmdir"): KILLED_EXPORT,
-    ("storage/exports.py", "_remove", "_note_of(path).unlink"): KILLED_EXPORT,
-    ("storage/exports.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
-    ("storage/exports.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
-    ("storage/exports.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
+    ("storage/publish.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
+    ("storage/publish.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
+    ("storage/publish.py", "_remove", "Path(folder, name).unlink"): KILLED_EXPORT,
+    ("storage/publish.py", "_remove", "Path(folder).rmdir"): KILLED_EXPORT,
+    ("storage/publish.py", "_remove", "_note_of(path).unlink"): KILLED_EXPORT,
+    ("storage/publish.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
+    ("storage/publish.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
+    ("storage/publish.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
     # -- deleting
-    ("storage/file_ownership.py", "remove_own_files", "(path / name).unlink"): (
+    ("storage/ownership.py", "remove_own_files", "(path / name).unlink"): (
         DELETING + "test_what_comes_while_it_is_emptied"
     ),
-    ("storage/file_ownership.py", "remove_own_files", "Path(folder).rmdir"): (
+    ("storage/ownership.py", "remove_own_files", "Path(folder).rmdir"): (
         DELETING + "test_what_comes_while_it_is_emptied"
     ),
-    ("storage/deleting.py", "delete_checkpoint", "path.unlink"): DELETING
+    ("storage/ownership.py", "delete_checkpoint", "path.unlink"): DELETING
     + "test_retention_leaves_it",
-    ("storage/deleting.py", "delete_checkpoint", "renamed.rename"): (
+    ("storage/ownership.py", "delete_checkpoint", "renamed.rename"): (
         DELETING + "test_what_comes_just_before_the_rename"
     ),
-    ("storage/deleting.py", "rename_for_deletion", "path.rename"): (
+    ("storage/ownership.py", "rename_for_deletion", "path.rename"): (
         DELETING + "test_what_comes_just_before_the_rename"
     ),
-    ("storage/deleting.py", "remove_hidden", "path.unlink"): LEFT
+    ("storage/ownership.py", "remove_hidden", "path.unlink"): LEFT
     + "test_what_only_has_such_a_name",
-    ("storage/deleting.py", "_keep_under_visible_name", "path.rename"): (
+    ("storage/ownership.py", "_keep_under_visible_name", "path.rename"): (
         LEFT + "test_the_rest_of_a_publication"
     ),
     ("trainer/strategy.py", "remove_checkpoint", "self._manager.remove"): (
@@ -106,66 +106,65 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/leftovers.py", "_put_back", "hidden.rename"): (
         LEFT + "test_repairing_takes_no_name_from_anybody"
     ),
-    ("storage/process_identity.py", "filesystem_time_s", "probe.touch"): (
+    ("storage/owners.py", "filesystem_time_s", "probe.touch"): (
         LEFT + "test_the_clocks_file_is_a_new_one"
     ),
-    ("storage/process_identity.py", "filesystem_time_s", "probe.unlink"): (
+    ("storage/owners.py", "filesystem_time_s", "probe.unlink"): (
         LEFT + "test_the_clocks_file_is_a_new_one"
     ),
-    ("storage/concurrent_runs.py", "_remove", "marker.unlink"): (
+    ("storage/owners.py", "_remove", "marker.unlink"): (
         "tests/core/test_concurrent_runs.py::test_what_only_has_such_a_name_stays"
     ),
-    ("trainer/checkpoint_saver.py", "stop", "Path(made).rmdir"): (
+    ("trainer/checkpoint_io.py", "stop", "Path(made).rmdir"): (
         "tests/trainer/test_directory_check.py::test_a_missing_checkpoint_leaves_no_trace"
     ),
     # -- links
-    ("trainer/checkpoint_saver.py", "_link", "self._manager.link"): (
+    ("trainer/checkpoint_io.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_takes_no_place_of_others"
     ),
-    ("storage/links.py", "_make", "new.symlink_to"): LINKS + "test_a_link_takes_no_place_of_others",
-    ("storage/copying.py", "_copy_file", "target.open to write"): (
+    ("storage/leftovers.py", "_make", "new.symlink_to"): LINKS
+    + "test_a_link_takes_no_place_of_others",
+    ("storage/leftovers.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_is_of_the_checkpoint_only"
     ),
     # -- selftest: in one folder, which it has made under a name that nothing else has
-    ("storage/filesystem_capabilities.py", "_write_new", "path.open to write"): SELFTEST,
-    ("storage/filesystem_capabilities.py", "_rename", "hidden.rename"): SELFTEST,
-    ("storage/filesystem_capabilities.py", "_rename", "(place / 'new').replace"): SELFTEST,
-    ("storage/filesystem_capabilities.py", "_exchange", "exchange_names"): SELFTEST,
-    ("storage/filesystem_capabilities.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("storage/scratch_folder.py", "leave_token", "(folder / token_name(rank)).open to write"): (
-        SELFTEST
-    ),
-    ("storage/scratch_folder.py", "_remove", "shutil.rmtree"): SELFTEST,
+    ("storage/probe.py", "_write_new", "path.open to write"): SELFTEST,
+    ("storage/probe.py", "_rename", "hidden.rename"): SELFTEST,
+    ("storage/probe.py", "_rename", "(place / 'new').replace"): SELFTEST,
+    ("storage/probe.py", "_exchange", "exchange_names"): SELFTEST,
+    ("storage/probe.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
+    ("storage/shared.py", "leave_token", "(folder / token_name(rank)).open to write"): (SELFTEST),
+    ("storage/shared.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest/throughput.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest/raw_write.py", "write_raw", "path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps
-    ("formats/dumps/describe.py", "_write", "hidden.unlink"): DUMPS,
-    ("formats/dumps/describe.py", "_write", "hidden.replace"): DUMPS,
+    ("formats/dumps_describe.py", "_write", "hidden.unlink"): DUMPS,
+    ("formats/dumps_describe.py", "_write", "hidden.replace"): DUMPS,
 }
 """Where: file, function, call; and the test in which somebody else's files survive it."""
 
 NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
     ("tools/conversion.py", "convert_checkpoint", "options.rename"),
-    ("trainer/dataloaders.py", "_copy_of", "copy.copy"),
-    ("trainer/loss_scaling_check.py", "watch", "handle.remove"),
+    ("trainer/loaders.py", "_copy_of", "copy.copy"),
+    ("trainer/strategy.py", "watch", "handle.remove"),
     (
-        "formats/safe_pickle/array_builders.py",
+        "formats/pickles.py",
         "array_over",
         "np.frombuffer(of_bytes, dtype=wanted).copy",
     ),
-    ("formats/safe_pickle/array_builders.py", "scalar", "values.copy"),
-    ("strategy_registry.py", "find_spec", "sys.meta_path.remove"),
-    ("tensor_state.py", "numpy_to_python", "copy.copy"),
-    ("trainer/checkpoint_events.py", "subscribe", "self._listeners.remove"),
-    ("engine/step_hook.py", "remove", "handle.remove"),
-    ("engine/step_hook.py", "remove", "waiting.remove"),
+    ("formats/pickles.py", "scalar", "values.copy"),
+    ("registry.py", "find_spec", "sys.meta_path.remove"),
+    ("core/tensors.py", "numpy_to_python", "copy.copy"),
+    ("trainer/checkpoint_io.py", "subscribe", "self._listeners.remove"),
+    ("engine/step.py", "remove", "handle.remove"),
+    ("engine/step.py", "remove", "waiting.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
-    ("formats/deepspeed/zero_reader.py", "_absent", "name.replace"),
-    ("formats/torch_file/reading.py", "_with_copies", "copy.copy"),
-    ("json_records.py", "dump_with_digest", "text.replace"),
-    ("json_records.py", "dump_with_digest", "mark.replace"),
-    ("json_records.py", "has_valid_digest", "text.replace"),
+    ("formats/deepspeed_reader.py", "_absent", "name.replace"),
+    ("formats/torch_read.py", "_with_copies", "copy.copy"),
+    ("core/manifest.py", "dump_with_digest", "text.replace"),
+    ("core/manifest.py", "dump_with_digest", "mark.replace"),
+    ("core/manifest.py", "has_valid_digest", "text.replace"),
 }
 """The same names on texts, objects and hooks."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "lightning_elastic_zero"
-SEAM = PACKAGE / "checkpoint" / "device_streams.py"
+SEAM = PACKAGE / "checkpoint" / "streams.py"
 
 BY_NAME = {"get_device_module", "getattr", "import_module", "__import__"}
 """Functions that hand a module out by its name."""

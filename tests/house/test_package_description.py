@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)

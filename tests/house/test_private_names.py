@@ -11,13 +11,10 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
-from lightning_elastic_zero.trainer import lightning_internals
-from lightning_elastic_zero.trainer.lightning_internals import (
-    NOT_CHECKED,
-    PRIVATE_NAMES,
-    RESUME_END,
-)
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.trainer import lightning as internals
+from lightning_elastic_zero.trainer.lightning import NOT_CHECKED, PRIVATE_NAMES, RESUME_END
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
 LIGHTNING_MODULES = ("trainer",)
@@ -27,9 +24,9 @@ SOURCES = sorted(
     source
     for source in ROOT.rglob("*.py")
     if source.relative_to(ROOT).parts[0].removesuffix(".py") in LIGHTNING_MODULES
-    and source.name != "lr_schedulers.py"  # torch's names
+    and source.name != "schedulers.py"  # torch's names
 )
-INTERNALS = {"lightning_internals.py", "metric_internals.py"}
+INTERNALS = {"lightning.py"}
 LISTS = {"PRIVATE_NAMES", "NOT_CHECKED", "RESUME_END"}
 OF_STRATEGIES = {*PRIVATE_NAMES["DeepSpeedStrategy"]}
 KNOWN = {name for names in PRIVATE_NAMES.values() for name in names} | {*NOT_CHECKED}
@@ -114,10 +111,10 @@ def test_private_names_stand_in_releases() -> None:
         for line, name in used_in(tree_of(source))
         if name not in KNOWN and name not in OWN - INHERITED
     ]
-    assert not unknown, f"say in trainer/lightning_internals.py what it is needed for: {unknown}"
+    assert not unknown, f"say in trainer/lightning.py what it is needed for: {unknown}"
 
 
-def test_private_names_are_used_in_two_files() -> None:
+def test_private_names_are_used_in_one_file() -> None:
     """But for what a strategy overrides, and calls of itself, which no function can do for it."""
     elsewhere = [
         f"{source.relative_to(ROOT)}, line {line}: {name}"
@@ -126,13 +123,13 @@ def test_private_names_are_used_in_two_files() -> None:
         for line, name in used_in(tree_of(source))
         if name in KNOWN and is_private(name) and name not in OF_STRATEGIES
     ]
-    assert not elsewhere, f"reach it by a function of trainer/*_internals.py: {elsewhere}"
+    assert not elsewhere, f"reach it by a function of trainer/lightning.py: {elsewhere}"
 
 
 def test_no_name_is_checked_for_nothing() -> None:
     """What is not used any more refuses no release."""
     used = {name for source in SOURCES for _, name in used_in(tree_of(source))}
-    # ``lightning_internals`` itself looks there for the barrier's name.
+    # ``trainer.lightning`` itself looks there for the barrier's name.
     assert {name for name in KNOWN if is_private(name)} - used <= {"_checkpoint_connector"}
     assert RESUME_END not in used
 
@@ -143,11 +140,11 @@ def test_a_lost_name_is_refused(owner: str, name: str, monkeypatch: pytest.Monke
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )
-    lightning_internals.check_lightning_release(trainer)
+    internals.check_lightning_release(trainer)
     gone = f"{name}_gone"
     monkeypatch.setitem(PRIVATE_NAMES, owner, {gone: PRIVATE_NAMES[owner][name]})
     with pytest.raises(UnsupportedError) as refused:
-        lightning_internals.check_lightning_release(trainer)
+        internals.check_lightning_release(trainer)
     assert f"has no {gone} (to {PRIVATE_NAMES[owner][gone]}) in {owner}" in str(refused.value)
 
 
@@ -156,6 +153,6 @@ def test_a_renamed_barrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )
-    monkeypatch.setattr(lightning_internals, "RESUME_END", "_CheckpointConnector.resumed")
+    monkeypatch.setattr(internals, "RESUME_END", "_CheckpointConnector.resumed")
     with pytest.raises(UnsupportedError, match=r"resumed' \(to see that every rank has resumed\)"):
-        lightning_internals.check_lightning_release(trainer)
+        internals.check_lightning_release(trainer)

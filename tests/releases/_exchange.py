@@ -70,7 +70,7 @@ def resume(pools: Pools, folder: Path) -> None:
     print(json.dumps({"tensors": compared}))
 
 
-def judged(pools: Pools, world: int, call: Any) -> StateComparison:  # noqa: ANN401 - a partial
+def judged(pools: Pools, world: int, call: Any) -> StateComparison:
     """Return what rank 0 found."""
     found: StateComparison | None = pools.run(world, call)[0]
     assert found is not None

@@ -11,7 +11,7 @@ from tests.engine._setup import Setup, engine_of
 
 def load_of_another_release(setup: Setup, saved: Saved) -> StateComparison | None:
     """Load into a run from another seed, with other hyperparameters; rank 0 judges."""
-    from lightning_elastic_zero import load_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         before = dump(engine, setup)

@@ -13,9 +13,9 @@ import warnings
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from lightning_elastic_zero.engine import releases
-from lightning_elastic_zero.trainer.lightning_internals import PRIVATE_NAMES
+from lightning_elastic_zero.engine import deepspeed as releases
+from lightning_elastic_zero.trainer.lightning import PRIVATE_NAMES
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 LOST = "a_name_that_no_release_has"
 PURPOSE = "see that its purpose is told"

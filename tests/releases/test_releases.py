@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.requirements import DEEPSPEED
+from lightning_elastic_zero.core.requirements import DEEPSPEED
 from tests.releases._cells import CELLS, EXCHANGES, REFUSED, Cell
 from tests.releases._core_matrix import TESTS, left_out
 from tests.releases._install import ROOT, EnvironmentUnavailableError, environment
@@ -53,7 +53,7 @@ else:
 """A fit with accumulation."""
 
 AS_IF_UNKNOWN = """
-from lightning_elastic_zero.requirements import Requirement
+from lightning_elastic_zero.core.requirements import Requirement
 Requirement.incompatibility = lambda *_: None
 """
 """So that the release is taken for one that nobody has looked at yet."""

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.formats.elastic.writer import ClientPart, RankWriter
-from lightning_elastic_zero.layout import Fragment
-from lightning_elastic_zero.manifest import Group, Manifest, Parameter, Progress, StateKey, Writer
-from lightning_elastic_zero.partition import FlatBuffer
-from lightning_elastic_zero.tensor_state import FlatState, RankState, dtype_name, state_key
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import (
+    Group,
+    Manifest,
+    Parameter,
+    Progress,
+    StateKey,
+    Writer,
+)
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name, state_key
+from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
 
 SHAPES = {
     "layers.0.weight": (13, 7),

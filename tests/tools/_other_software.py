@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.live_fingerprint import live_fingerprint
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.checkpoint.fingerprint import live_fingerprint
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.engine._model import group_members
 from tests.engine._oracle import dump
 from tests.engine._setup import Setup, engine_of, make_optimizer, train
@@ -61,7 +62,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def tiny_llama(seed: int) -> Any:  # noqa: ANN401 (of transformers)
+def tiny_llama(seed: int) -> Any:
     """Make a small model of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -189,10 +190,10 @@ def with_lightning(folder: str) -> None:
         assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])
 
 
-def _save_engine(folder: str, setup: Setup) -> Any:  # noqa: ANN401 (the oracle's)
+def _save_engine(folder: str, setup: Setup) -> Any:
     """Train and save; return what the engine held, whose number its checkpoints have."""
-    from lightning_elastic_zero import save_checkpoint
-    from lightning_elastic_zero.engine.live_state import LiveEngine
+    from lightning_elastic_zero.api import save_checkpoint
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 3)

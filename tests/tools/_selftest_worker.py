@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.engine.selftest_engine import (
     TrialModel,
     join_ranks,
@@ -39,7 +39,7 @@ def save_at_one_stage(request: Request, sender: Sender) -> None:
                 rank_tasks._tell_state(sender, name, state)
 
 
-def load_but_for_an_element(load: Any, engine: Any, path: Path) -> object:  # noqa: ANN401
+def load_but_for_an_element(load: Any, engine: Any, path: Path) -> object:
     """Load, and change the last bit of one element of what the background checkpoint held."""
     result = load(engine, path)
     is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1

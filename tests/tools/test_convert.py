@@ -15,19 +15,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lightning_elastic_zero import (
+from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
+from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
     SaveError,
     UnsupportedError,
 )
-from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
-from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
-from lightning_elastic_zero.tools.weight_files import adapter_key
+from lightning_elastic_zero.tools.weight_files import ConvertOptions, adapter_key
 from tests.core._checkpoints import names_in
 from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.storage import remove_leftovers
+from lightning_elastic_zero.storage.leftovers import remove_leftovers
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from tests.core._checkpoints import names_in

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.timeouts import HANG_TIMEOUT_S
 from tests.tools._checkpoints import WholeState, make_state, write_elastic
 from tests.tools._stock_deepspeed import write_stock
@@ -31,7 +32,7 @@ CONVERT = """
 import resource, sys
 from pathlib import Path
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
-import lightning_elastic_zero.formats.dcp.writer
+import lightning_elastic_zero.formats.dcp_write
 source, target, to, config, limit = sys.argv[1:]
 
 def memory(what):  # ru_maxrss would be that of the process that has started this one

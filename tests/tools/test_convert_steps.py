@@ -13,11 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.differences import diff_checkpoints
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
+from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.tools._checkpoints import make_state, write_elastic
 
 _STATES = ("exp_avg", "exp_avg_sq")

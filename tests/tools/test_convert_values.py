@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightning_elastic_zero.formats import OPTIMIZER_STATE
-from lightning_elastic_zero.tensor_state import plain
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.core.tensors import plain
+from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
+from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.core.bitwise_repr import bitwise_repr
 from tests.foreign._fixtures import unpack
 from tests.tools._checkpoints import make_state, write_elastic
@@ -98,7 +99,7 @@ def test_torchs_own_code_reads_both_names_of_a_tie(tmp_path: Path) -> None:
     assert torch.equal(tree["model"]["b"], large)
 
 
-def _channels_last(tree: Any) -> Any:  # noqa: ANN401 (a tree of torch.save)
+def _channels_last(tree: Any) -> Any:
     """Return a tree whose images of weights lie as training in that memory format has them."""
     if isinstance(tree, torch.Tensor):
         return tree.to(memory_format=torch.channels_last) if tree.dim() == 4 else tree

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_elastic_zero.formats import WEIGHT
+from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.tools.conversion import TARGETS
 from lightning_elastic_zero.tools.view import OpenCheckpoint, open_view
 from tests.tools._checkpoints import make_state, write_elastic

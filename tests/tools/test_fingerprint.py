@@ -13,13 +13,9 @@ from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.checkpoint.live_fingerprint import (
-    PIECE_BYTES,
-    live_fingerprint,
-    rank_part,
-)
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.state_fingerprint import (
+from lightning_elastic_zero.checkpoint.fingerprint import PIECE_BYTES, live_fingerprint, rank_part
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.fingerprint import (
     Fingerprint,
     FingerprintPart,
     TensorId,

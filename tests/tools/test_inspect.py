@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero import CheckpointNotFoundError
+from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.tools.inspection import device_counts, inspect_checkpoint
 from tests.foreign._fixtures import unpack
 from tests.tools._checkpoints import make_state, write_elastic

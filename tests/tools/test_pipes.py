@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage.existing_target import inspect_target
+from lightning_elastic_zero.storage.ownership import inspect_target
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.foreign._fixtures import unpack

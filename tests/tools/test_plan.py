@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_elastic_zero import UnsupportedError
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.tools.inspection import BatchChoice, plan_resume
 from tests.engine._setup import Setup, engine_of, inner_of, train
 from tests.engine._worker_pool import Pools
@@ -79,7 +79,7 @@ FLAT_BUFFERS = (
 
 def saved_and_held(setup: Setup, path: str) -> int:
     """Train a step and save; return the bytes of weights, masters and states in the engine."""
-    from lightning_elastic_zero import save_checkpoint
+    from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.formats import open_checkpoint
-from lightning_elastic_zero.formats.deepspeed.constants import optimizer_file
+from lightning_elastic_zero.formats.deepspeed_files import optimizer_file
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.tools._checkpoints import make_state, write_elastic
 
 

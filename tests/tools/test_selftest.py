@@ -20,8 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero import SaveError
-from lightning_elastic_zero.coordination import OneRank
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.selftest.checks import DYING
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
 from lightning_elastic_zero.selftest.engine_rows import WorldReports, _world_rows, unchecked_rows
@@ -36,13 +36,7 @@ from lightning_elastic_zero.selftest.worker_protocol import (
     read_report,
 )
 from lightning_elastic_zero.selftest.worlds import plan_worlds, ranks_started_by
-from lightning_elastic_zero.storage.filesystem_capabilities import (
-    EXCHANGE,
-    LINKS,
-    RENAME,
-    SYNC_FILE,
-    SYNC_NAMES,
-)
+from lightning_elastic_zero.storage.probe import EXCHANGE, LINKS, RENAME, SYNC_FILE, SYNC_NAMES
 from tests.timeouts import HANG_TIMEOUT_S
 from tests.tools._bad_disk import bad_disk, bad_disk_library
 
@@ -53,7 +47,7 @@ QUICK = settings(deadline=None, max_examples=50)
 PROBE = """
 import json, sys
 from pathlib import Path
-from lightning_elastic_zero.storage.filesystem_capabilities import probe_capabilities
+from lightning_elastic_zero.storage.probe import probe_capabilities
 rows = probe_capabilities(Path(sys.argv[1]))
 print(json.dumps([[row.what, row.outcome, row.details] for row in rows]))
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero import RanksError, SaveError, UnsupportedError
+from lightning_elastic_zero.errors import RanksError, SaveError, UnsupportedError
 from lightning_elastic_zero.selftest.checks import (
     DYING,
     GOOD,

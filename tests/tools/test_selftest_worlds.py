@@ -19,13 +19,14 @@ import psutil
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero import run_selftest
-from lightning_elastic_zero.coordination import StoreRanks, Timeouts
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.selftest import worker_pool
 from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
 from lightning_elastic_zero.selftest.report import Row
+from lightning_elastic_zero.selftest.run import run_selftest
 from lightning_elastic_zero.selftest.work_dir import PREFIX
-from lightning_elastic_zero.storage.filesystem_capabilities import EXCHANGE, LINKS
+from lightning_elastic_zero.storage.probe import EXCHANGE, LINKS
 from tests.engine._worker_pool import environment
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S

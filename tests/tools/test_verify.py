@@ -16,9 +16,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_elastic_zero import CheckpointNotFoundError
-from lightning_elastic_zero.formats.deepspeed.tag_folder import is_deepspeed
-from lightning_elastic_zero.manifest import manifest_from_json
+from lightning_elastic_zero.core.manifest import manifest_from_json
+from lightning_elastic_zero.errors import CheckpointNotFoundError
+from lightning_elastic_zero.formats.deepspeed_tags import is_deepspeed
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import (

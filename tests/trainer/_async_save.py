@@ -18,8 +18,9 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
-from lightning_elastic_zero.checkpoint import async_save, manager
+from lightning_elastic_zero.checkpoint import background as async_save
+from lightning_elastic_zero.checkpoint import manager
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer._fits import Data, RegressionNet
 from tests.trainer._quiet_trainer import elastic, quiet_trainer

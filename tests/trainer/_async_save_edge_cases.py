@@ -13,8 +13,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_elastic_zero.checkpoint import saving
-from lightning_elastic_zero.storage import write_durably
+from lightning_elastic_zero.checkpoint import save as saving
+from lightning_elastic_zero.storage.checksums import write_durably
 from tests.core._saved_files import files_of
 from tests.engine._worker_pool import Pools
 from tests.trainer._async_save import (
@@ -169,7 +169,7 @@ class UnrestorableState(Callback):
 class Slow(Gate):
     """Holds the writer that pickles it for a while."""
 
-    def __reduce__(self) -> Any:  # noqa: ANN401 - as Gate's
+    def __reduce__(self) -> Any:
         """Wait, if this is a writer's thread."""
         if in_background():
             time.sleep(0.1)

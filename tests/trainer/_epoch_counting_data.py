@@ -149,7 +149,7 @@ class StatefulStream(IterableDataset[Any]):
         self.epoch, self.at = state_dict["epoch"], state_dict["at"]
 
 
-def counting_loader(kind: str, length: int, size: int) -> Any:  # noqa: ANN401 (any loader)
+def counting_loader(kind: str, length: int, size: int) -> Any:
     """Return the training loader of a kind that begins with ``counting``."""
     match kind:
         case "counting":

@@ -15,10 +15,12 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_elastic_zero import load_checkpoint, save_checkpoint
-from lightning_elastic_zero.api import engine_handle
-from lightning_elastic_zero.checkpoint import SaveOptions, manager, save_engine
-from lightning_elastic_zero.coordination import Timeouts, connect_ranks
+from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
+from lightning_elastic_zero.checkpoint import manager
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import connect_ranks
 from tests.outcome import NOTHING, error_text, log_heard
 from tests.trainer._fits import FitSpec, error_of, fit
 from tests.trainer._quiet_trainer import SMALL_BUCKETS
@@ -43,7 +45,7 @@ class Odd:
         return 1
 
 
-def engine(options: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+def engine(options: dict[str, Any] | None = None) -> Any:
     """Build a small ZeRO-2 engine that has taken a step."""
     module = nn.Linear(9, 3)
     config = {

@@ -13,10 +13,11 @@ import pytest
 import torch
 from deepspeed import comm
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy, load_checkpoint, save_checkpoint
-from lightning_elastic_zero.checkpoint import loading
-from lightning_elastic_zero.checkpoint.fingerprint_check import check_loaded
-from lightning_elastic_zero.engine import LiveEngine
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.checkpoint import load as loading
+from lightning_elastic_zero.checkpoint.fingerprint import check_loaded
+from lightning_elastic_zero.engine.live import LiveEngine
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.outcome import error_text
 from tests.trainer._failure_cases import engine as plain_engine
 from tests.trainer._fits import FitSpec
@@ -78,7 +79,7 @@ def resume_with_a_flipped_bit(
     """
     flips = [rank]
 
-    def after_the_flip(saved: Any, live: LiveEngine, *of_load: Any) -> Any:  # noqa: ANN401
+    def after_the_flip(saved: Any, live: LiveEngine, *of_load: Any) -> Any:
         if flips and comm.get_rank() == flips.pop():
             held = live.rank_state(exclude_frozen=False, keep_module_weights=True)
             if which == "masters":

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.outcome import error_text
 from tests.trainer._quiet_trainer import SMALL_BUCKETS, elastic, quiet_trainer
 
@@ -81,7 +81,7 @@ class RegressionNet(pl.LightningModule):
         """Return predictions."""
         return torch.as_tensor(self(batch[0]).float())
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
+    def configure_optimizers(self) -> Any:
         """Return AdamW on two groups, and a schedule."""
         trained = [p for p in self.parameters() if p.requires_grad]
         groups = [

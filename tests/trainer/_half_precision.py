@@ -75,7 +75,7 @@ class OverflowingNet(RegressionNet):
         overflows = self.trainer.global_step % STEPS_PER_EPOCH == 1
         return loss * OVERFLOW if overflows else loss
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - one of Lightning's many forms
+    def configure_optimizers(self) -> Any:
         """Return AdamW on one group: of a second one, ZeRO-1/2 does not find the first states."""
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
@@ -97,7 +97,7 @@ class StateRecorder(Callback):
         self.held.append(state_of(trainer.model))
 
 
-def state_of(engine: Any) -> Held:  # noqa: ANN401 - DeepSpeed is untyped
+def state_of(engine: Any) -> Held:
     """Return what must survive, whole on each rank, in DeepSpeed's own way. Collective."""
     optimizer = engine.optimizer
     found: Held = dict(_masters_and_moments(engine.module, optimizer))
@@ -121,7 +121,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each trained parameter's; DeepSpeed's functions for it do not know stage 0."""
     named = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not hasattr(optimizer, "fp32_groups"):

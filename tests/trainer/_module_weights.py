@@ -12,7 +12,7 @@ from deepspeed import zero
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.outcome import warnings_heard
 from tests.trainer._fits import FitSpec, RegressionNet, digests, fit
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_elastic_zero import CheckpointMonitor
+from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
 from tests.trainer._fits import Data, RegressionNet
 from tests.trainer._quiet_trainer import elastic, quiet_trainer
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 """Options of a strategy; by default each bucket has a gigabyte."""
@@ -20,7 +20,7 @@ def elastic(**options: Any) -> ElasticDeepSpeedStrategy:
     return ElasticDeepSpeedStrategy(**{"stage": 2, **SMALL_BUCKETS, **options})
 
 
-def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Trainer:  # noqa: ANN401
+def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Trainer:
     """Return a Trainer on this world's ranks; it saves checkpoints where a callback does."""
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     quiet = {

@@ -263,12 +263,12 @@ class LoadersByEpoch(pl.LightningDataModule):
         return DataLoader(data, size, shuffle=True, **options)
 
 
-def _none_for_one(samples: list[Any]) -> Any:  # noqa: ANN401 - a batch
+def _none_for_one(samples: list[Any]) -> Any:
     """Return None in the place of the batch that has the 13th sample."""
     return None if any(index == 12 for _, index in samples) else default_collate(samples)
 
 
-def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[str, Any]) -> Any:  # noqa: ANN401
+def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[str, Any]) -> Any:
     """Return the training loaders of a kind, of so many samples in batches of a size."""
     data = IndexedSamples(length, noise)
     made: Any = partial(DataLoader, batch_size=size, **options)

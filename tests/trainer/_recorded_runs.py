@@ -68,7 +68,7 @@ class RunSpec:
         path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
         return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
 
-    def loaders(self) -> Any:  # noqa: ANN401
+    def loaders(self) -> Any:
         """Return the training loaders."""
         kind, length, size = self.kind, self.length, self.batch_size
         return _recorded_data.loaders_of(kind, length, size, self.noise, self.loader)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from lightning_elastic_zero import save_checkpoint
+from lightning_elastic_zero.api import save_checkpoint
 from tests.outcome import error_text
 from tests.trainer._quiet_trainer import SMALL_BUCKETS
 from tests.trainer._refused_setups import BY_TRAINER, ON_CPU, STRANGER, UNTESTED, WIDTH, ltd
@@ -25,7 +25,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:  # noqa: ANN401
+def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:
     """Make an engine on AdamW; what is no keyword of ``initialize`` is of the config."""
     import deepspeed
 
@@ -40,14 +40,14 @@ def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:  # noqa: AN
     return made
 
 
-def pipeline() -> Any:  # noqa: ANN401
+def pipeline() -> Any:
     """Make an engine of two stages of a pipeline."""
     from deepspeed.pipe import PipelineModule
 
     return engine(PipelineModule([*layers()], num_stages=2, loss_fn=nn.MSELoss()), 0)
 
 
-def auto_tp() -> Any:  # noqa: ANN401
+def auto_tp() -> Any:
     """Make an engine whose layers AutoTP has cut."""
     rules = [{"patterns": [r".*\.weight$"], "partition_type": "column"}]
     section = {"autotp_size": 2, "partition_config": {"layer_specs": rules}}
@@ -73,24 +73,24 @@ class TwoModelRanks:
         return lambda: of(group)
 
 
-def tensor_parallel_by_mpu() -> Any:  # noqa: ANN401
+def tensor_parallel_by_mpu() -> Any:
     """Make an engine whose model is cut by the user."""
     return engine(layers(), mpu=TwoModelRanks())
 
 
-def expert_layers() -> Any:  # noqa: ANN401
+def expert_layers() -> Any:
     """Make an engine with a layer of two experts, one on each rank."""
     from deepspeed.moe.layer import MoE
 
     return engine(nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)), 0)
 
 
-def sequences_by_a_mesh() -> Any:  # noqa: ANN401
+def sequences_by_a_mesh() -> Any:
     """Make an engine whose two ranks have parts of one sequence."""
     return engine(layers(), mesh_param=(1, 2), train_micro_batch_size_per_gpu=1, train_batch_size=1)
 
 
-def late_group() -> Any:  # noqa: ANN401
+def late_group() -> Any:
     """Make an engine, and give its optimizer another layer."""
     model = nn.Sequential(layers(), layers())
     made = engine(model, 2, trained=[*model[0].parameters()])
@@ -98,20 +98,20 @@ def late_group() -> Any:  # noqa: ANN401
     return made
 
 
-def stranger() -> Any:  # noqa: ANN401
+def stranger() -> Any:
     """Make an engine whose optimizer has a parameter that the module lacks."""
     model = layers()
     return engine(model, 0, trained=[*model.parameters(), nn.Parameter(torch.ones(7))])
 
 
-def two_types() -> Any:  # noqa: ANN401
+def two_types() -> Any:
     """Make an engine with weights of two types in one group."""
     model = layers()
     model[1].to(torch.bfloat16)
     return engine(model, 0)
 
 
-def zenflow() -> Any:  # noqa: ANN401
+def zenflow() -> Any:
     """Make an engine with ZenFlow."""
     steps = {"select_strategy": "step", "select_interval": 2, "update_interval": 1}
     options = {"offload_optimizer": ON_CPU, "zenflow": {"topk_ratio": 0.1, **steps}}
@@ -119,7 +119,7 @@ def zenflow() -> Any:  # noqa: ANN401
     return engine(layers(), 2, zero_optimization=options, optimizer=own)
 
 
-def random_ltd() -> Any:  # noqa: ANN401
+def random_ltd() -> Any:
     """Make an engine with random-LTD."""
     section = ltd()
     section["data_efficiency"]["data_routing"]["random_ltd"] |= {

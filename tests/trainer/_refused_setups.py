@@ -302,7 +302,7 @@ class Net(pl.LightningModule):
         """Return what the layers make of it."""
         return torch.as_tensor(self.net(x))
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - None, too
+    def configure_optimizers(self) -> Any:
         """Return the optimizer, unless DeepSpeed makes it."""
         if "optimizer" in self.case.config:
             return None

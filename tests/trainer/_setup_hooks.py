@@ -44,7 +44,7 @@ class Asks:
         self.accumulation: dict[str, int] = {}
         self.steps: dict[str, float] = {}
 
-    def ask(self, who: str, trainer: Any) -> None:  # noqa: ANN401 (a Trainer)
+    def ask(self, who: str, trainer: Any) -> None:
         """Ask the trainer."""
         self.accumulation[who] = trainer.accumulate_grad_batches
         if who == self.asker:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.trainer._quiet_trainer import elastic, quiet_trainer
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
@@ -42,13 +42,13 @@ def make_strategy(stage: int) -> ElasticDeepSpeedStrategy:
     return elastic(stage=stage, global_batch_size=GLOBAL_BATCH)
 
 
-def make_trainer(strategy: ElasticDeepSpeedStrategy, *callbacks: Callback, **options: Any) -> Any:  # noqa: ANN401
+def make_trainer(strategy: ElasticDeepSpeedStrategy, *callbacks: Callback, **options: Any) -> Any:
     """Make a Trainer whose integers count global batches."""
     few = {"max_epochs": 2, "limit_train_batches": 3, "val_check_interval": 2, **options}
     return quiet_trainer(strategy, *callbacks, **few)
 
 
-def settings_of(trainer: Any) -> dict[str, Any]:  # noqa: ANN401 (a Trainer)
+def settings_of(trainer: Any) -> dict[str, Any]:
     """Return the Trainer's settings, and what stands in for its callbacks' methods."""
     found = {name: getattr(trainer, name) for name in SETTINGS}
     found["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks]

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_elastic_zero import CheckpointMonitor, fingerprint_checkpoint
-from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, recorded_fingerprint
+from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
 from tests.engine._worker_pool import Pools
 from tests.trainer._monitored_fits import MonitoredFit
 

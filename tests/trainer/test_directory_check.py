@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from torch import distributed
 
-from lightning_elastic_zero import CheckpointNotFoundError
-from lightning_elastic_zero.trainer.checkpoint_saver import _saves
+from lightning_elastic_zero.errors import CheckpointNotFoundError
+from lightning_elastic_zero.trainer.checkpoint_io import _saves
 from tests.engine._worker_pool import Pools
 from tests.outcome import error_text
 from tests.trainer._fits import Data, RegressionNet

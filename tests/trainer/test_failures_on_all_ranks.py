@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.storage import RUN_MARKER_PREFIX
+from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX
 from tests.engine._worker_pool import Pools
 from tests.timeouts import PROMPT_TIMEOUT_S
 from tests.trainer import _failure_cases
@@ -18,7 +18,7 @@ from tests.trainer._fits import FitSpec, fit, listing
 pytestmark = pytest.mark.engine
 
 
-def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:  # noqa: ANN401
+def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:
     """Run a case on a world; give what each rank said, in bounded time."""
     began = time.monotonic()
     said = worlds.run(world, partial(case, *arguments))

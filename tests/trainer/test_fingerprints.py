@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero import fingerprint_checkpoint
-from lightning_elastic_zero.checkpoint.fingerprint_check import SavedState, check_loaded
-from lightning_elastic_zero.coordination import OneRank
-from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
+from lightning_elastic_zero.checkpoint.fingerprint import SavedState, check_loaded
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, recorded_fingerprint
 from tests.engine._worker_pool import Pools
 from tests.tools._checkpoints import make_state, manifest_of
 from tests.trainer._fingerprints import (

@@ -16,9 +16,10 @@ import pytest
 import torch
 from deepspeed import comm
 
-from lightning_elastic_zero import load_checkpoint, save_checkpoint
-from lightning_elastic_zero.checkpoint import saving
-from lightning_elastic_zero.storage import atomic, process_identity
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.checkpoint import save as saving
+from lightning_elastic_zero.storage import owners as process_identity
+from lightning_elastic_zero.storage import publish as atomic
 from tests.core._syscall_hooks import before_each_syscall
 from tests.engine._worker_pool import Pools
 from tests.trainer import _failure_cases

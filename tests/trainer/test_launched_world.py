@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_elastic_zero import ElasticDeepSpeedStrategy, UnsupportedError
-from lightning_elastic_zero.trainer import launched_world
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.trainer import launch as launched_world
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 Start = Callable[..., None]
 

@@ -14,8 +14,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero.storage import RUN_MARKER_PREFIX, concurrent_runs
-from lightning_elastic_zero.storage.process_identity import ProcessIdentity
+from lightning_elastic_zero.storage import owners as concurrent_runs
+from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX, ProcessIdentity
 from tests.engine._worker_pool import Pools
 from tests.outcome import log_heard
 from tests.timeouts import HANG_TIMEOUT_S

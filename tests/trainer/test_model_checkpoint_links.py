@@ -19,8 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.api import engine_handle
-from lightning_elastic_zero.checkpoint import CheckpointManager, CheckpointStats, SaveOptions
-from lightning_elastic_zero.coordination import OneRank, Timeouts
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.errors import UnsupportedError
 from tests.core._syscall_hooks import before_each_syscall
 from tests.engine._worker_pool import Pools

@@ -30,7 +30,7 @@ class Muon(RegressionNet):
     strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
     """Muon wants whole gradients."""
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - DeepSpeed is untyped
+    def configure_optimizers(self) -> Any:
         """Return Muon on matrices, and the Adam that comes with it on the rest."""
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -76,7 +76,7 @@ def momenta(engine: Engine) -> list[tuple[list[float], bool]]:
 
 def goes_on(setup: Setup, path: str, *, saves: bool) -> dict[str, Any]:
     """Train and save, or load in a run from another seed; then train on."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with (
         torch.compiler.set_stance("force_eager"),

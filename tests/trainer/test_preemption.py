@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
-from lightning_elastic_zero import PreemptionCheckpoint, verify_checkpoint
-from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME
+from lightning_elastic_zero.tools.verification import verify_checkpoint
+from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
 from tests.engine._worker_pool import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
@@ -152,7 +152,7 @@ class Stream(IterableDataset[Any]):
 class OwnLoader(DataLoader[Any]):
     """May leave out batches, on one rank others than on another."""
 
-    def __iter__(self) -> Any:  # noqa: ANN401 (an iterator of torch's)
+    def __iter__(self) -> Any:
         """Yield all of them today."""
         return super().__iter__()
 

@@ -13,7 +13,7 @@ import rich
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from rich.console import Console
 
-from lightning_elastic_zero.trainer.progress_bars import checkpoint_bar
+from lightning_elastic_zero.trainer.progress import checkpoint_bar
 from tests.trainer._terminal import Terminal, terminal
 
 GB = 1_000_000_000

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_elastic_zero import RayCheckpointReport, UnsupportedError
-from lightning_elastic_zero.trainer.ray_report import _check_model_checkpoint, _path_in
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.integrations.ray import (
+    RayCheckpointReport,
+    _check_model_checkpoint,
+    _path_in,
+)
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")

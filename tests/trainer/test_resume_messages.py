@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.engine._worker_pool import Pools
 from tests.outcome import warnings_heard
 from tests.trainer._recorded_data import IndexedSamples

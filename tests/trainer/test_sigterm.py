@@ -89,7 +89,7 @@ def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple
     terminates = Terminates()
     ends: list[str] = []
 
-    def made() -> Any:  # noqa: ANN401 (a Trainer)
+    def made() -> Any:
         saves = ModelCheckpoint(
             root, every_n_train_steps=1, save_last="link", enable_version_counter=False
         )

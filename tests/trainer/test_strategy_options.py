@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_elastic_zero import (
-    ElasticDeepSpeedStrategy,
-    load_checkpoint,
-    save_checkpoint,
-)
-from lightning_elastic_zero.strategy_registry import STRATEGY_ARGUMENTS
-from lightning_elastic_zero.trainer.batch_settings import UserSettings
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.registry import STRATEGY_ARGUMENTS
+from lightning_elastic_zero.trainer.batches import UserSettings
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 FLAGS = [
     "allow_uneven_batches",

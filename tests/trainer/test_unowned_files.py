@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from lightning_elastic_zero import save_checkpoint
+from lightning_elastic_zero.api import save_checkpoint
 from tests.engine._worker_pool import Pools
 from tests.outcome import NOTHING, error_text, log_heard, warnings_heard
 from tests.trainer._async_save import AsyncSaveSpec

@@ -1,0 +1,259 @@
+"""Comparison of tables between ranks before a save: which must be equal, and which may differ.
+
+The tables of a run grow with its parameters, and a thousand ranks ask one store. So rank 0 sends a
+digest of each table, and writes the tables themselves into the directory that it has just made on
+the disk that all ranks share: a rank reads one of them where its own is another.
+
+Hyperparameters may drift apart: a scheduler that steps on a metric that each rank has for itself
+lowers the rate on one rank and not on another. Each rank then steps its part of the weights with a
+rate of its own, which no checkpoint that fits any number of ranks can keep. That is no reason to
+end a run: rank 0's are saved, which a load gives to every rank, and the difference is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightning_elastic_zero.core.manifest import Group, Manifest
+from lightning_elastic_zero.core.tensors import RankState, canonical_repr
+from lightning_elastic_zero.core.text import format_names, format_ranks
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage.shared import TABLE_PREFIX, await_shared, leave_shared
+
+SCHEDULERS = "lr_schedulers"
+"""The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
+
+DIGESTS = "digests"
+
+Tables = Mapping[str, Any]
+"""What ranks compare, as JSON has it, by the names of the tables; never changed."""
+
+_Drift = tuple[int, str]
+"""Index of a parameter group, and a hyperparameter of it."""
+
+_MOST_SENT = 16
+_MOST_SHOWN = 400
+_MOST_TOLD = 4
+
+log = logging.getLogger(__name__)
+
+
+def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
+    """Return what must be alike on all ranks, and the hyperparameters' digests."""
+    return {
+        "tables": _tables(manifest),
+        "scalars": [
+            {key: canonical_repr(value, f"the state {key!r}") for key, value in f.scalars.items()}
+            for f in state.flats
+        ],
+        "hyperparameters": [_digest(group.hyperparameters) for group in manifest.groups],
+        "replicas": list(state.replica_sums),
+    }
+
+
+def table_digests(tables: Tables) -> dict[str, str]:
+    """Return a digest of each table, of the same length for any."""
+    return {name: xxhash.xxh3_128_hexdigest(_table_text(table)) for name, table in tables.items()}
+
+
+def write_tables(directory: Path, tables: Tables) -> None:
+    """Write rank 0's tables into a directory, until ``remove_shared``.
+
+    Raises:
+        SaveError: they could not be written.
+    """
+    for name, table in tables.items():
+        leave_shared(directory, f"{TABLE_PREFIX}{name}", _table_text(table))
+
+
+class RankZeroTables:
+    """Rank 0's tables, to a rank that has its own: read where those differ, and only then."""
+
+    def __init__(self, sent: Mapping[str, str], own: Tables, directory: Path) -> None:
+        """Hold what is needed to compare.
+
+        Args:
+            sent: rank 0's digests.
+            own: this rank's tables.
+            directory: where rank 0's lie.
+        """
+        self._sent, self.own, self._directory = sent, own, directory
+        self._digests = table_digests(own)
+        self._read: dict[str, Any] = {}
+
+    def is_same(self, name: str) -> bool:
+        """Whether this rank's table is rank 0's."""
+        return self._sent[name] == self._digests[name]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return rank 0's table.
+
+        Raises:
+            SaveError: it cannot be read, or is not what rank 0 has written.
+        """
+        if self.is_same(name):
+            return self.own[name]
+        if name not in self._read:
+            data = await_shared(
+                self._directory,
+                f"{TABLE_PREFIX}{name}",
+                lambda data: xxhash.xxh3_128_hexdigest(data) == self._sent[name],
+            )
+            self._read[name] = json.loads(data)
+        return self._read[name]
+
+
+def check_consistent(first: RankZeroTables) -> None:
+    """Refuse a rank that does not hold the run that rank 0 holds.
+
+    Raises:
+        UnsupportedError: it does not; the tables, or the states with both values, are named.
+    """
+    tables = first.own["tables"]
+    if differ := [name for name, table in first["tables"].items() if tables[name] != table]:
+        here, there = _first_difference(tables[differ[0]], first["tables"][differ[0]])
+        msg = (
+            f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run. The "
+            f"first difference is {here} here, and {there} on rank 0"
+        )
+        raise UnsupportedError(msg)
+    for index, (mine, theirs) in enumerate(
+        zip(first.own["scalars"], first["scalars"], strict=True)
+    ):
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key):
+                msg = (
+                    f"the optimizer's state {key!r} of flat buffer {index} is "
+                    f"{mine.get(key, 'not there')} here and {theirs.get(key, 'not there')} on rank "
+                    "0: states that are one value per buffer must be the same on all ranks, or "
+                    "they do not hold one run. With torch_autocast in float16, DeepSpeed 0.18.9 "
+                    "lets each rank skip steps by itself: train in bfloat16 there"
+                )
+                raise UnsupportedError(msg)
+
+
+def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[list[Any]]:
+    """Return this rank's hyperparameters of the groups in which they differ from rank 0's.
+
+    Returns:
+        ``[group, {key: text}]`` each; of many groups the first ones.
+    """
+    pairs = zip(first.own["hyperparameters"], first["hyperparameters"], strict=True)
+    drifted = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    return [[index, _texts(manifest.groups[index])] for index in drifted[:_MOST_SENT]]
+
+
+def drifted_replicas(first: RankZeroTables) -> list[int]:
+    """Return the flat buffers whose masters are not rank 0's, where each rank has all of them."""
+    pairs = zip(first.own["replicas"], first["replicas"], strict=True)
+    return [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs][:_MOST_SENT]
+
+
+def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> None:
+    """Log which ranks have other weights than rank 0, where all have all of them; on rank 0.
+
+    Args:
+        manifest: rank 0's.
+        of_ranks: what ``drifted_replicas`` returned on each rank, in order.
+    """
+    ranks = [rank for rank, drifted in enumerate(of_ranks) if drifted]
+    if not ranks:
+        return
+    names = [n for i in sorted(set().union(*of_ranks)) for n in manifest.buffers[i].names]
+    log.warning(
+        "The weights have drifted apart between ranks, each of which trains all of them in stage "
+        "0: those of %s are not rank 0's (%s). Each rank writes a part, and a resume gives the "
+        "same weights to all ranks again. Whatever a step depends on has to be the same on all "
+        "ranks, rates and changes of weights by hand too.",
+        format_ranks(ranks),
+        format_names(names, _MOST_TOLD),
+    )
+
+
+def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> None:
+    """Log which hyperparameters differ, with each rank's value; on rank 0.
+
+    Args:
+        manifest: rank 0's.
+        of_ranks: what ``drifted_hyperparameters`` returned on each rank, in order.
+    """
+    own = list(map(_texts, manifest.groups))
+    values: dict[_Drift, dict[int, str]] = {}
+    for rank, groups in enumerate(of_ranks):
+        for group, theirs in groups:
+            for key, value in theirs.items():
+                if value != own[group][key]:
+                    values.setdefault((group, key), {})[rank] = value
+    if not values:
+        return
+    told = [
+        _sentence(drift, values[drift], own, len(of_ranks)) for drift in sorted(values)[:_MOST_TOLD]
+    ]
+    if len(values) > _MOST_TOLD:
+        told.append(f"{len(values) - _MOST_TOLD} more")
+    log.warning(
+        "The ranks do not train with the same hyperparameters: %s. Each steps its part of the "
+        "weights with its own. The checkpoint holds rank 0's, and a resume gives them, and the "
+        "states of rank 0's schedulers, to every rank. A scheduler that steps on a metric needs "
+        "the same value on all ranks: self.log(..., sync_dist=True).",
+        "; ".join(told),
+    )
+
+
+def _sentence(
+    drift: _Drift, of_rank: Mapping[int, str], own: Sequence[Mapping[str, str]], world_size: int
+) -> str:
+    group, key = drift
+    first = own[group][key]
+    ranks: dict[str, list[int]] = {first: []}
+    for rank in range(world_size):
+        ranks.setdefault(of_rank.get(rank, first), []).append(rank)
+    values = ", ".join(f"{value} on {format_ranks(which)}" for value, which in ranks.items())
+    return f"{key} of parameter group {group} is {values}"
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    """Return the first rows that differ, the same rows cut to where they do."""
+    rows = itertools.zip_longest(mine, theirs, fillvalue="nothing")
+    one, other = next((one, other) for one, other in rows if one != other)
+    if len(one) <= _MOST_SHOWN and len(other) <= _MOST_SHOWN:
+        return one, other
+    same = zip(one, other, strict=False)
+    at = next((i for i, (a, b) in enumerate(same) if a != b), min(len(one), len(other)))
+    shown = slice(max(0, at - _MOST_SHOWN // 2), at + _MOST_SHOWN // 2)
+    return f"... {one[shown]} ...", f"... {other[shown]} ..."
+
+
+def _tables(manifest: Manifest) -> dict[str, list[str]]:
+    """Return the rows of what must be alike on all ranks, by the name that a message calls it."""
+    groups = [(g.names, sorted(g.hyperparameters), g.state) for g in manifest.groups]
+    return {
+        "parameters": list(map(repr, manifest.parameters)),
+        "parameter groups": list(map(repr, groups)),
+        "flat buffers": list(map(repr, manifest.buffers)),
+        "progress": [repr(manifest.progress)],
+        "module buffers": list(map(repr, manifest.module_buffers)),
+        "ZeRO stage": [repr(manifest.stage)],
+        "weights that are left out": sorted(manifest.excluded),
+    }
+
+
+def _texts(group: Group) -> dict[str, str]:
+    """Return a group's hyperparameters as they are compared and shown."""
+    return {key: canonical_repr(value) for key, value in group.hyperparameters.items()}
+
+
+def _table_text(table: object) -> bytes:
+    return json.dumps(table).encode()
+
+
+def _digest(hyperparameters: Mapping[str, Any]) -> str:
+    text = canonical_repr(dict(hyperparameters))
+    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))

@@ -1,0 +1,382 @@
+"""The fingerprint of a running engine: each rank adds up what it holds, and the sums are added.
+
+Comparison, by fingerprints, of the state that is live after a load with the saved one.
+
+A fingerprint counts names, shapes and types beside the elements. What a load makes live on purpose
+under other names, in other types, or not at all, has another number and is no damage: it is not
+compared, and it is said why. What can be compared must be equal, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+import xxhash
+
+from lightning_elastic_zero.checkpoint.streams import can_pin
+from lightning_elastic_zero.checkpoint.types import LiveState, SaveOptions, state_to_save
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.compatibility import RestoreScope
+from lightning_elastic_zero.core.fingerprint import (
+    STEP,
+    Fingerprint,
+    FingerprintPart,
+    TensorId,
+    add_up,
+    run_part,
+    scalars_part,
+)
+from lightning_elastic_zero.core.layout import spans
+from lightning_elastic_zero.core.manifest import Group, Manifest
+from lightning_elastic_zero.core.tensors import (
+    FlatState,
+    RankState,
+    Scalar,
+    bit_sums,
+    dtype_name,
+    is_on_device,
+)
+from lightning_elastic_zero.core.text import format_ranks
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.storage.ownership import ignore_progress
+
+PIECE_BYTES = 8 << 20
+"""What is added up between two signs of life: some 0.3 ms."""
+
+_Run: TypeAlias = "tuple[TensorId, int, torch.Tensor]"
+"""Whose elements, the place of the first one, and they themselves."""
+
+
+def live_fingerprint(
+    manifest: Manifest,
+    state: RankState,
+    ranks: Ranks,
+    step: str = "fingerprint",
+    on_piece: Callable[[], None] | None = None,
+) -> Fingerprint:
+    """Compute the number that a checkpoint of a state would have. Collective; 16 bytes per rank.
+
+    What is on the host is read where it is, what is on a device by way of a small buffer.
+
+    Args:
+        manifest: what the engine says of itself, with what a save leaves out.
+        state: what this rank holds, by reference.
+        ranks: who agree.
+        step: what they do, in words.
+        on_piece: called now and then in the place of ``ranks.report_progress``, which
+            shows that this rank lives.
+    """
+
+    def own_part() -> list[int]:
+        tell = on_piece or ranks.report_progress
+        return rank_part(manifest, state, ranks.rank, tell).to_plain()
+
+    # By way of rank 0: of a thousand ranks none is told what each has added.
+    parts = ranks.gather(step, own_part)
+    return Fingerprint.from_text(
+        ranks.broadcast(f"{step}: add up", lambda: str(add_up(parts or []).total()))
+    )
+
+
+@torch.no_grad()
+def rank_part(
+    manifest: Manifest,
+    state: RankState,
+    rank: int,
+    on_progress: Callable[[], None] = ignore_progress,
+) -> FingerprintPart:
+    """Return what one rank adds: its flat buffers, its pieces of frozen weights; rank 0 buffers.
+
+    Args:
+        manifest: what the engine says of itself.
+        state: what this rank holds.
+        rank: this one.
+        on_progress: called now and then.
+    """
+    total = FingerprintPart()
+    for index, flat in enumerate(state.flats):
+        group = manifest.groups[manifest.buffers[index].group]
+        step = group.hyperparameters.get(STEP)
+        kept_apart = STEP not in flat.scalars and group.state and not manifest.weights_only
+        apart = step if kept_apart and isinstance(step, int | float) else None
+        firsts = (f.name for f in flat.fragments if f.start == 0 and not manifest.weights_only)
+        for name in firsts:
+            total += scalars_part(name, _scalars(flat, apart))
+    buffer = _HostBuffer()
+    for which, start, values in _runs(manifest, state, rank):
+        for at, stop in spans(0, values.numel(), PIECE_BYTES // values.dtype.itemsize):
+            total += run_part(which, start + at, buffer.on_host(values[at:stop]))
+            on_progress()
+    return total
+
+
+def _runs(manifest: Manifest, state: RankState, rank: int) -> Iterator[_Run]:
+    """Yield all that a rank adds element by element."""
+    shapes = {p.name: p.shape for p in manifest.parameters}
+    for flat in state.flats:
+        for fragment in flat.fragments:
+            name, shape = fragment.name, shapes[fragment.name]
+            where = slice(fragment.offset, fragment.offset + fragment.stop - fragment.start)
+            master = flat.master[where]
+            yield _weight(name, master, shape), fragment.start, master
+            for key, values in ({} if manifest.weights_only else flat.elementwise).items():
+                which = TensorId("optimizer", name, key, values.dtype, shape)
+                yield which, fragment.start, values[where]
+    for fragment in manifest.frozen_layout().on_rank(rank):
+        piece = state.frozen[fragment.name]
+        which = _weight(fragment.name, piece, shapes[fragment.name])
+        yield which, fragment.start, piece.reshape(-1)
+    for name, tensor in ({} if rank else state.module_buffers).items():
+        if tensor.numel():
+            yield _weight(name, tensor, tuple(tensor.shape)), 0, tensor.reshape(-1)
+
+
+class _HostBuffer:
+    """Host memory for one piece of a tensor on a device; pinned where that makes copies fast."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def on_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return a piece on the host, until the next one is asked for."""
+        if not is_on_device(piece):
+            return piece
+        if self._memory is None:
+            pins = can_pin(piece.device)
+            self._memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pins)
+        return self._memory[: piece.nbytes].view(piece.dtype).copy_(piece)
+
+
+def _scalars(flat: FlatState, step: float | None) -> Iterator[tuple[str, Scalar]]:
+    yield from flat.scalars.items()
+    if step is not None:
+        yield STEP, step
+
+
+def _weight(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> TensorId:
+    return TensorId("weights", name, "", values.dtype, shape)
+
+
+NOT_RECORDED = "its save recorded no fingerprint"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What a checkpoint says of the state in it."""
+
+    where: str
+    """Its path."""
+    recorded: str
+    """The fingerprint that its save recorded; empty: none."""
+    manifest: Manifest
+    """Under the model's names."""
+    buffers: Mapping[str, torch.Tensor]
+    """Module buffers, as they were saved."""
+    renamed: bool
+    """Whether the names are others than when it was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison told that did not fail."""
+
+    fingerprint: str
+    """The live state's, where it was computed; else empty."""
+    text: str
+    """In words, to be said behind what was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ComparedState:
+    """What this rank has to compare."""
+
+    manifest: Manifest
+    """What the engine says of itself, without what the save had left out."""
+    state: RankState
+    weights: str
+    """A digest of the weights that each rank has whole. Of buffers ranks may have others."""
+    matches: bool
+    """Whether the weights that forward reads are the masters, rounded."""
+
+
+def check_loaded(
+    saved: SavedState, live: LiveState, scope: RestoreScope, ranks: Ranks, step: str
+) -> Verdict:
+    """Compare the live state with the number that its save recorded. Collective.
+
+    Args:
+        saved: what was loaded.
+        live: what has become of it.
+        scope: what of it was to be restored.
+        ranks: who hold the live state together, and agree.
+        step: what they do, in words; alike on all ranks.
+
+    Raises:
+        CheckpointCorruptedError: it is another state; the message has both numbers.
+        CheckpointFormatError: what was recorded is no fingerprint.
+    """
+    if not saved.recorded:
+        return Verdict("", NOT_RECORDED)
+    recorded = _parsed(saved)
+    why_not = ranks.broadcast(f"{step}: compare", lambda: _why_not(saved, live, scope))
+    if why_not["weights"] and why_not["optimizer"]:
+        return Verdict("", f"not compared with the fingerprint of its save: {why_not['weights']}")
+    with_optimizer = not why_not["optimizer"]
+    held = ranks.run_all(
+        f"{step}: look at the engine",
+        lambda: _compared_state(saved, live, with_optimizer=with_optimizer),
+    )
+    found = live_fingerprint(held.manifest, held.state, ranks, f"{step}: fingerprint")
+    compared = [part for part in ("weights", "optimizer") if not why_not[part]]
+    if any(getattr(found, part) != getattr(recorded, part) for part in compared):
+        raise CheckpointCorruptedError(_difference(saved.where, compared, recorded, found))
+    _check_weights(saved.where, held, ranks, step)
+    if len(compared) > 1:
+        return Verdict(str(found), f"the state is the one that was saved (fingerprint {found})")
+    (part,) = compared
+    (other,) = {"weights", "optimizer"} - {part}
+    number = getattr(found, part)
+    whose = (
+        "the weights are those that were saved"
+        if part == "weights"
+        else "the optimizer's state is the one that was saved"
+    )
+    text = f"{whose} (fingerprint {number}); {other} not compared: {why_not[other]}"
+    return Verdict(number, text)
+
+
+def _parsed(saved: SavedState) -> Fingerprint:
+    try:
+        return Fingerprint.from_text(saved.recorded)
+    except ValueError as error:
+        msg = (
+            f"{saved.where} records an invalid fingerprint: {error}. Pass fingerprint=False to "
+            "load it without a comparison"
+        )
+        raise CheckpointFormatError(msg) from error
+
+
+def _compared_state(saved: SavedState, live: LiveState, *, with_optimizer: bool) -> _ComparedState:
+    manifest = _as_saved(saved.manifest, live.describe(), with_optimizer=with_optimizer)
+    state = live.rank_state(exclude_frozen=False, keep_module_weights=True)
+    left_out = set(saved.manifest.excluded)
+    whole = [t for name, t in state.module_weights.items() if name not in left_out]
+    # Each by itself: they may be on different devices.
+    sums = [bit_sums([torch.view_as_real(t) if t.is_complex() else t]) for t in whole]
+    weights = xxhash.xxh3_64_hexdigest(repr((sums, state.replica_sums)).encode())
+    state = replace(state, module_weights={})
+    state = state_to_save(state, manifest, SaveOptions())
+    return _ComparedState(manifest, state, weights, live.weights_match_masters())
+
+
+def _check_weights(where: str, held: _ComparedState, ranks: Ranks, step: str) -> None:
+    """Compare what is no part of the number: what forward reads, and what all ranks have.
+
+    Raises:
+        CheckpointCorruptedError: a rank's weights are others than its masters, or than rank 0's.
+    """
+    of_ranks = ranks.gather(f"{step}: weights", lambda: [held.weights, held.matches]) or []
+
+    def faults() -> list[str]:
+        others = [rank for rank, (weights, _) in enumerate(of_ranks) if weights != of_ranks[0][0]]
+        stale = [rank for rank, (_, matches) in enumerate(of_ranks) if not matches]
+        found = [f"{format_ranks(others)}: other weights than rank 0"] if others else []
+        if stale:
+            found.append(f"{format_ranks(stale)}: weights that are not the masters, rounded")
+        return found
+
+    if found := ranks.broadcast(f"{step}: compare weights", faults):
+        msg = (
+            f"{where} was loaded, but ranks hold another state: {'; '.join(found)}. Do not train "
+            "on it: the memory of a machine or this library is at fault. Resume on other machines, "
+            "and report it"
+        )
+        raise CheckpointCorruptedError(msg)
+
+
+def _as_saved(saved: Manifest, here: Manifest, *, with_optimizer: bool) -> Manifest:
+    """Return what the engine says of itself, without what the save had left out."""
+    left_out, buffers = set(saved.excluded), set(saved.module_buffers)
+    return replace(
+        here,
+        weights_only=not with_optimizer,
+        excluded=tuple(p.name for p in here.parameters if p.group is None and p.name in left_out),
+        module_buffers=tuple(name for name in here.module_buffers if name in buffers),
+    )
+
+
+def _why_not(saved: SavedState, live: LiveState, scope: RestoreScope) -> dict[str, str]:
+    """Return why weights, and the optimizer's state, cannot have the recorded number, if so."""
+    if saved.renamed:
+        return dict.fromkeys(("weights", "optimizer"), "its names have changed")
+    held, here = saved.manifest, _as_saved(saved.manifest, live.describe(), with_optimizer=True)
+    kept = {name: b for name, b in live.module_buffers().items() if name in here.module_buffers}
+    weights = _first_difference(
+        {**_weights(held), **_buffers(saved.buffers)},
+        {**_weights(here), **_buffers(kept)},
+    )
+    if held.groups and not live.keeps_masters():
+        weights = weights or "load_from_fp32_weights is false, so that the masters are rounded"
+    if held.weights_only or not held.groups:
+        return {"weights": weights, "optimizer": "it has none"}
+    if not scope.optimizer_state:
+        return {"weights": weights, "optimizer": "it is not restored"}
+    optimizer = _first_difference(dict(_states(held)), dict(_states(here)))
+    if not optimizer and not scope.hyperparameters and any(map(_counts_apart, held.groups)):
+        optimizer = "step counts are not restored"
+    return {"weights": weights, "optimizer": optimizer}
+
+
+def _weights(manifest: Manifest) -> dict[str, str]:
+    """Return the type and shape of each weight by its name: of trained ones, the master's."""
+    trained = ((p, manifest.master_dtype) for p in manifest.optimized)
+    frozen = ((p, p.dtype) for p in manifest.frozen)
+    return {p.name: f"{dtype} {p.shape}" for p, dtype in (*trained, *frozen)}
+
+
+def _buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{dtype_name(b.dtype)} {tuple(b.shape)}" for name, b in buffers.items()}
+
+
+def _states(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield each optimizer state of each parameter, and what of it counts beside the values."""
+    shapes = {p.name: p.shape for p in manifest.optimized}
+    for group in manifest.groups:
+        for name in group.names:
+            for key in group.state:
+                kind = key.dtype if key.kind == "elementwise" else "scalar"
+                yield f"{name}: {key.name}", f"{kind} {shapes[name]}"
+            if _counts_apart(group):
+                yield f"{name}: {STEP}", f"scalar {shapes[name]}"
+
+
+def _counts_apart(group: Group) -> bool:
+    """Whether a parameter group keeps the step, and not each of its states."""
+    kept = any(key.name == STEP and key.kind == "scalar" for key in group.state)
+    step = group.hyperparameters.get(STEP)
+    return bool(group.state) and not kept and isinstance(step, int | float)
+
+
+def _first_difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Return in words the first name that is not alike on both sides; empty where all are."""
+    for name in sorted(saved.keys() | here.keys()):
+        if saved.get(name) != here.get(name):
+            was, now = saved.get(name, "not there"), here.get(name, "not there")
+            return f"{name} was {was} when it was saved and is {now} here"
+    return ""
+
+
+def _difference(where: str, compared: list[str], recorded: Fingerprint, found: Fingerprint) -> str:
+    parts = " and ".join(p for p in compared if getattr(found, p) != getattr(recorded, p))
+    return (
+        f"{where} was loaded, and the state that is live is not the one that was saved: {parts} "
+        f"differ. Its save recorded the fingerprint {recorded}, the live state has {found}. The "
+        "engine holds what was loaded: do not train on it. If `lightning-elastic-zero fingerprint "
+        f"{where}` prints the number that its save recorded, the file is sound, and the memory of "
+        "a machine or this library is at fault: resume on other machines, and report it. If it "
+        "prints another one, the state was damaged in memory while it was saved: resume from "
+        "another checkpoint"
+    )

@@ -1,0 +1,746 @@
+"""Loading: all checks run before the first live byte is changed.
+
+The transfers of a load, what they fill, and each buffer's scalars.
+
+The choice of the newest sound checkpoint beside a damaged one.
+
+What is lost where a load casts: buffers that are rounded, weights that become infinite.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.checkpoint.fingerprint import SavedState, Verdict, check_loaded
+from lightning_elastic_zero.checkpoint.save import restore_extra_states
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
+    EngineHandle,
+    LiveState,
+    LoadOptions,
+    LoadResult,
+    report_bytes,
+)
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.compatibility import (
+    BufferPair,
+    RestoreScope,
+    check_compatible,
+    describe,
+    describe_unrestored,
+    list_names,
+    rounded_buffers,
+)
+from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan, spans
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group, Manifest, Progress
+from lightning_elastic_zero.core.names import (
+    KeyMapping,
+    mapping_to,
+    match_groups,
+    origins_of,
+    with_live_groups,
+)
+from lightning_elastic_zero.core.tensors import (
+    RestoreTargets,
+    RestoreValues,
+    Scalar,
+    can_overflow,
+    canonical_repr,
+    dtype_name,
+    is_lossy_cast,
+    is_writable,
+    overflowed,
+    overflows,
+)
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ElasticZeroError,
+    RanksError,
+)
+from lightning_elastic_zero.formats.elastic import verify_files
+from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
+from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
+from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
+from lightning_elastic_zero.storage.leftovers import repair_target
+from lightning_elastic_zero.storage.paths import check_local_path, existing_path, real_path
+
+
+def plans(
+    source: CheckpointReader, targets: RestoreTargets, with_state: Collection[str]
+) -> tuple[TransferPlan, TransferPlan]:
+    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights.
+
+    Args:
+        source: the checkpoint.
+        targets: what is wanted.
+        with_state: the parameters whose optimizer states are wanted; others that lie beside them
+            have fresh ones already.
+
+    Returns:
+        Plans into ``read_targets``.
+    """
+    alone = len(targets.weights)
+    wanted = [
+        f if f.name in with_state else replace(f, buffer=alone + f.buffer)
+        for f in targets.fragments
+    ]
+    owned = {p.name for p in source.manifest.optimized}
+    masters = [f for f in wanted if f.name in owned]
+    frozen = [f for f in wanted if f.name not in owned]
+    return (
+        TransferPlan(masters, source.layout()),
+        TransferPlan(frozen, source.frozen_layout()),
+    )
+
+
+def read_targets(targets: RestoreTargets) -> Targets:
+    """Return what is filled: the weights with their states, and then the same weights alone."""
+    weights = [{WEIGHT: tensor} for tensor in targets.weights]
+    return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights
+
+
+def scalars_by_buffer(
+    source: CheckpointReader, live: Manifest, groups: Sequence[Group]
+) -> tuple[Mapping[str, Scalar], ...]:
+    """Return the scalar states of each live flat buffer.
+
+    Parameters that have none yet take those of the others in their parameter group, so that what
+    they are does not depend on which of the group share a buffer with them.
+
+    Args:
+        source: the checkpoint.
+        live: what the engine says of itself.
+        groups: what was saved, in the groups that the engine has.
+    """
+    layout, found = source.layout(), []
+    for buffer in live.buffers:
+        members = groups[buffer.group].names
+        known = set(members)
+        shared = [name for name in buffer.names if name in known] or members
+        found.append(_scalars_of(source, layout, shared))
+    return tuple(found)
+
+
+def _scalars_of(
+    source: CheckpointReader, layout: Layout, names: Iterable[str]
+) -> Mapping[str, Scalar]:
+    """Return the scalars of a live flat buffer, whose parameters may have lain in several.
+
+    Raises:
+        CheckpointMismatchError: those differ, and the live buffer can have one value only.
+    """
+    held: dict[int, Fragment] = {}
+    for name in names:
+        at = next(iter(layout.covering(name, 0, 1)))
+        held.setdefault(at.buffer, at)
+    scalars = [source.scalars(at) for at in held.values()]
+    for other in scalars[1:]:
+        if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
+            msg = (
+                f"parameters that share a flat buffer here were saved with the states "
+                f"{dict(scalars[0])} and {dict(other)}: resume with the stage and sub_group_size "
+                "of the save"
+            )
+            raise CheckpointMismatchError(msg)
+    return scalars[0] if scalars else {}
+
+
+DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
+"""What may mean that the checkpoint which was asked for is not what it was."""
+
+
+def find_fallback(
+    asked: str | os.PathLike[str],
+    ranks: Ranks,
+    fits_model: Callable[[Manifest], bool],
+) -> tuple[str, int] | None:
+    """Find the newest sound checkpoint of this library beside one that is damaged. Collective.
+
+    Every byte of it has been verified, each rank reading its share. It has the parameters of the
+    damaged one. It may be another run's all the same, so that the user decides whether to take it.
+
+    Args:
+        asked: the path of the damaged one, on rank 0.
+        ranks: those that load.
+        fits_model: whether a checkpoint has the parameters of the model; asked where the damaged
+            one cannot say what it had.
+
+    Returns:
+        Its path, and the optimizer steps that had been taken. None where there is none, where
+        nothing says that there was ever one, or where other software wrote the damaged one.
+    """
+    found = ranks.broadcast(
+        f"load {asked}: look for an older one",
+        lambda: _beside(asked, ranks.report_progress, fits_model),
+    )
+    for path, step in found:
+        problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
+        if not any(problems):
+            return path, step
+    return None
+
+
+def _beside(
+    asked: str | os.PathLike[str],
+    on_progress: Callable[[], None],
+    fits_model: Callable[[Manifest], bool],
+) -> list[tuple[str, int]]:
+    """Rank 0: return the published checkpoints in the same folder, the newest first."""
+    damaged = check_local_path(asked)
+    if not os.path.lexists(damaged):
+        # A path that is misspelt: another checkpoint is not what is meant.
+        return []
+    real = real_path(damaged)
+    if _is_foreign(real):
+        return []
+    mine = _manifest_of(real)
+    rows: set[tuple[int, int, str]] = set()
+    # What a link leads to may be in another folder.
+    folders = (damaged.parent, real.parent)
+    for manifest_path in {p for folder in folders for p in folder.glob(f"*/{MANIFEST_NAME}")}:
+        path = real_path(manifest_path.parent)
+        manifest = _manifest_of(path)
+        on_progress()
+        if path == real or path.name.startswith(".") or manifest is None:
+            continue
+        if mine:
+            usable = _can_replace(manifest, mine)
+        else:  # The damaged one can no longer say what it was: by the clock.
+            before = _published_at(path) <= _published_at(real, damaged)
+            usable = fits_model(manifest) and before and not manifest.weights_only
+        if usable:
+            rows.add((_published_at(path), manifest.progress.global_steps, str(path)))
+    return [(path, step) for _, step, path in sorted(rows, reverse=True)]
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether other software wrote what is there: no trace of a save of this library."""
+    if not path.is_dir():
+        return path.exists()
+    traces = (MANIFEST_NAME, f"*{SUMS_SUFFIX}")
+    return any(path.iterdir()) and not any(next(path.rglob(trace), None) for trace in traces)
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {p.name: p.shape for p in manifest.parameters}
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
+        # Of other software's checkpoints it cannot be told what a load would find.
+        return source.manifest if (path / MANIFEST_NAME).exists() else None
+    return None
+
+
+def _can_replace(other: Manifest, damaged: Manifest) -> bool:
+    """Whether a run can go on from the other one: it is alike, older, and as whole."""
+    older = other.progress.global_steps <= damaged.progress.global_steps
+    whole = damaged.weights_only or not other.weights_only
+    return _shapes(other) == _shapes(damaged) and older and whole
+
+
+def _published_at(*paths: Path) -> int:
+    """Return when a manifest, or else a folder or link, was written, in nanoseconds."""
+    for there in (paths[0] / MANIFEST_NAME, *paths):
+        with suppress(OSError):
+            return there.lstat().st_mtime_ns
+    return 0
+
+
+def _problem(path: str, ranks: Ranks) -> str:
+    """Verify this rank's share; return what is wrong with it."""
+    try:
+        with closing(open_checkpoint(Path(path), on_progress=ranks.report_progress)) as source:
+            source.check_all()
+            on_bytes = report_bytes("verifying", ranks)
+            verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, on_bytes)
+    except DAMAGE_ERRORS as error:
+        return str(error)
+    return ""
+
+
+log = logging.getLogger(__name__)
+
+_CHECKED_ELEMENTS = 1 << 20
+"""Elements that are cast at a time."""
+
+
+def buffer_pairs(
+    saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
+) -> Iterator[BufferPair]:
+    """Yield the module buffers that both have, as they are there and here."""
+    for name, held, wanted in ((n, saved[n], live[n]) for n in live if n in saved):
+        yield BufferPair(
+            name,
+            saved_shape=tuple(held.shape),
+            shape=tuple(wanted.shape),
+            saved_dtype=dtype_name(held.dtype),
+            dtype=dtype_name(wanted.dtype),
+            loses=is_lossy_cast(held, wanted.dtype),
+            overflows=overflows(held, wanted.dtype),
+            writable=is_writable(wanted),
+        )
+
+
+def check_infinite_weights(
+    where: str, targets: RestoreTargets, saved: Manifest, live: LiveState
+) -> None:
+    """Name the weights that forward cannot use here, on the ranks that hold their masters.
+
+    Args:
+        where: the checkpoint's path.
+        targets: filled.
+        saved: the checkpoint.
+        live: the engine that it is loaded into.
+
+    Raises:
+        CheckpointMismatchError: the masters would be infinite too.
+    """
+    here, keeps = live.describe(), live.keeps_masters()
+    found = infinite_weights(targets, saved, here, rounds_masters=not keeps)
+    if found and not keeps:
+        msg = (
+            f"{where}: numbers that {here.precision} cannot hold, to which the config has masters "
+            "rounded (zero_optimization.load_from_fp32_weights: false), so that these would become "
+            f"infinite: {list_names(found)}. Set it to true, or run in a precision whose type "
+            "holds them"
+        )
+        raise CheckpointMismatchError(msg)
+    if found:
+        log.warning(
+            "%s: numbers that %s cannot hold, so that these weights become infinite (their "
+            "masters do not): %s. Run in a precision whose type holds them",
+            where,
+            here.precision,
+            list_names(found),
+        )
+
+
+def infinite_weights(
+    targets: RestoreTargets, saved: Manifest, here: Manifest, *, rounds_masters: bool = False
+) -> list[str]:
+    """Return the parameters of which this rank received a master that its weight cannot hold.
+
+    Only where weights had a type of larger numbers when they were saved: in one of the same type
+    they were infinite then too, and such a run goes on as it was.
+
+    Args:
+        targets: filled. ``weights`` are masters, where the engine has some.
+        saved: the checkpoint. A parameter's ``dtype`` is that of its weight, not of its master.
+        here: the live engine.
+        rounds_masters: masters will be rounded to the weights, and so are looked at whatever type
+            the weights had.
+    """
+    was = {p.name: getattr(torch, p.dtype) for p in saved.parameters}
+    types = {
+        p.name: getattr(torch, p.dtype)
+        for p in here.optimized
+        if p.name in was and (rounds_masters or can_overflow(was[p.name], getattr(torch, p.dtype)))
+    }
+    found: dict[str, None] = {}
+    for fragment in targets.fragments:
+        if fragment.name in types and fragment.name not in found:
+            end = fragment.offset + fragment.stop - fragment.start
+            masters = targets.weights[fragment.buffer].detach()[fragment.offset : end]
+            if _become_infinite(masters, types[fragment.name]):
+                found[fragment.name] = None
+    return [*found]
+
+
+def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a finite master is infinite in a type; a bounded part of them at a time."""
+    if not can_overflow(masters.dtype, dtype):
+        return False
+    for start, stop in spans(0, masters.numel(), _CHECKED_ELEMENTS):
+        part = masters[start:stop].cpu()
+        cast = part.to(dtype)
+        if not cast.isfinite().all() and overflowed(part, cast).any():
+            return True
+    return False
+
+
+_NOTHING_TO_TAKE = (
+    "fallback=True has nothing to take: it found no sound older one of this model beside it."
+)
+
+
+@torch.inference_mode(mode=False)
+def load(
+    path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
+) -> LoadResult:
+    """Restore a checkpoint into a live engine, whole or not at all. Collective.
+
+    Called under ``torch.inference_mode``, as within a validation, it makes normal tensors all the
+    same: others could not be trained.
+
+    With ``LoadOptions.fingerprint`` the state that is live then is compared with the saved one:
+    what fails of that has changed the engine already.
+
+    Where it is damaged, the error names an older one that is sound; it is taken if the options
+    allow it, and never without a warning.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        CheckpointFormatError: something is there, but no checkpoint that can be read.
+        CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
+        CheckpointCorruptedError: it is damaged.
+        RanksError: a rank failed, died, or did not call this.
+    """
+    try:
+        return _load(path, live, ranks, options=options)
+    except DAMAGE_ERRORS as error:
+        fallback = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
+        if fallback is None:
+            if not options.fallback or not os.path.lexists(check_local_path(path)):
+                raise
+            msg = f"{error}\n{_NOTHING_TO_TAKE}"
+            raise type(error)(msg) from error
+        older, step = fallback
+        if not options.fallback:
+            msg = (
+                f"{error}\nThe newest older checkpoint beside it that is sound, every byte of it "
+                f"verified, is {older} (step {step}). It has the same parameters, and "
+                "may be of another run all the same. Load that one, or allow it by fallback=True."
+            )
+            raise type(error)(msg) from error
+        if ranks.rank == 0:
+            log.warning(
+                "%s was asked for, and is not sound: %s\nInstead, %s (step %d) is loaded, as "
+                "fallback=True allows: what was trained since then is trained anew.",
+                path,
+                error,
+                older,
+                step,
+            )
+    return replace(_load(older, live, ranks, options=options), instead_of=str(path))
+
+
+def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> bool:
+    """Whether a checkpoint and the model share parameters, all of the same shapes."""
+    described = live.describe()
+    renaming = _renaming(described, options)
+    here = {p.name: p.shape for p in described.parameters}
+    pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
+    shared = [here[name] == shape for name, shape in pairs if name in here]
+    return bool(shared) and all(shared)
+
+
+def _load(
+    path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
+) -> LoadResult:
+    """Restore one checkpoint, or leave the engine as it was."""
+    began = time.monotonic()
+    first = ranks.broadcast(
+        "load: find the checkpoint", lambda: _find(path, options, ranks.report_progress)
+    )
+    step = f"load {first['path']}"
+    with ExitStack() as files, ExitStack() as undo:
+
+        def open_and_check() -> tuple[_Load, RestoreScope, SharedState]:
+            source = files.enter_context(
+                closing(_open(path, first, live, options, ranks.report_progress))
+            )
+            load = _Load(source, live, options, str(path), ranks)
+            return load, *load.check()
+
+        load, scope, shared = ranks.run_all(f"{step}: open and check", open_and_check)
+        source = load.source
+        filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
+        undo.pop_all()
+        failure, verdict = _commit(filled), Verdict("", "")
+        if options.fingerprint:
+            ranks.run_all(f"{step}: commit", partial(_raise, failure))
+            verdict = load.compare(step, scope, shared)
+
+    def finish() -> int:
+        _raise(failure)
+        # After all that must not fail: this calls the module's own code.
+        extra, warns = shared.extra_states, ranks.rank == 0
+        restore_extra_states(live.module(), extra, str(path), warns=warns)
+        return filled.bytes_read
+
+    bytes_read = ranks.gather(f"{step}: done", finish) or []
+    seconds = time.monotonic() - began
+    stats = CheckpointStats(
+        first["path"],
+        seconds,
+        sum(bytes_read),
+        waited_s=seconds,
+        step=_step_of(source.manifest.progress),
+        fingerprint=verdict.fingerprint,
+    )
+    found = _source_summary(source).rstrip(",") if source.info.lacks else ""
+    return LoadResult(
+        dict(shared.client_state),
+        source.manifest,
+        stats,
+        found,
+        filled.rank_entries,
+        group_origins=filled.values.group_origins,
+        fingerprint_result=verdict.text,
+    )
+
+
+def _commit(filled: _Filled) -> RanksError | None:
+    """Change the engine; return a failure instead of raising it, so that all ranks raise."""
+    try:
+        filled.targets.commit(filled.values)
+    except Exception as error:  # noqa: BLE001 (raised on all ranks)
+        failure = RanksError(
+            "the load failed while it changed the engine, which now holds a mixture: "
+            f"{type(error).__name__}: {error}. Do not train it further: start the run again"
+        )
+        failure.__cause__ = error
+        return failure
+    return None
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _find(
+    path: str | os.PathLike[str], options: LoadOptions, on_progress: Callable[[], None]
+) -> dict[str, str]:
+    """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
+    found = check_local_path(path)
+    repair_target(found)
+    directory = existing_path(found)
+    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
+    with closing(opened) as source:
+        source.check_all()
+        return {"path": str(directory), "save_id": source.manifest.save_id}
+
+
+def _open(
+    path: str | os.PathLike[str],
+    first: Mapping[str, str],
+    live: LiveState,
+    options: LoadOptions,
+    on_progress: Callable[[], None],
+) -> CheckpointReader:
+    """Open the checkpoint that rank 0 found."""
+    directory = Path(first["path"])
+    mine = real_path(check_local_path(path))
+    if mine != directory:
+        log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
+    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
+    if source.manifest.save_id != first["save_id"]:
+        msg = (
+            f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
+            "rank 0: the ranks do not share the directory, or a save replaced it just now"
+        )
+        raise CheckpointFormatError(msg)
+    renaming = _renaming(live.describe(), options)
+    if not options.renamed and all(renaming.here(n) == n for n in source.manifest.names()):
+        return source
+    return RenamedReader(source, renaming, str(directory))
+
+
+def _renaming(here: Manifest, options: LoadOptions) -> KeyMapping:
+    """Return how the checkpoint's names become the model's."""
+    return mapping_to(here.names(), options.renamed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What one rank has read, ready to be committed."""
+
+    targets: RestoreTargets
+    values: RestoreValues
+    rank_entries: Mapping[int, Any]
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """An open checkpoint and the engine that it is loaded into, on one rank."""
+
+    source: CheckpointReader
+    live: LiveState
+    options: LoadOptions
+    where: str
+    ranks: Ranks
+
+    def check(self) -> tuple[RestoreScope, SharedState]:
+        """Find all that can be wrong before anything is changed; each rank by itself.
+
+        Returns:
+            What is restored, and what the checkpoint holds once.
+        """
+        source, here = self.source, self.live.describe()
+        source.bind(here)
+        training = bool(here.groups)
+        # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result
+        # must not depend on the number of devices. Training goes on with each rank's own.
+        own = self.ranks.rank if training else 0
+        shared = source.module_state(own, self.ranks.world_size)
+        # Weights alone begin a new run, with the schedule that is configured here.
+        resumes = training and not source.manifest.weights_only and self.options.hyperparameters
+        scope = RestoreScope(
+            optimizer_state=training and self.options.optimizer_state,
+            hyperparameters=resumes and source.info.hyperparameters,
+            lr_scheduler=resumes,
+            strict=self.options.strict,
+            strict_optimizer=self.options.strict_optimizer or not training,
+        )
+        buffers = list(buffer_pairs(shared.buffers, self.live.module_buffers()))
+        check_compatible(source.manifest, here, scope, self.where, buffers)
+        self._check_optimizer(scope)
+        if shared.lr_scheduler is not None and scope.lr_scheduler:
+            self.live.check_scheduler(shared.lr_scheduler)
+        if self.ranks.rank == 0:
+            self._log(here, scope, buffers)
+        on_bytes = report_bytes("verifying", self.ranks, self.options.show)
+        source.verify(self.ranks.rank, self.ranks.world_size, on_bytes)
+        return scope, shared
+
+    def _check_optimizer(self, scope: RestoreScope) -> None:
+        """Refuse what is not this run's optimizer's, or not of one step with the rest.
+
+        Raises:
+            CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
+            CheckpointFormatError: it was saved at another step.
+        """
+        manifest, info = self.source.manifest, self.source.info
+        if scope.optimizer_state and info.unmatched:
+            msg = f"{self.where} does not fit this model: {info.unmatched}"
+            raise CheckpointMismatchError(msg)
+        if scope.optimizer_state and info.mixed:
+            msg = f"{self.where} is not of one save: {info.mixed}"
+            raise CheckpointFormatError(msg)
+        if scope.optimizer_state or scope.hyperparameters:
+            steps = manifest.progress.global_steps - manifest.progress.skipped_steps
+            self.live.check_optimizer(
+                self._regrouped(scope),
+                state=scope.optimizer_state,
+                hyperparameters=scope.hyperparameters,
+                stepped=not info.has_counters or steps > 0,
+            )
+
+    def _regrouped(self, scope: RestoreScope) -> Manifest:
+        """Return what was saved, in the groups that the engine has."""
+        saved = self.source.manifest
+        return saved if scope.strict_optimizer else with_live_groups(saved, self.live.describe())
+
+    def _log(self, here: Manifest, scope: RestoreScope, buffers: Sequence[BufferPair]) -> None:
+        """Report what is loaded, and what of it is not as it was."""
+        where, source = self.where, self.source
+        log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
+        if source.info.mixed:
+            log.warning("%s may not be of one save: %s", where, source.info.mixed)
+        if scope.lr_scheduler and not source.info.hyperparameters:
+            log.warning(
+                "%s holds no hyperparameters of the parameter groups: learning rate, weight decay, "
+                "... stay as they are configured in this run",
+                where,
+            )
+        if rounded := rounded_buffers(buffers, here):
+            log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
+        for text in describe_unrestored(source.manifest, here, scope):
+            log.warning("%s: %s", where, text)
+
+    def read(self, scope: RestoreScope, shared: SharedState, undo: ExitStack) -> _Filled:
+        """Fill this rank's buffers from the checkpoint; ``undo`` is told how to give them up."""
+        source, saved = self.source, self._regrouped(scope)
+        targets = self.live.allocate_targets(saved, with_optimizer=scope.optimizer_state)
+        undo.callback(targets.rollback)
+        with_state = {name for group in saved.groups for name in group.names}
+        planned = plans(source, targets, with_state)
+        source.check(*(plan.ranks for plan in planned))
+        values = self._values(scope, shared, saved)
+        # From one source rank after the other; never all transfers at once.
+        in_order = heapq.merge(*(plan.by_rank() for plan in planned), key=itemgetter(0))
+        tensors = (*targets.weights, *(t for of_flat in targets.states for t in of_flat.values()))
+        size = sum(tensor.nbytes for tensor in tensors)
+        on_bytes = report_bytes("reading", self.ranks, self.options.show, size)
+        filled = read_targets(targets)
+        bytes_read = sum(source.read(runs, filled, on_bytes) for _, runs in in_order)
+        check_infinite_weights(self.where, targets, source.manifest, self.live)
+        return _Filled(targets, values, self._rank_entries(shared), bytes_read)
+
+    def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
+        """Compare what is live now with the fingerprint that the save recorded, if it did."""
+        source = self.source
+        renamed = isinstance(source, RenamedReader) and source.changes_names
+        recorded = source.recorded_fingerprint
+        number = self.ranks.broadcast(f"{step}: look for a fingerprint", recorded)
+        saved = SavedState(self.where, number, source.manifest, shared.buffers, renamed)
+        return check_loaded(saved, self.live, scope, self.ranks, step)
+
+    def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
+        """Return what is restored beside the buffers; weights alone begin a new run."""
+        source, here = self.source, self.live.describe()
+        resumes = bool(here.groups) and not saved.weights_only
+        return RestoreValues(
+            scalars=scalars_by_buffer(source, here, saved.groups)
+            if scope.optimizer_state
+            else tuple({} for _ in here.buffers),
+            hyperparameters=tuple(group.hyperparameters for group in saved.groups)
+            if scope.hyperparameters
+            else None,
+            module_buffers=shared.buffers,
+            progress=saved.progress if resumes and source.info.has_counters else here.progress,
+            loss_scaler=shared.loss_scaler if resumes else {},
+            lr_scheduler=shared.lr_scheduler if scope.lr_scheduler else None,
+            optimizer_state=source.optimizer_state() if scope.optimizer_state else None,
+            optimizer=saved.writer.optimizer,
+            group_origins=tuple(range(len(here.groups)))
+            if scope.strict_optimizer and len(here.groups) == len(source.manifest.groups)
+            else origins_of(match_groups(source.manifest, here)),
+            saved_groups=len(source.manifest.groups),
+        )
+
+    def _rank_entries(self, shared: SharedState) -> dict[int, Any]:
+        """Return the entry that is wanted of the ranks whose part this one takes over, if any.
+
+        Of more ranks each has every so many; of fewer, several ranks share what one had.
+        """
+        wanted, rank = self.options.rank_entry_path, self.ranks.rank
+        saved, here = self.source.manifest.world_size, self.ranks.world_size
+        if not wanted or shared.read_client_entry is None or saved == here:
+            return {}
+        taken_over = range(rank, saved, here) or [rank % saved]
+        entries = {other: shared.read_client_entry(other, wanted) for other in taken_over}
+        return {other: entry for other, entry in entries.items() if entry is not None}
+
+
+def _step_of(progress: Progress) -> int:
+    """Return the step at which a checkpoint was saved, as its trainer counted."""
+    step = progress.sampler.get("global_step")
+    return step if isinstance(step, int) else progress.global_steps
+
+
+def _source_summary(source: CheckpointReader) -> str:
+    """Return in one line what was found, and what it does not hold."""
+    manifest, info = source.manifest, source.info
+    writer = manifest.writer
+    names = {"DeepSpeed": writer.deepspeed, "Lightning": writer.lightning, "torch": writer.torch}
+    by = " and ".join(f"{name} {version}" for name, version in names.items() if version)
+    text = f"a {info.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
+    return f"{text} without {', '.join(info.lacks)}," if info.lacks else text
+
+
+def load_engine(
+    engine: EngineHandle, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
+) -> LoadResult:
+    """Restore a checkpoint into an engine; collective. See ``lightning_elastic_zero.api``."""
+    engine.before_change()
+    live = ranks.run_all(f"load: look at the engine {engine.at_step()}", engine.open)
+    return load(path, live, ranks, options=options)

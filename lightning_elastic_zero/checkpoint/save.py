@@ -1,0 +1,567 @@
+"""Saving: every rank writes its shards into a hidden directory; rank 0 publishes it.
+
+Check, before publication, that ``torch.load(weights_only=True)`` can read what is saved.
+
+What modules keep beside parameters and buffers: ``get_extra_state``, ``set_extra_state``.
+
+torch has it in ``state_dict``: scales of fp8 layers, counters, tables, any object. It is saved with
+the trainer's state, whose rules it needs: plain data or objects, alike on all ranks or not.
+
+Whether a save that runs beside training is given up or published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import pickle
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.checkpoint.consistency import (
+    DIGESTS,
+    SCHEDULERS,
+    RankZeroTables,
+    Tables,
+    check_consistent,
+    comparison_tables,
+    drifted_hyperparameters,
+    drifted_replicas,
+    table_digests,
+    warn_of_drift,
+    warn_of_replicas,
+    write_tables,
+)
+from lightning_elastic_zero.checkpoint.fingerprint import live_fingerprint
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
+    EngineHandle,
+    SaveOptions,
+    ShowBytes,
+    manifest_to_save,
+    report_bytes,
+    show_nothing,
+    state_to_save,
+    warn_of_objects,
+)
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.manifest import EXTRA_STATE, MANIFEST_NAME, FileEntry, Manifest
+from lightning_elastic_zero.core.names import unwrapped
+from lightning_elastic_zero.core.tensors import RankState
+from lightning_elastic_zero.core.text import TreePath, format_names, format_tree_path
+from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
+from lightning_elastic_zero.formats.client_state import (
+    Objects,
+    fingerprints,
+    is_plain,
+    pickled,
+    rank_differences,
+    split_objects,
+)
+from lightning_elastic_zero.formats.elastic import (
+    ClientPart,
+    RankWriter,
+    SourceOf,
+    as_it_is,
+    writes_weights,
+)
+from lightning_elastic_zero.formats.pickles import PLAIN_DATA, unpickle
+from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
+from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
+from lightning_elastic_zero.storage.leftovers import remove_leftovers, repair_target
+from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, check_replaceable
+from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
+from lightning_elastic_zero.storage.shared import (
+    TABLE_PREFIX,
+    TOKEN_PREFIX,
+    await_shared,
+    leave_shared,
+    remove_shared,
+)
+
+_PROTOCOL = 2
+"""Of ``torch.save``."""
+
+
+def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
+    """Refuse what ``torch.load(weights_only=True)`` would not read.
+
+    Args:
+        parts: what is saved, by the words in which a message names it.
+
+    Raises:
+        SaveError: it would not; the message names the innermost value with which it fails.
+    """
+    for name, value in parts.items():
+        if (why := _unreadable(value)) is None:
+            continue
+        path, found, why = _innermost((name,), value, why)
+        msg = (
+            f"{format_tree_path(path)} is a {type(found).__name__}, and what is saved has to be "
+            f"plain data, which torch.load(weights_only=True) reads ({why}): no load could "
+            "restore it. Let state_dict() give numbers, texts, tensors, and lists and dicts of them"
+        )
+        raise SaveError(msg)
+
+
+def _innermost(path: TreePath, value: Any, why: str) -> tuple[TreePath, Any, str]:
+    """Find the value itself in what holds it."""
+    for key, inner in _inside(value):
+        if (its := _unreadable(inner)) is not None:
+            return _innermost((*path, key), inner, its)
+    return path, value, why
+
+
+def _inside(value: object) -> Iterator[tuple[str | int, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), inner) for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+
+
+def _unreadable(value: object) -> str | None:
+    """Describe why a value could not be read; None where it can."""
+    stream = io.BytesIO()
+    try:
+        _WithoutTensors(stream, _PROTOCOL).dump(value)
+        unpickle(stream.getvalue(), lambda _: None, PLAIN_DATA)
+    except Exception as error:  # noqa: BLE001 (whatever a pickle can raise)
+        return str(error).partition(" Please use")[0].partition("\n")[0] or repr(error)
+    return None
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Pickles a value but the contents of its tensors."""
+
+    def persistent_id(self, obj: Any) -> tuple[str] | None:
+        """Return a name for a tensor, which is written in its place.
+
+        Raises:
+            ValueError: it is one of which no ranges of bytes can be read.
+        """
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if not is_plain(obj):
+            msg = f"a {type(obj).__name__} of {obj.layout} that is no plain tensor"
+            raise ValueError(msg)
+        return ("storage",)
+
+
+log = logging.getLogger(__name__)
+
+
+def with_extra_states(
+    client_state: Mapping[str, Any], module: torch.nn.Module, options: SaveOptions
+) -> Mapping[str, Any]:
+    """Return the trainer's state with those of modules, under the names of ``state_dict``."""
+    base = torch.nn.Module.get_extra_state
+    keep = {n: m for n, m in _named(module).items() if type(m).get_extra_state is not base}
+    states = {n: m.get_extra_state() for n, m in keep.items() if n not in options.left_out}
+    return {**client_state, EXTRA_STATES: states} if states else client_state
+
+
+def restore_extra_states(
+    module: torch.nn.Module, saved: Mapping[str, Any], where: str, *, warns: bool
+) -> None:
+    """Hand modules what was saved of them, on this rank; one of which nothing was keeps its own.
+
+    Args:
+        module: whose weights are restored already.
+        saved: by the names in the model; what wrappers put into them is not looked at.
+        where: the checkpoint.
+        warns: whether this rank tells what only one side has.
+
+    Raises:
+        CheckpointMismatchError: a module does not take what was saved of it.
+    """
+    base = torch.nn.Module.set_extra_state
+    takes = {n: m for n, m in _named(module).items() if type(m).set_extra_state is not base}
+    here = {unwrapped(name): part for name, part in takes.items()}
+    found = {unwrapped(name): state for name, state in saved.items()}
+    if warns:
+        missing = [name for name in takes if unwrapped(name) not in found]
+        _warn(where, missing, [name for name in found if name not in here])
+    for name in here.keys() & found.keys():
+        try:
+            here[name].set_extra_state(found[name])
+        except Exception as error:
+            msg = (
+                f"{where}: set_extra_state of {name.rpartition('.')[0] or 'the module'} "
+                f"({type(here[name]).__name__}) raised {type(error).__name__}: {error}. Weights "
+                "and optimizer state are restored by then: begin again, with a module that takes "
+                "what was saved"
+            )
+            raise CheckpointMismatchError(msg) from error
+
+
+def _warn(where: str, missing: list[str], surplus: list[str]) -> None:
+    """Warn of what only the model has, and only the checkpoint."""
+    if missing:
+        log.warning(
+            "%s holds nothing for set_extra_state of these modules, which stay as they are: %s",
+            where,
+            format_names(missing),
+        )
+    if surplus:
+        log.warning(
+            "%s holds extra states that no module here takes by set_extra_state: %s",
+            where,
+            format_names(surplus),
+        )
+
+
+def _named(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return every module once, by the name of its extra state."""
+    return {f"{n}.{EXTRA_STATE}" if n else EXTRA_STATE: m for n, m in module.named_modules()}
+
+
+class Cancellation:
+    """Whether a save is given up or published: decided once, never the one after the other."""
+
+    def __init__(self) -> None:
+        self._deciding = threading.Lock()
+        self._cancelled = False
+        self.committed = False
+
+    def cancel(self) -> bool:
+        """Cancel the save. Return False where it is being published."""
+        with self._deciding:
+            self._cancelled = not self.committed
+        return self._cancelled
+
+    def check(self) -> None:
+        """End a save that was given up.
+
+        Raises:
+            SaveError: it was.
+        """
+        if self._cancelled:
+            msg = "it was given up before it was written: the run has ended"
+            raise SaveError(msg)
+
+    def commit(self) -> None:
+        """Decide that the save is published, if it was not given up; see ``check``."""
+        with self._deciding:
+            self.check()
+            self.committed = True
+
+
+def save_engine(
+    engine: EngineHandle,
+    path: str | os.PathLike[str],
+    ranks: Ranks,
+    client_state: Mapping[str, Any],
+    options: SaveOptions,
+) -> CheckpointStats:
+    """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``.
+
+    The checkpoint that it replaces stays until the new one is published.
+
+    Args:
+        engine: what is saved.
+        path: the checkpoint's directory.
+        ranks: those of training's threads.
+        client_state: the trainer's part.
+        options: what is written.
+
+    Raises:
+        SaveError: it could not be written; the last published checkpoint is intact.
+        UnsupportedError: something in the state has no rule by which it could be saved.
+        RanksError: a rank failed, died, or did not call this.
+    """
+    began = time.monotonic()
+    contents = ranks.run_all(
+        f"save: look at the engine {engine.at_step()}",
+        lambda: collect(engine, path, ranks.rank, client_state, options),
+    )
+    stats = write_shards(contents, ranks)
+    seconds = time.monotonic() - began
+    return replace(stats, seconds=seconds, waited_s=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContents:
+    """What one rank is about to write, and where."""
+
+    target: Path
+    """The checkpoint's directory."""
+    manifest: Manifest
+    state: RankState
+    client: Mapping[str, Any]
+    objects: Objects = ()
+    recovery_script: Path | None = None
+    """DeepSpeed's, to be laid beside the files."""
+    warned_objects: set[str] | None = None
+    """See ``SaveOptions``."""
+    step: int = 0
+    """See ``CheckpointStats``."""
+    fingerprint: bool = False
+    """See ``SaveOptions``."""
+    show: ShowBytes = show_nothing
+    """Likewise."""
+    source_of: SourceOf = as_it_is
+    """What pieces of the state's tensors are written from."""
+
+    def tables(self) -> Tables:
+        """Return what ranks compare with each other."""
+        return {
+            **comparison_tables(self.manifest, self.state),
+            "buffers": fingerprints(dict(self.state.module_buffers)),
+            "client": fingerprints(self.client),
+            "objects": {
+                format_tree_path(path): hashlib.sha256(pickled(value, path)).hexdigest()
+                for path, value in self.objects
+            },
+        }
+
+
+def collect(
+    engine: EngineHandle,
+    path: str | os.PathLike[str],
+    rank: int,
+    client_state: Mapping[str, Any],
+    options: SaveOptions,
+) -> ShardContents:
+    """Return what this rank writes of a live engine and the trainer's state, by reference.
+
+    Raises:
+        SaveError: on rank 0, something lies at the path that must not be replaced.
+        UnsupportedError: something in the state has no rule by which it could be saved.
+    """
+    target, live = check_local_path(path), engine.open()
+    manifest = manifest_to_save(live.describe(), options)
+    state = live.rank_state(
+        exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
+    )
+    state = state_to_save(state, manifest, options)
+    check_loads_weights_only(
+        {
+            "the scheduler's state": state.lr_scheduler,
+            "the loss scaler's state": dict(state.loss_scaler),
+            "the optimizer's state": [dict(flat.scalars) for flat in state.flats],
+            "the optimizer's state of no parameter": dict(state.optimizer_state),
+            "the module's buffers": dict(state.module_buffers),
+        }
+    )
+    client = dict(with_extra_states(client_state, live.module(), options))
+    if state.optimizer_state and not manifest.weights_only:
+        client[OPTIMIZER_STATE] = dict(state.optimizer_state)
+    split = split_objects(client)
+    if rank == 0:
+        repair_target(target)
+        check_replaceable(target, f"step-{manifest.progress.global_steps}")
+    return ShardContents(
+        target,
+        manifest,
+        state,
+        split.plain,
+        split.objects,
+        engine.recovery_script(),
+        options.warned_objects,
+        manifest.progress.global_steps if options.step is None else options.step,
+        options.fingerprint,
+        options.show,
+    )
+
+
+def write_shards(
+    contents: ShardContents,
+    ranks: Ranks,
+    cancellation: Cancellation | None = None,
+    on_published: Callable[[], None] = lambda: None,
+) -> CheckpointStats:
+    """Write what a rank has collected, and publish it; see ``save_engine``. Collective.
+
+    Args:
+        contents: what this rank writes.
+        ranks: to agree with, in the thread that runs this.
+        cancellation: by which another thread may give it up.
+        on_published: called on rank 0 as soon as the checkpoint is in its place, whatever becomes
+            of the other ranks after that; raises nothing.
+    """
+    began, cancellation = time.monotonic(), cancellation or Cancellation()
+    staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
+    tables, report = cache(contents.tables), _report(contents, ranks)
+
+    def on_bytes(count: int) -> None:
+        cancellation.check()
+        report(count)
+
+    def write_files() -> dict[str, Any]:
+        staging = _await_staging(first, contents.target)
+        theirs = RankZeroTables(first[DIGESTS], tables(), staging)
+        manifest = replace(contents.manifest, save_id=first["save_id"])
+        writer = RankWriter(staging, manifest, ranks.rank, on_bytes, number, contents.source_of)
+        return _write_files(contents, theirs, writer)
+
+    def publish() -> dict[str, Any]:
+        write_s = time.monotonic() - began
+        warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
+        warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
+        files = _complete(staged[0].path, contents, first, written or [])
+        staged[0].sync(ranks.report_progress)
+        cancellation.commit()
+        staged[0].publish(ranks.report_progress, on_published)
+        return _cost(files, time.monotonic() - began, write_s)
+
+    try:
+        first = ranks.broadcast(
+            "save: make a directory", lambda: _stage(contents, tables(), ranks, staged)
+        )
+        target = Path(first["path"])
+        with staged[0].touch_regularly() if staged else nullcontext():
+            number = _fingerprint(contents, target, ranks, lambda: on_bytes(0))
+            written = ranks.gather(f"save {target}: write", write_files)
+            published = ranks.broadcast(f"save {target}: publish", publish)
+    except BaseException:
+        for directory in staged:
+            directory.abandon()
+        raise
+    return CheckpointStats(str(target), step=contents.step, fingerprint=number, **published)
+
+
+def _stage(
+    contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[StagedDirectory]
+) -> dict[str, Any]:
+    """Rank 0: make the hidden directory beside the target; return what the others need to know."""
+    target, save_id = contents.target, uuid.uuid4().hex
+    warn_of_objects(target, contents.objects, contents.warned_objects)
+    with as_save_error(target):
+        if target.parent.is_dir():
+            remove_leftovers(target.parent, ranks.report_progress)
+        staged.append(StagedDirectory.create(target, save_id))
+        (staged[0].path / TAG).mkdir()
+        write_tables(staged[0].path, tables)
+        leave_shared(staged[0].path, f"{TOKEN_PREFIX}{save_id}")
+    return {"path": str(target), "save_id": save_id, DIGESTS: table_digests(tables)}
+
+
+def _report(contents: ShardContents, ranks: Ranks) -> Callable[[int], None]:
+    """Return what is told of the bytes that this rank writes."""
+    flats = contents.state.flats
+    tensors = [tensor for flat in flats for tensor in (flat.master, *flat.elementwise.values())]
+    if writes_weights(contents.manifest, ranks.rank):
+        tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
+    return report_bytes("writing", ranks, contents.show, sum(t.nbytes for t in tensors))
+
+
+def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:
+    """Return what a save has cost, for ``CheckpointStats``."""
+    of_both = {"seconds": seconds, "waited_s": seconds, "publish_s": seconds - write_s}
+    return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
+
+
+def _fingerprint(
+    contents: ShardContents, target: Path, ranks: Ranks, on_piece: Callable[[], None]
+) -> str:
+    """Return the number of what all ranks are about to write, if it is wanted; collective."""
+    if not contents.fingerprint:
+        return ""
+    step = f"save {target}: fingerprint"
+    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, on_piece))
+
+
+def _await_staging(first: Mapping[str, Any], target: Path) -> Path:
+    """Return the directory that rank 0 has made, as soon as this rank sees it.
+
+    Raises:
+        SaveError: this rank was given another path, or does not see the directory.
+    """
+    if str(target) != first["path"]:
+        msg = (
+            f"rank 0 saves to {first['path']}, this rank to {target}: a checkpoint is one "
+            "directory; give all ranks the same path (ModelCheckpoint does)"
+        )
+        raise SaveError(msg)
+    staging = staging_path(target, first["save_id"])
+    await_shared(staging, f"{TOKEN_PREFIX}{first['save_id']}")
+    return staging
+
+
+def _write_files(
+    contents: ShardContents, first: RankZeroTables, writer: RankWriter
+) -> dict[str, Any]:
+    """Write this rank's files; return what rank 0 needs to know of them."""
+    check_consistent(first)
+    drifted = drifted_hyperparameters(first, contents.manifest)
+    state, client = _own_part(contents, first, writer.rank, drifted=bool(drifted))
+    files = writer.write(state, client)
+    kept = {
+        "buffers": bool(writer.rank and state.module_buffers),
+        "client_state": bool(client.own or client.own_objects),
+    }
+    return {
+        "files": [asdict(entry) for entry in files],
+        "kept": [name for name, is_kept in kept.items() if is_kept],
+        "drifted": drifted,
+        "replicas": drifted_replicas(first),
+    }
+
+
+def _own_part(
+    contents: ShardContents, first: RankZeroTables, rank: int, *, drifted: bool
+) -> tuple[RankState, ClientPart]:
+    """Return what this rank writes: rank 0 all, the others what they do not have alike.
+
+    Args:
+        contents: what it has.
+        first: what rank 0 has.
+        rank: this one.
+        drifted: whether its rates are not those that are saved, nor then its schedulers.
+    """
+    if not rank:
+        return contents.state, ClientPart(contents.client, contents.objects)
+    mine, theirs = first.own["buffers"], first["buffers"]
+    buffers = {n: t for n, t in contents.state.module_buffers.items() if mine[n] != theirs[n]}
+    own = () if first.is_same("client") else rank_differences(contents.client, first["client"])
+    objects = () if first.is_same("objects") else contents.objects
+    if kept := next((item[0] for item in own if item[0][0] == OPTIMIZER_STATE), None):
+        key = kept[1] if len(kept) > 1 else "(any)"
+        msg = (
+            f"{contents.manifest.writer.optimizer} keeps state under the key {key!r}, which "
+            "differs from rank 0's: state of no parameter must be the same on all ranks"
+        )
+        raise UnsupportedError(msg)
+    if drifted:
+        own = tuple(item for item in own if item[0][0] != SCHEDULERS)
+        objects = tuple(item for item in objects if item[0][0] != SCHEDULERS)
+    state = replace(contents.state, module_buffers=buffers)
+    if not state.module_weights:
+        return state, ClientPart({}, own=own, own_objects=objects)
+    # DeepSpeed's loader for ZeRO-3 reads nothing but the rank's own model file.
+    module = {**state.module_weights, **contents.state.module_buffers}
+    return replace(state, module_weights=module), ClientPart(contents.client, (), own, objects)
+
+
+def _complete(
+    folder: Path, contents: ShardContents, first: Mapping[str, Any], written: list[dict[str, Any]]
+) -> tuple[FileEntry, ...]:
+    """Rank 0: write what DeepSpeed's tools look for, and the manifest last; return its files."""
+    write_durably(folder / LATEST, TAG.encode())
+    if contents.recovery_script is not None:
+        with as_save_error(contents.target):
+            shutil.copyfile(contents.recovery_script, folder / RECOVERY_SCRIPT)
+    manifest = replace(
+        contents.manifest,
+        save_id=first["save_id"],
+        files=tuple(FileEntry(**entry) for of_rank in written for entry in of_rank["files"]),
+        rank_state=tuple(sorted({kept for of_rank in written for kept in of_rank["kept"]})),
+        client_objects=tuple(format_tree_path(path) for path, _ in contents.objects),
+    )
+    tables = (f"{TABLE_PREFIX}{name}" for name in first[DIGESTS])
+    remove_shared(folder, *tables, f"{TOKEN_PREFIX}{first['save_id']}")
+    write_durably(folder / MANIFEST_NAME, manifest.to_json().encode())
+    return manifest.files

@@ -1,0 +1,1 @@
+"""Pure logic: intervals, ZeRO's arithmetic, the manifest, names, compatibility, tensors."""

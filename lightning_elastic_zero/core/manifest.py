@@ -1,0 +1,461 @@
+"""The manifest, ``manifest.json``: its schema and checks, to and from frozen dataclasses.
+
+The manifest is written last and is the commit mark: a directory without one was never published
+by this library. It is small, whatever the size of the state: tables of names and numbers, and for
+each file its size and a digest of its checksums. Nothing that it does not name is ever read.
+
+The format is described field by field in ``docs/format.md``. Readers refuse a newer
+``format_version``; unknown fields of the same version are ignored, so that fields can be added.
+
+Dataclasses from JSON, and a JSON text that vouches for itself.
+
+JSON has no types of its own to trust: ``from_json`` takes a value for a field only where it is of
+the field's type. The field ``digest`` of a sealed text is that of all its other bytes: everything
+else in a checkpoint has its checksum in the manifest, and nothing but the manifest itself can say
+whether one of its own numbers was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import PurePosixPath
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+
+from lightning_elastic_zero.core.layout import Layout
+from lightning_elastic_zero.core.partition import (
+    FlatBuffer,
+    PerParameterPartition,
+    frozen_partition,
+    zero_layout,
+)
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+
+R = TypeVar("R")
+
+DIGEST_FIELD = "digest"
+"""The field that holds it."""
+
+_BLANK = "0" * hashlib.sha256().digest_size * 2
+"""What stands in the digest's place while it is computed."""
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        msg = "nested too deeply"
+        raise ValueError(msg) from error
+
+
+def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda value: value) -> R:
+    """Build a dataclass from JSON, with lists as tuples, ignoring fields that it does not have.
+
+    Args:
+        cls: the dataclass; its fields are of plain types, of dataclasses, or tuples of those.
+        row: what ``load_json`` returned.
+        untag: applied to what is in fields that hold any mapping, before its type is looked at.
+
+    Raises:
+        TypeError: a field has a value of another type, or is missing and has no default.
+        ValueError: the dataclass refuses the values.
+    """
+    if not isinstance(row, dict):
+        msg = f"{row!r} is no {cls.__name__}"
+        raise TypeError(msg)
+    values: dict[str, Any] = {}
+    for known, kind in _fields_of(cls):  # type: ignore[arg-type]
+        if known.name not in row:
+            continue
+        value, inner = row[known.name], get_args(kind)
+        if is_dataclass(kind):
+            values[known.name] = from_json(kind, value, untag)  # type: ignore[arg-type]
+        elif inner and is_dataclass(inner[0]):
+            values[known.name] = _rows(inner[0], value, untag)
+        else:
+            value = untag(value) if get_origin(kind) is Mapping else value
+            value = tuple(value) if isinstance(value, list) else value
+            if not _is(kind, value):
+                msg = f"{cls.__name__}.{known.name} is {value!r}, not {known.type}"
+                raise TypeError(msg)
+            values[known.name] = value
+    return cls(**values)
+
+
+@cache
+def _fields_of(cls: type[Any]) -> list[tuple[Field[Any], Any]]:
+    hints = get_type_hints(cls)
+    return [(field, hints[field.name]) for field in fields(cls)]
+
+
+def _rows(cls: Any, rows: object, untag: Callable[[Any], Any]) -> tuple[Any, ...]:
+    if not isinstance(rows, list):
+        msg = f"{rows!r} is no table of {cls.__name__}"
+        raise TypeError(msg)
+    return tuple(from_json(cls, row, untag) for row in rows)
+
+
+def _is(kind: Any, value: object) -> bool:
+    """Whether a value is of a plain type, of one of several, a tuple of one, or a mapping."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        return type(value) is tuple and all(type(item) is inner[0] for item in value)
+    if origin is Mapping:
+        return type(value) is dict
+    return type(value) in (inner or (kind,))
+
+
+def dump_with_digest(content: Mapping[str, Any]) -> str:
+    """Return the text of a JSON object, sorted and indented, with its digest in it."""
+    text = json.dumps({**content, DIGEST_FIELD: _BLANK}, indent=1, sort_keys=True) + "\n"
+    mark = f'"{DIGEST_FIELD}": "{_BLANK}"'
+    return text.replace(mark, mark.replace(_BLANK, _digest(text)), 1)
+
+
+def has_valid_digest(text: str, content: Mapping[str, Any]) -> bool:
+    """Whether a text, whose content was read already, has the digest that it names."""
+    named = content.get(DIGEST_FIELD)
+    if not isinstance(named, str) or len(named) != len(_BLANK):
+        return False
+    return _digest(text.replace(named, _BLANK)) == named
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+FORMAT = "lightning_elastic_zero"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_DIGEST = re.compile("[0-9a-f]{32}")
+STAGES = (0, 1, 2, 3)
+STAGE_WEIGHTS = 3
+"""The ZeRO stage that partitions the weights too."""
+EXTRA_STATE = "_extra_state"
+"""Ends the name under which torch's ``state_dict`` has what ``get_extra_state`` returns."""
+
+Plain: TypeAlias = (
+    "bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain] | None"
+)
+"""What a hyperparameter may be: JSON's values, and tuples (``betas``), which keep their type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One row of the parameter table."""
+
+    name: str
+    """As in ``named_parameters()``; the first name of a tied weight."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Low-precision (module) dtype, such as ``"bfloat16"``."""
+    group: int | None
+    """Index of its optimizer parameter group; None where the optimizer does not own it: frozen
+    parameters, and those without elements."""
+    aliases: tuple[str, ...] = ()
+    """The other names of a tied weight."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """One optimizer state, as the optimizer itself names it (``exp_avg``, ``step``, ...)."""
+
+    name: str
+    kind: str
+    """``"elementwise"``: one value per element, cut like the parameter. ``"scalar"``: one value
+    per flat buffer, a 0-dimensional tensor or a number, alike on all ranks."""
+    dtype: str
+    """Of the tensor; ``"int"``, ``"float"``, ``"bool"`` or ``"None"`` for a Python value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One optimizer parameter group."""
+
+    names: tuple[str, ...]
+    """The parameters in it that the optimizer owns, in the optimizer's order."""
+    hyperparameters: Mapping[str, Plain]
+    """Everything in the group's dict but its parameters: ``lr``, ``betas``, ``initial_lr``, ..."""
+    state: tuple[StateKey, ...]
+    """Empty before the first step, and in a weights-only checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the checkpoint."""
+
+    name: str
+    """Path inside the checkpoint's directory, with forward slashes."""
+    size_bytes: int
+    """Of the file; its sidecar is not counted."""
+    sums_digest: str
+    """The xxh3_128, in hexadecimal, of the sidecar that holds the checksums of its chunks."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no writer of ours has recorded, above all a way out of the directory.
+
+        Raises:
+            CheckpointFormatError: the name leaves the directory, or a number makes no sense.
+        """
+        path = PurePosixPath(self.name)
+        inside = self.name == str(path) and not path.is_absolute() and ".." not in path.parts
+        if not inside or self.name in {"", "."} or "\\" in self.name or "\0" in self.name:
+            msg = f"A checkpoint cannot hold a file named {self.name!r}."
+            raise CheckpointFormatError(msg)
+        if self.size_bytes < 0 or not _DIGEST.fullmatch(self.sums_digest):
+            msg = (
+                f"The record of {self.name} makes no sense: {self.size_bytes} bytes, "
+                f"digest {self.sums_digest!r}."
+            )
+            raise CheckpointFormatError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who wrote the checkpoint: for error messages and bug reports, never for decisions."""
+
+    library: str = ""
+    torch: str = ""
+    deepspeed: str = ""
+    lightning: str = ""
+    engine: str = ""
+    """Name of DeepSpeed's optimizer wrapper class."""
+    optimizer: str = ""
+    """Name of the optimizer's class inside the wrapper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the run had come, in units that do not depend on the number of devices."""
+
+    global_steps: int = 0
+    """Optimizer steps that DeepSpeed counted."""
+    global_samples: int = 0
+    """Samples that DeepSpeed counted, at the batch sizes of the runs that took them."""
+    skipped_steps: int = 0
+    """Steps skipped for overflow (fp16)."""
+    micro_steps: int = 0
+    """Backward passes that DeepSpeed counted, at ``gradient_accumulation_steps`` per step."""
+    gradient_accumulation_steps: int = 1
+    global_batch_size: int | None = None
+    """Samples per optimizer step; None where the engine was not told its batch size."""
+    sampler: Mapping[str, Plain] = field(default_factory=dict)
+    """Position in the training data; see ``data_progress.position.DataProgress``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself. Everything that the planner needs is in here."""
+
+    save_id: str
+    """Unique to one save; every shard carries it too, so that saves cannot be mixed."""
+    stage: int
+    """ZeRO stage of the engine that wrote it, 0 to 3."""
+    world_size: int
+    """Data-parallel ranks that wrote it."""
+    precision: str
+    """``"fp32"``, ``"bf16"`` or ``"fp16"``: of the module; of what others wrote, any dtype."""
+    master_dtype: str
+    """Of the master weights: ``"float32"`` but for DeepSpeed's low-precision master options."""
+    parameters: tuple[Parameter, ...]
+    """All of the module's, frozen ones included."""
+    groups: tuple[Group, ...]
+    """The optimizer's parameter groups, in its order."""
+    buffers: tuple[FlatBuffer, ...]
+    """The flat buffers in order: with ``stage`` and ``world_size`` they say who holds what."""
+    module_buffers: tuple[str, ...]
+    """Names of the persistent module buffers."""
+    files: tuple[FileEntry, ...]
+    """The files that hold the state, each with its checksums beside it."""
+    progress: Progress = field(default_factory=Progress)
+    """How far the run had come."""
+    writer: Writer = field(default_factory=Writer)
+    """Libraries and releases that wrote it."""
+    weights_only: bool = False
+    """True: masters, frozen weights and buffers, and no optimizer state."""
+    excluded: tuple[str, ...] = ()
+    """Frozen parameters and buffers that were left out on purpose: by
+    ``exclude_frozen_parameters``, or since ``on_save_checkpoint`` took them out."""
+    rank_state: tuple[str, ...] = ()
+    """What differed between ranks and was kept for each: ``"buffers"``, ``"client_state"``."""
+    client_objects: tuple[str, ...] = ()
+    """Where in the client state objects sit that are not plain data, kept in a file apart."""
+
+    @property
+    def optimized(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer owns."""
+        return tuple(p for p in self.parameters if p.group is not None)
+
+    @property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer does not own and that the checkpoint holds."""
+        left_out = set(self.excluded)
+        return tuple(p for p in self.parameters if p.group is None and p.name not in left_out)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of parameters, of the other names of tied ones, and of buffers."""
+        aliases = (alias for p in self.parameters for alias in p.aliases)
+        return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
+
+    def layout(self) -> Layout:
+        """Return which rank's files hold which elements of masters and optimizer state."""
+        return zero_layout(self.stage, self.buffers, self.world_size)
+
+    def frozen_layout(self) -> PerParameterPartition:
+        """Return which rank's files hold which elements of the frozen parameters."""
+        ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
+        return frozen_partition(((p.name, p.numel) for p in self.frozen), ranks)
+
+    def to_json(self) -> str:
+        """Return the text of ``manifest.json``: sorted, sealed, the same for the same content."""
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        for group in content["groups"]:
+            group["hyperparameters"] = _tag_tuples(group["hyperparameters"])
+        content["progress"]["sampler"] = _tag_tuples(content["progress"]["sampler"])
+        return dump_with_digest(content)
+
+
+def manifest_from_json(text: str, where: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        text: the content of ``manifest.json``.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointFormatError: it is no JSON, of another format, newer than this reader, without a
+            field that it must have, or its tables contradict each other.
+        CheckpointCorruptedError: it is not what was written: its digest is another one.
+    """
+    try:
+        content = load_json(text)
+    except ValueError as error:
+        msg = f"{where} is no JSON ({error}): the file is damaged; resume from another checkpoint"
+        raise CheckpointFormatError(msg) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        msg = f"{where} is no manifest of {FORMAT}"
+        raise CheckpointFormatError(msg)
+    version = content.get("format_version")
+    if type(version) is not int or version < 1:
+        msg = f"{where} has the format version {version!r}: the file is damaged"
+        raise CheckpointFormatError(msg)
+    if version > FORMAT_VERSION:
+        msg = (
+            f"{where} has format version {version}; this library reads up to {FORMAT_VERSION}: "
+            "install a newer lightning_elastic_zero"
+        )
+        raise CheckpointFormatError(msg)
+    if not has_valid_digest(text, content):
+        msg = (
+            f"{where} is not what was written: its digest is that of another text. It was damaged "
+            "or edited; resume from another checkpoint"
+        )
+        raise CheckpointCorruptedError(msg)
+    try:
+        manifest = _manifest(content)
+        _check_tables(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        msg = (
+            f"{where}: a field is missing or invalid ({error!r}): the file is damaged; resume from "
+            "another checkpoint"
+        )
+        raise CheckpointFormatError(msg) from error
+    except CheckpointFormatError as error:
+        msg = (
+            f"{where} contradicts itself ({error}): the file is damaged; resume from another "
+            "checkpoint"
+        )
+        raise CheckpointFormatError(msg) from error
+    return manifest
+
+
+def _manifest(content: Mapping[str, Any]) -> Manifest:
+    """Build the dataclass: it has no default on disk; of rows, those that only inform have."""
+    if lacking := sorted(Manifest.__dataclass_fields__.keys() - content.keys()):
+        raise KeyError(*lacking)
+    return from_json(Manifest, content, _untag_tuples)
+
+
+def _check_tables(manifest: Manifest) -> None:
+    """Refuse tables that contradict each other: places computed from them would be wrong.
+
+    Raises:
+        CheckpointFormatError: they do; one contradiction is named.
+    """
+    wrong = next(_contradictions(manifest), None)
+    if wrong is not None:
+        raise CheckpointFormatError(wrong)
+    manifest.layout()  # It refuses flat buffers that cannot hold what is said to be in them.
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what does not fit together."""
+    if manifest.stage not in STAGES or manifest.world_size < 1:
+        yield f"ZeRO stage {manifest.stage} on {manifest.world_size} devices"
+    if wrong := [p.name for p in manifest.parameters if min(p.shape, default=0) < 0]:
+        yield f"the shape of {wrong[0]} has a negative size"
+    owned = {p.name: (p.group, p.numel) for p in manifest.optimized}
+    placed = {
+        name: (buffer.group, numel)
+        for buffer in manifest.buffers
+        for name, numel in zip(buffer.names, buffer.numels, strict=True)
+    }
+    if differ := {n for n in owned.keys() | placed if owned.get(n) != placed.get(n)}:
+        yield f"the flat buffers do not hold {min(differ)} as the parameter table has it"
+    grouped = [(name, index) for index, g in enumerate(manifest.groups) for name in g.names]
+    if sorted(grouped) != sorted((name, group) for name, (group, _) in owned.items()):
+        yield "the groups do not name the parameters that the parameter table puts in them"
+    for what, names in (
+        ("parameters", [p.name for p in manifest.parameters]),
+        ("files", [entry.name for entry in manifest.files]),
+    ):
+        if len(set(names)) != len(names):
+            yield f"two {what} have one name"
+    held = {*(p.name for p in manifest.optimized), *manifest.module_buffers}
+    if stray := set(manifest.excluded) & held:
+        yield f"{min(stray)} is left out, but is trained, or a buffer that is there"
+
+
+def _tag_tuples(value: Plain) -> Plain:
+    """Write a tuple as ``{"tuple": [...]}``, so that ``betas`` comes back as what it was.
+
+    A dict that looks like a tag is itself written as ``{"dict": {...}}``.
+    """
+    if isinstance(value, tuple):
+        return {"tuple": [_tag_tuples(v) for v in value]}
+    if isinstance(value, list):
+        return [_tag_tuples(v) for v in value]
+    if isinstance(value, dict):
+        tagged = {k: _tag_tuples(v) for k, v in value.items()}
+        return {"dict": tagged} if value.keys() in _TAGS else tagged
+    return value
+
+
+_TAGS = ({"tuple"}, {"dict"})
+
+
+def _untag_tuples(value: Any) -> Any:
+    """Undo ``_tag_tuples``."""
+    if isinstance(value, list):
+        return [_untag_tuples(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"}:
+        return tuple(_untag_tuples(v) for v in value["tuple"])
+    inside = value["dict"] if value.keys() == {"dict"} else value
+    return {k: _untag_tuples(v) for k, v in inside.items()}

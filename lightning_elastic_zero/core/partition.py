@@ -1,0 +1,222 @@
+"""ZeRO's partition rules: which rank holds which elements, as arithmetic.
+
+Two rules cover every stage of DeepSpeed. ZeRO-1/2 (and ``BF16_Optimizer``) concatenate a
+parameter group into one flat buffer and cut it into equal contiguous partitions, whatever the
+parameter borders. ZeRO-3 cuts each parameter by itself into ``ceil(numel / world_size)`` elements
+per rank, and concatenates a rank's pieces. The rules were read in DeepSpeed 0.19.8
+(``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
+``runtime/zero/partition_parameters.py``) and are held against live engines by the tests.
+
+Stage 0 cuts nothing: each rank has everything, and writes what it would have in ZeRO-1.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from lightning_elastic_zero.core.layout import Fragment, Layout
+from lightning_elastic_zero.errors import CheckpointFormatError
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """The parameters that share one flat buffer, in flat order: alike on every rank.
+
+    It is a parameter group in ZeRO-1/2 and a sub-group of one in ZeRO-3.
+    """
+
+    group: int
+    """Index of the optimizer's parameter group."""
+    names: tuple[str, ...]
+    """Parameter names in the order in which they lie in the buffer."""
+    numels: tuple[int, ...]
+    """Elements of each whole parameter."""
+    paddings: tuple[int, ...] = ()
+    """ZeRO-1/2: elements of padding after each parameter; empty where there is none."""
+    partition_numel: int = 0
+    """ZeRO-1/2: elements of each rank's partition, padding included. Not used in ZeRO-3."""
+
+    def __post_init__(self) -> None:
+        """Refuse tables whose columns do not fit."""
+        if len(self.names) != len(self.numels) or len(set(self.names)) != len(self.names):
+            msg = f"a flat buffer of group {self.group} names a parameter twice, or without a size"
+            raise CheckpointFormatError(msg)
+        if self.paddings and len(self.paddings) != len(self.names):
+            msg = f"a flat buffer of group {self.group} has {len(self.paddings)} paddings"
+            raise CheckpointFormatError(msg)
+        if min((*self.numels, *self.paddings, self.partition_numel)) < 0:
+            msg = f"a flat buffer of group {self.group} has a negative number of elements"
+            raise CheckpointFormatError(msg)
+
+    def starts(self) -> tuple[int, ...]:
+        """Return each parameter's first element in the whole (unpartitioned) ZeRO-1/2 buffer."""
+        pads = self.paddings or (0,) * len(self.names)
+        ends = accumulate(n + pad for n, pad in zip(self.numels, pads, strict=True))
+        return (0, *ends)[: len(self.names)]
+
+    def partition_range(self, rank: int) -> tuple[int, int]:
+        """ZeRO-1/2: the elements ``[start, stop)`` of a rank's partition, padding included."""
+        return rank * self.partition_numel, (rank + 1) * self.partition_numel
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterSpan:
+    """Where a parameter lies in a row of elements that is cut into equal parts, one per rank.
+
+    The row is the whole flat buffer in ZeRO-1/2, and the parameter itself in ZeRO-3.
+    """
+
+    buffer: int
+    first: int
+    """Index of the parameter's first element in the row."""
+    numel: int
+    """Elements of the whole parameter."""
+    part: int
+    """Elements of each rank's part of the row."""
+    offset: int
+    """Where that part begins in each rank's flat buffer."""
+
+
+class _Partition:
+    """Answers a layout's two questions from the places of the parameters."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
+        """Take the buffers in order; a subclass places their parameters.
+
+        Raises:
+            CheckpointFormatError: two buffers name one parameter, or there is no rank.
+        """
+        if world_size < 1:
+            msg = f"a layout over {world_size} ranks holds nothing"
+            raise CheckpointFormatError(msg)
+        seen: set[str] = set()
+        for buffer in buffers:
+            if twice := seen.intersection(buffer.names):
+                msg = f"parameters in two flat buffers: {', '.join(sorted(twice))}"
+                raise CheckpointFormatError(msg)
+            seen.update(buffer.names)
+        self._buffers = tuple(buffers)
+        self._places: dict[str, _ParameterSpan] = {}
+        """By name, ordered by buffer and offset."""
+
+    def on_rank(self, rank: int) -> list[Fragment]:
+        """Return all that one rank holds, ordered by buffer and offset."""
+        return [
+            fragment
+            for name in self._near(rank)
+            for fragment in self._held(name, (rank,), 0, self._places[name].numel)
+        ]
+
+    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+        """Yield the runs that hold ``[start, stop)`` of a parameter, in order."""
+        place = self._places[name]
+        stop = min(stop, place.numel)
+        if start < stop:
+            first, last = ((place.first + at) // place.part for at in (start, stop - 1))
+            yield from self._held(name, range(first, last + 1), start, stop)
+
+    def _held(self, name: str, ranks: Iterable[int], start: int, stop: int) -> Iterator[Fragment]:
+        """Yield what each of these ranks holds of ``[start, stop)`` of a parameter."""
+        place = self._places[name]
+        for rank in ranks:
+            begin = rank * place.part - place.first  # of the rank's part, counted in the parameter
+            low, high = max(begin, start), min(begin + place.part, stop)
+            if low < high:
+                yield Fragment(name, low, high, rank, place.buffer, place.offset + low - begin)
+
+    def _near(self, rank: int) -> Iterable[str]:
+        """Return the parameters of which a rank may hold something, in order."""
+        del rank
+        return self._places
+
+
+class ContiguousPartition(_Partition):
+    """ZeRO-1/2: rank ``r`` holds ``[r, r + 1) * partition_numel`` of each group's flat buffer."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
+        """Place the parameters one after the other in the whole buffers.
+
+        Raises:
+            CheckpointFormatError: a buffer's partitions cannot hold its parameters, two buffers
+                name one parameter, or there is no rank.
+        """
+        super().__init__(buffers, world_size)
+        self._starts = [buffer.starts() for buffer in buffers]
+        for index, (buffer, starts) in enumerate(zip(buffers, self._starts, strict=True)):
+            size = buffer.partition_numel
+            end = starts[-1] + buffer.numels[-1] if starts else 0
+            if end > size * world_size:
+                msg = (
+                    f"group {buffer.group}: {end} elements do not fit into {world_size} "
+                    f"partitions of {size}"
+                )
+                raise CheckpointFormatError(msg)
+            for name, start, numel in zip(buffer.names, starts, buffer.numels, strict=True):
+                self._places[name] = _ParameterSpan(index, start, numel, part=size, offset=0)
+
+    def _near(self, rank: int) -> Iterator[str]:
+        for buffer, starts in zip(self._buffers, self._starts, strict=True):
+            first, last = buffer.partition_range(rank)
+            # From the parameter that the partition begins in to the last one that begins in it.
+            entered = max(bisect_right(starts, first) - 1, 0)
+            yield from buffer.names[entered : bisect_left(starts, last)]
+
+
+class PerParameterPartition(_Partition):
+    """ZeRO-3: rank ``r`` holds ``[r, r + 1) * ceil(numel / world_size)`` of each parameter."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
+        """Place each rank's pieces one after the other in its sub-groups.
+
+        Raises:
+            CheckpointFormatError: two buffers name one parameter, or there is no rank.
+        """
+        super().__init__(buffers, world_size)
+        for index, buffer in enumerate(buffers):
+            offset = 0
+            for name, numel in zip(buffer.names, buffer.numels, strict=True):
+                piece = piece_numel(numel, world_size)
+                self._places[name] = _ParameterSpan(index, 0, numel, piece, offset)
+                offset += piece
+
+
+def replicated_layout(buffers: Sequence[FlatBuffer]) -> Layout:
+    """Return where everything lies on each rank of stage 0, as if it were the only one."""
+    whole = [replace(b, partition_numel=sum((*b.numels, *b.paddings))) for b in buffers]
+    return ContiguousPartition(whole, world_size=1)
+
+
+def zero_layout(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
+    """Return the layout of a ZeRO stage's flat buffers over the ranks.
+
+    That of stage 0, in which every rank has everything, is ZeRO-1's: what each one writes.
+    """
+    rule = PerParameterPartition if stage == 3 else ContiguousPartition  # noqa: PLR2004
+    return rule(buffers, world_size)
+
+
+def frozen_partition(shapes: Iterable[tuple[str, int]], world_size: int) -> PerParameterPartition:
+    """Return the layout of weights that the optimizer does not own: frozen ones.
+
+    ZeRO-3 cuts them as it cuts all parameters; ZeRO-1/2 keeps them whole, so ``world_size`` is 1.
+    """
+    names, numels = zip(*shapes, strict=True) if (shapes := list(shapes)) else ((), ())
+    return PerParameterPartition([FlatBuffer(0, tuple(names), tuple(numels))], world_size)
+
+
+def piece_numel(numel: int, world_size: int) -> int:
+    """ZeRO-3: the elements of each rank's piece of a parameter, padding included."""
+    return -(-numel // world_size)
+
+
+def piece_start(numel: int, world_size: int, rank: int) -> int:
+    """ZeRO-3: the element of a parameter with which a rank's piece begins."""
+    return rank * piece_numel(numel, world_size)
+
+
+def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
+    """ZeRO-1/2 with ``round_robin_gradients``: the flat order of a group's parameters."""
+    return tuple(i for first in range(world_size) for i in range(first, count, world_size))

@@ -1,0 +1,461 @@
+"""The flat buffers of each of DeepSpeed's optimizer wrappers (``releases``: since when).
+
+In stage 0 there are none, or they are not partitioned: views of the weights stand for them.
+
+DeepSpeed's own mapping from parameters to fragments is never read: it is wrong with
+``round_robin_gradients``, and empty in several states. ``fragment_addresses`` computes what lies
+where.
+
+ZeRO-3's sub-groups whose masters and optimizer states lie in files (offload to NVMe).
+
+Between steps DeepSpeed's tensors of such a sub-group are empty, and each has a file. What is saved
+is read from these files, mapped into memory: like a live tensor, such a mapping changes with the
+optimizer's step, and with nothing else. What is loaded is received in files without a name beside
+them, and goes through DeepSpeed's swapper one sub-group at a time. So a save or a load needs no
+memory for the state: pages of files are the kernel's to give back.
+
+States that ``engine.offload_states`` has put on the host until ``engine.reload_states``.
+
+Masters and optimizer states keep their tensors, on the host. DeepSpeed drops its views of the
+low-precision weights, and makes them anew when it reloads: they are found in the buffers meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import posix_fallocate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import get_global_rank, get_rank
+
+from lightning_elastic_zero.core.layout import spans
+from lightning_elastic_zero.engine.deepspeed import (
+    OFFLOADED_COPY_SUFFIX,
+    is_swapped,
+    link_states,
+    parameter_paddings,
+    swap_in,
+    swap_out,
+    unlink_states,
+    write_weights,
+)
+from lightning_elastic_zero.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedSubGroup:
+    """A sub-group that is in files, and where its tensors are."""
+
+    optimizer: Any
+    """ZeRO-3's wrapper."""
+    index: int
+    """Which sub-group."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all that is in files."""
+        dtype: torch.dtype = self.optimizer.optimizer_swapper.dtype
+        return dtype
+
+    @property
+    def numel(self) -> int:
+        """How many elements each file holds, without the padding behind them."""
+        return int(self.optimizer.fp16_partitioned_groups_flat_numel[self.index])
+
+    def masters(self) -> torch.Tensor:
+        """Return the master weights, mapped from their file, to be read only."""
+        return self._mapped(self._files()[0])
+
+    def states(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's states, those in files mapped, to be read only.
+
+        Args:
+            held: what the wrapped optimizer has, which is an empty tensor for each in a file.
+        """
+        files = {id(file.compute_tensor): file for file in self._files()}
+        return {
+            key: self._mapped(files[id(value)]) if id(value) in files else value
+            for key, value in held.items()
+        }
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in a file without a name, beside the others, that ends with the tensor.
+
+        Raises:
+            OSError: there is no room for it: found out now, and not when it is filled.
+        """
+        size_bytes = self.numel * dtype.itemsize
+        with tempfile.TemporaryFile(dir=self.optimizer.optimizer_swapper.swap_folder) as file:
+            posix_fallocate(file.fileno(), 0, size_bytes)
+            memory = mmap.mmap(file.fileno(), size_bytes)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _files(self) -> list[Any]:
+        """Return what DeepSpeed knows of the files: the masters', then the states'."""
+        flat = self.optimizer.fp32_partitioned_groups_flat[self.index]
+        tensors: list[Any] = self.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].tensors
+        return tensors
+
+    def _mapped(self, file: Any) -> torch.Tensor:
+        """Map what DeepSpeed has written into a file.
+
+        Raises:
+            UnsupportedError: the file is gone, or shorter than what was written.
+        """
+        path = Path(file.swap_path)
+        found = path.stat().st_size if path.exists() else 0
+        if found < (wanted := self.numel * self.dtype.itemsize):
+            msg = (
+                f"{path} holds {found} of the {wanted} bytes that DeepSpeed has swapped out to it: "
+                "it was removed or cut while this run was using it. Give each run a folder of its "
+                "own as offload_optimizer.nvme_path, and load the last checkpoint"
+            )
+            raise UnsupportedError(msg)
+        return torch.from_file(str(path), shared=False, size=self.numel, dtype=self.dtype)
+
+
+def swapped_sub_group(optimizer: Any, index: int) -> SwappedSubGroup | None:
+    """Return a sub-group that is in files; None for one in memory, as small ones always are."""
+    if not getattr(optimizer, "swap_optimizer", False):
+        return None
+    return SwappedSubGroup(optimizer, index) if is_swapped(optimizer, index) else None
+
+
+def forget_swapped_states(optimizer: Any) -> None:
+    """Discard the states in files, and gradients on their way there, before others are written."""
+    if not getattr(optimizer, "swap_optimizer", False):
+        return
+    swapper = optimizer.optimizer_swapper
+    swapper.purge_state()
+    for info in swapper.swap_params_info.values():
+        info.swapped_gradients = {}
+    for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+        if swapped_sub_group(optimizer, index):
+            optimizer.optimizer.state.pop(flat, None)
+
+
+@contextmanager
+def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
+    """Read a sub-group into memory, and write it back, low-precision weights too; None: do nothing.
+
+    The states that it has then must be new to the swapper (``forget_swapped_states``).
+    """
+    if sub_group is None:
+        yield
+        return
+    optimizer, index = sub_group.optimizer, sub_group.index
+    swap_in(optimizer, index)
+    yield
+    write_weights(optimizer, index)
+    swap_out(optimizer, index)
+
+
+def refuse_offloaded(optimizer: Any) -> None:
+    """Refuse to load while states are on the host.
+
+    Raises:
+        UnsupportedError: some are.
+    """
+    if found := getattr(optimizer, "offloaded_states", None):
+        names = ", ".join(sorted(state.value for state in found))
+        msg = (
+            f"engine.offload_states() has put {names} on the host, and a load writes to the "
+            "device: call engine.reload_states() before it. Saving needs no reload"
+        )
+        raise UnsupportedError(msg)
+
+
+def weights_are_offloaded(optimizer: Any) -> bool:
+    """Whether the low-precision weights are on the host, where they are no views of a buffer."""
+    found = getattr(optimizer, "offloaded_states", None) or ()
+    return any(state.value == "lp_params" for state in found)
+
+
+def weight_partitions(
+    optimizer: Any,
+    group: int,
+    partitions: list[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Return the low-precision weights of all ranks of a ZeRO-1/2 group, offloaded or not.
+
+    Args:
+        optimizer: its wrapper.
+        group: which one.
+        partitions: where DeepSpeed keeps them; empty while they are offloaded.
+    """
+    if partitions or not weights_are_offloaded(optimizer):
+        return tuple(partitions)
+    return tuple(optimizer.bit16_groups_flat[group].split(int(optimizer.partition_size[group])))
+
+
+def weight_sub_groups(optimizer: Any) -> list[torch.Tensor]:
+    """Return this rank's low-precision weights of each ZeRO-3 sub-group, offloaded or not."""
+    if not weights_are_offloaded(optimizer):
+        found: list[torch.Tensor] = optimizer.fp16_partitioned_groups_flat
+        return found
+    sizes = [sum(p.partition_numel() for p in members) for members in optimizer.fp16_groups]
+    return list(optimizer.lp_param_buffer.split(sizes))
+
+
+def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's states without the host's copies of them."""
+    suffix = OFFLOADED_COPY_SUFFIX
+    copies = {key for key in state if key.removesuffix(suffix) in state and key.endswith(suffix)}
+    return {key: value for key, value in state.items() if key not in copies} if copies else state
+
+
+PLAIN = "torch.optim.Optimizer"
+"""What stands for the wrapper's class name where the optimizer is not wrapped."""
+
+REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
+"""Stage 0: every rank has all masters and states."""
+
+GATHER_ELEMENTS = 1 << 21
+"""Elements that are gathered at once from all ranks together: bounds the memory of a refresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFlatBuffer:
+    """One flat buffer of a live engine, as this rank has it."""
+
+    group: int
+    """Index of its optimizer parameter group."""
+    parameters: tuple[torch.nn.Parameter, ...]
+    """In flat order."""
+    paddings: tuple[int, ...]
+    """Elements of padding after each parameter (``parameter_alignment``); empty without."""
+    master: torch.Tensor
+    """This rank's master weights, 1-D; the key of the optimizer's state. Empty where swapped."""
+    low: torch.Tensor
+    """This rank's low-precision weights, of the same shape."""
+    partitions: tuple[torch.Tensor, ...] = ()
+    """ZeRO-1/2: the low-precision weights of all ranks."""
+    stepped: torch.Tensor | None = None
+    """Stage 0: what the optimizer steps, in its shape; None: the masters as they are here."""
+    sub_group: int | None = None
+    """ZeRO-3: which sub-group it is."""
+    swapped: SwappedSubGroup | None = None
+    """ZeRO-3: where masters and states are in files."""
+
+    @property
+    def key(self) -> torch.Tensor:
+        """The key of the optimizer's state."""
+        return self.master if self.stepped is None else self.stepped
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The master weights, wherever they are; those in files are to be read only."""
+        return self.swapped.masters() if self.swapped else self.master.data
+
+    @property
+    def shaped(self) -> torch.Tensor:
+        """The masters in the shape that the optimizer steps, which its states have."""
+        return self.values if self.swapped else self.key
+
+    def write_back(self) -> None:
+        """Write the masters to where they were copied from, if they could not be viewed there."""
+        if self.stepped is not None and self.stepped.data_ptr() != self.master.data_ptr():
+            self.stepped.data.copy_(self.master.view(self.stepped.shape))
+
+
+_CONTIGUOUS = {
+    "DeepSpeedZeroOptimizer": (
+        "round_robin_bit16_groups",
+        "single_partition_of_fp32_groups",
+        "parallel_partitioned_bit16_groups",
+    ),
+    "BF16_Optimizer": (
+        "bf16_groups",
+        "fp32_groups_flat_partition",
+        "bf16_partitioned_groups",
+    ),
+}
+"""Where ZeRO-1/2 keeps each group's parameters, its masters, and all ranks' low partitions."""
+
+
+def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
+    """Enumerate the flat buffers of a wrapper of that class name.
+
+    ZeRO-1/2 has one for each parameter group, in equal partitions; ZeRO-3 one for each sub-group,
+    with each parameter cut by itself. In stage 0, where nothing is cut, each parameter stands for
+    itself, but in ``FP16_Optimizer``.
+    """
+    if wrapper in REPLICATED:
+        return _replicated_buffers(optimizer, wrapper)
+    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        lows = weight_sub_groups(optimizer)
+        return [
+            LiveFlatBuffer(
+                group=optimizer.sub_group_to_group_id[sub_group],
+                parameters=tuple(parameters),
+                paddings=(),
+                master=optimizer.fp32_partitioned_groups_flat[sub_group],
+                low=lows[sub_group],
+                sub_group=sub_group,
+                swapped=swapped_sub_group(optimizer, sub_group),
+            )
+            for sub_group, parameters in enumerate(optimizer.fp16_groups)
+        ]
+    groups, masters, live = (getattr(optimizer, name) for name in _CONTIGUOUS[wrapper])
+    partitions = [weight_partitions(optimizer, group, held) for group, held in enumerate(live)]
+    return [
+        LiveFlatBuffer(
+            group=group,
+            parameters=tuple(parameters),
+            paddings=parameter_paddings(optimizer, group),
+            master=masters[group],
+            low=partitions[group][get_rank(group=optimizer.real_dp_process_group[group])],
+            partitions=partitions[group],
+        )
+        for group, parameters in enumerate(groups)
+    ]
+
+
+def _replicated_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
+    """Enumerate what every rank has whole."""
+    if wrapper == "FP16_Optimizer":
+        flats = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+        return [
+            LiveFlatBuffer(group, tuple(optimizer.fp16_groups[group]), (), master, low)
+            for group, (master, low) in enumerate(flats)
+        ]
+    if wrapper == "FP16_UnfusedOptimizer":
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return [
+            LiveFlatBuffer(group, (weight,), (), flat(master), flat(weight), stepped=master)
+            for group, (weights, masters) in enumerate(pairs)
+            for weight, master in zip(weights, masters, strict=True)
+        ]
+    return [
+        LiveFlatBuffer(group, (weight,), (), view := flat(weight), view, stepped=weight)
+        for group, members in enumerate(optimizer.param_groups)
+        for weight in members["params"]
+        # One that is frozen has a state where it was trained before.
+        if weight.numel() and (weight.requires_grad or weight in optimizer.state)
+    ]
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in their order, 1-D: a view, or a copy where there is none.
+
+    There is none of what lies in another order in memory, as with ``channels_last``.
+    """
+    return tensor.detach().reshape(-1)
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper of DeepSpeed's; stage 0 may have no wrapper."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Parameter]]:
+    """Return each group's trained parameters in the order in which the optimizer was given them.
+
+    ``round_robin_gradients`` (ZeRO-1/2) changes the order in the flat buffers, not this one: other
+    software's optimizer states are told apart by it.
+    """
+    if wrapper == "DeepSpeedZeroOptimizer":
+        return [list(parameters) for parameters in optimizer.bit16_groups]
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in inner_optimizer(optimizer).param_groups]
+    for buffer in live_flat_buffers(optimizer, wrapper):
+        groups[buffer.group] += buffer.parameters
+    return groups
+
+
+def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> None:
+    """Write the masters into the low-precision weights of all ranks: collective but in stage 0.
+
+    Args:
+        optimizer: DeepSpeed's wrapper, with masters in place. For ZeRO-3 the parameters must be
+            partitioned (``checkpoint_event_prologue``), and gathered again afterwards.
+        wrapper: its class name.
+        has_state: whether the optimizer has state now, for DeepSpeed's own links to it.
+    """
+    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        for sub_group in range(len(optimizer.fp16_groups)):
+            if swapped_sub_group(optimizer, sub_group):
+                continue  # Refreshed when its masters were written (``swapped_in``).
+            write_weights(optimizer, sub_group)
+        return
+    buffers = live_flat_buffers(optimizer, wrapper)
+    if wrapper in REPLICATED:
+        _write_weights(buffers)
+        return
+    for buffer in buffers:
+        buffer.low.data.copy_(buffer.master.data)
+        _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
+    _link_states_anew(optimizer, buffers, has_state=has_state)
+
+
+def _link_states_anew(
+    optimizer: Any,
+    buffers: Sequence[LiveFlatBuffer],
+    *,
+    has_state: bool,
+) -> None:
+    """Make ZeRO-1/2 link each parameter to its optimizer state, whose tensors may be new."""
+    unlink_states(optimizer, (p for buffer in buffers for p in buffer.parameters))
+    if has_state:
+        link_states(optimizer)
+
+
+def _write_weights(buffers: Sequence[LiveFlatBuffer]) -> None:
+    """Stage 0: write masters into the weights, which may be the same."""
+    for buffer in buffers:
+        at = 0
+        for parameter in buffer.parameters if buffer.low is not buffer.master else ():
+            values = buffer.master.data[at : at + parameter.numel()]
+            parameter.data.copy_(values.view(parameter.shape))
+            at += parameter.numel()
+
+
+def _gather_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
+    """Gather all partitions of a flat buffer on every rank: collective."""
+    if len(buffer.partitions) == 1 or not buffer.low.numel():
+        return
+    if buffer.low.device.type == "cpu":
+        _broadcast_partitions(buffer, process_group)
+    else:
+        _gather_on_device(buffer, process_group)
+
+
+def _broadcast_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
+    """Send each rank's partition from where it lies to where it belongs.
+
+    Gloo would gather into memory of its own, and copy that: twice the work, and a second copy of
+    the whole buffer.
+    """
+    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+
+    sent = [
+        # As bytes, which all backends for the host know.
+        comm.broadcast(
+            partition.data.view(torch.int8),
+            get_global_rank(process_group, rank),
+            group=process_group,
+            async_op=True,
+        )
+        for rank, partition in enumerate(buffer.partitions)
+    ]
+    for work in sent:
+        work.wait()
+
+
+def _gather_on_device(buffer: LiveFlatBuffer, process_group: Any) -> None:
+    """Gather a bounded part at a time, for which the device has room.
+
+    DeepSpeed's own ``update_lp_params`` gathers the whole buffer at once.
+    """
+    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+
+    for start, stop in spans(
+        0, buffer.low.numel(), max(GATHER_ELEMENTS // len(buffer.partitions), 1)
+    ):
+        parts = [partition.data[start:stop] for partition in buffer.partitions]
+        comm.all_gather(parts, buffer.low.data[start:stop], group=process_group)

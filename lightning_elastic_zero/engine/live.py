@@ -1,0 +1,494 @@
+"""The live DeepSpeed engine as fragments and buffers: the only user of DeepSpeed's insides.
+
+``support`` refuses what cannot be done; ``flat_buffers`` reads where each optimizer wrapper keeps
+its flat buffers; ``fragment_addresses`` computes and verifies what lies where in them; ``module``
+reads names, shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores. Nothing
+of DeepSpeed is patched.
+
+The optimizer's state of a flat buffer, laid out as the masters, wherever it is stored.
+
+An engine, with or without an optimizer: what it holds, and how it is given other state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import starmap
+from typing import Any
+
+import torch
+
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, Manifest, Progress, Writer
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.requirements import version_of
+from lightning_elastic_zero.core.tensors import (
+    FlatState,
+    RankState,
+    RestoreTargets,
+    RestoreValues,
+    Scalar,
+    bit_sums,
+    dtype_name,
+    numpy_to_python,
+)
+from lightning_elastic_zero.engine.addresses import (
+    allocate_pieces,
+    check_not_inference,
+    commit_pieces,
+    drop_secondary_tensors,
+    engine_precision,
+    flat_buffer_row,
+    full_shape,
+    module_weights,
+    own_slices,
+    parameter_names,
+    parameter_table,
+    persistent_buffers,
+    rank_fragments,
+    verify_addresses,
+    verify_pieces,
+    weight_piece,
+    weights_match,
+    write_buffers,
+    write_piece,
+)
+from lightning_elastic_zero.engine.buffers import (
+    PLAIN,
+    REPLICATED,
+    LiveFlatBuffer,
+    group_parameters,
+    inner_optimizer,
+    live_flat_buffers,
+    refuse_offloaded,
+    weights_are_offloaded,
+    without_copies,
+)
+from lightning_elastic_zero.engine.loss_scale import loss_scaler_fields
+from lightning_elastic_zero.engine.muon import (
+    keeps_whole_momenta,
+    momentum_dtype,
+    partitioned_momentum,
+)
+from lightning_elastic_zero.engine.optimizer import (
+    check_configured_state,
+    check_same_optimizer,
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
+    describe_groups,
+    is_stepped_on_device,
+    shared_state,
+    split_state,
+    stepping_optimizer,
+    weight_decay_change,
+    with_group_steps,
+)
+from lightning_elastic_zero.engine.restore import (
+    FlatTarget,
+    allocate_states,
+    check_scheduler,
+    commit_optimizer,
+    flat_target,
+    rebuild_masters,
+)
+from lightning_elastic_zero.engine.support import (
+    check_supported,
+    optimizer_wrapper,
+)
+
+
+def flat_buffer_state(
+    optimizer: Any,
+    wrapper: str,
+    placed: tuple[LiveFlatBuffer, FlatBuffer, Sequence[Fragment]],
+    *,
+    stepped: bool,
+) -> Mapping[str, Any]:
+    """Return the states of a flat buffer, by name; those in files are to be read only.
+
+    Args:
+        optimizer: DeepSpeed's wrapper.
+        wrapper: its class name.
+        placed: the flat buffer, the same as a table, and what this rank holds of it.
+        stepped: whether the run has taken a step.
+    """
+    buffer, row, fragments = placed
+    if keeps_whole_momenta(optimizer, wrapper, buffer.group):
+        return partitioned_momentum(optimizer, buffer, row, fragments, stepped=stepped)
+    state: Mapping[str, Any] = stepping_optimizer(optimizer, buffer.sub_group).state.get(
+        buffer.key, {}
+    )
+    if buffer.swapped:
+        return buffer.swapped.states(state)
+    if state and is_stepped_on_device(optimizer, buffer.sub_group):
+        return {**state, "step": int(state["step"])}  # As the offloaded optimizer counts.
+    return without_copies(state)
+
+
+log = logging.getLogger(__name__)
+
+
+class LiveEngine:
+    """A DeepSpeed engine as state to save and to restore (``LiveState``).
+
+    One that only evaluates has no flat buffers: no optimizer owns its weights, as if all were
+    frozen.
+
+    It is made anew for each save and load: DeepSpeed may replace its buffers in between.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        """Read from a supported engine (``check_supported``)."""
+        self._engine = engine
+        self._wrapper = optimizer_wrapper(engine)
+        self._optimizer = engine.optimizer
+        self._names = {p: names[0] for p, names in parameter_names(engine.module).items()}
+        self._partitioned = any(hasattr(p, "ds_tensor") for p in self._names)
+        self._rank: int = engine.global_rank
+        self._world_size: int = engine.seq_dp_world_size
+
+    # -- what it holds ---------------------------------------------------------------------
+
+    @cached_property
+    def _buffers(self) -> list[LiveFlatBuffer]:
+        return live_flat_buffers(self._optimizer, self._wrapper) if self._wrapper else []
+
+    @property
+    def _inner(self) -> Any:
+        return inner_optimizer(self._optimizer)
+
+    @property
+    def _stage(self) -> int:
+        if not self._wrapper:
+            return STAGE_WEIGHTS if self._partitioned else 0
+        if self._wrapper in REPLICATED:
+            # Whatever stage the engine says: for ZeRO-1 in bf16 with fp32 gradients, DeepSpeed
+            # 0.18.4 takes a wrapper of stage 0, which leaves all of the state on every rank.
+            return 0
+        # Before DeepSpeed 0.18, stage 0 in bf16 has BF16_Optimizer, which cuts as in ZeRO-1.
+        return int(self._engine.zero_optimization_stage()) or 1
+
+    @cached_property
+    def _rows(self) -> tuple[FlatBuffer, ...]:
+        """How each flat buffer is laid out over all ranks."""
+        of_all = self._names, self._stage, self._world_size
+        return tuple(flat_buffer_row(b, *of_all) for b in self._buffers)
+
+    @cached_property
+    def _placed(self) -> list[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
+        """Each flat buffer, how it is laid out over all ranks, and what this one holds of it."""
+        held = rank_fragments(self._stage, self._rows, self._world_size, self._rank)
+        return list(zip(self._buffers, self._rows, held, strict=True))
+
+    def verify_addresses(self, *, fresh: bool) -> None:
+        """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
+
+        Ranks may differ in that: it belongs into a step of all of them.
+
+        Args:
+            fresh: whether the engine is fresh from DeepSpeed; see ``verify_addresses``.
+
+        Raises:
+            UnsupportedError: this rank's lie elsewhere.
+        """
+        if not self._wrapper or weights_are_offloaded(self._optimizer):
+            return
+        verify_pieces(self._names, self._rank, self._world_size)
+        for placed in self._placed:
+            verify_addresses(*placed, fresh=fresh)
+
+    def weights_match_masters(self) -> bool:
+        """Whether this rank's trained weights are its masters, rounded; True without masters.
+
+        After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
+        masters.
+        """
+        offloaded = weights_are_offloaded(self._optimizer)
+        return offloaded or all(starmap(weights_match, self._placed))
+
+    def keeps_masters(self) -> bool:
+        """Whether a load keeps what rounding to the low-precision weights would take away."""
+        return not self._wrapper or bool(self._engine.zero_load_from_fp32_weights())
+
+    def describe(self) -> Manifest:
+        """Return a description of the engine: a manifest that has no files yet.
+
+        Raises:
+            UnsupportedError: an optimizer state or a hyperparameter has no rule.
+        """
+        engine = self._engine
+        groups_of = {p: b.group for b in self._buffers for p in b.parameters}
+        manifest = Manifest(
+            save_id="",
+            stage=self._stage,
+            world_size=self._world_size,
+            precision=engine_precision(engine),
+            master_dtype="",
+            parameters=parameter_table(engine.module, groups_of),
+            groups=(),
+            buffers=self._rows,
+            module_buffers=tuple(persistent_buffers(engine.module)),
+            files=(),
+            writer=Writer(torch=torch.__version__, deepspeed=version_of("deepspeed")),
+        )
+        if not self._wrapper:
+            return manifest
+        return replace(
+            manifest,
+            master_dtype=dtype_name(self._buffers[0].values.dtype),
+            groups=self._groups(),
+            progress=Progress(
+                global_steps=engine.global_steps,
+                # Whole floats with sequence ranks, by which DeepSpeed divides.
+                global_samples=int(engine.global_samples),
+                skipped_steps=engine.skipped_steps,
+                micro_steps=engine.micro_steps,
+                gradient_accumulation_steps=engine.gradient_accumulation_steps(),
+                global_batch_size=int(engine.train_batch_size()),
+            ),
+            writer=replace(
+                manifest.writer,
+                lightning=version_of("lightning"),
+                library=version_of("lightning-elastic-zero"),
+                engine=self._wrapper,
+                optimizer=type(self._inner).__name__,
+            ),
+        )
+
+    def _groups(self) -> tuple[Group, ...]:
+        """Describe the optimizer's parameter groups; a group's buffers must hold like states."""
+        states = zip((b.group for b in self._buffers), self._states, strict=True)
+        return describe_groups(self._optimizer, self._wrapper, self._names, states)
+
+    @cached_property
+    def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
+        """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
+        stepped = self._engine.global_steps > self._engine.skipped_steps
+        held = partial(flat_buffer_state, self._optimizer, self._wrapper, stepped=stepped)
+        found = tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
+        if self._stage or not found:  # An evaluation has no optimizer.
+            return found
+        groups = [buffer.group for buffer in self._buffers]
+        trained = [any(p.requires_grad for p in buffer.parameters) for buffer in self._buffers]
+        return with_group_steps(self._inner, found, groups, trained)
+
+    def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
+        """Return all that this rank holds, by reference; no collective, nothing is changed.
+
+        Args:
+            exclude_frozen: leave out the weights that the optimizer does not own. Without an
+                optimizer nobody knows which those are: none is left out.
+            keep_module_weights: add the low-precision weights, as the module has them.
+        """
+        module, scheduler = self._engine.module, self._engine.lr_scheduler
+        left_out = exclude_frozen and self._wrapper
+        flats = tuple(
+            FlatState(
+                fragments,
+                buffer.values.detach(),
+                *states,
+                in_module=buffer.low is buffer.master,
+            )
+            for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
+        )
+        sums: tuple[int, ...] = ()
+        if not self._stage:  # Each rank writes a part of what all of them have.
+            sums = bit_sums([flat.master for flat in flats]) if self._world_size > 1 else ()
+            flats = own_slices(flats, self._rows, self._world_size, self._rank)
+        state = RankState(
+            flats=flats,
+            replica_sums=sums,
+            frozen={}
+            if left_out
+            else {name: weight_piece(p)[1] for name, p in self._frozen().items()},
+            module_buffers=persistent_buffers(module),
+            module_weights=module_weights(module) if keep_module_weights else {},
+            loss_scaler={},
+        )
+        if not self._wrapper:
+            return state
+        return replace(
+            state,
+            loss_scaler=loss_scaler_fields(self._engine),
+            lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
+            optimizer_state=shared_state(
+                self._inner, [buffer.key for buffer in self._buffers], self._names
+            ),
+        )
+
+    def _frozen(self) -> dict[str, torch.nn.Parameter]:
+        """Return the weights that no optimizer owns, by name."""
+        owned = {p for b in self._buffers for p in b.parameters}
+        return {name: p for p, name in self._names.items() if p not in owned}
+
+    # -- how it is given other state ---------------------------------------------------------
+
+    def module_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent module buffers, by reference."""
+        return persistent_buffers(self._engine.module)
+
+    def module(self) -> torch.nn.Module:
+        """Return the module; its weights may be partitioned."""
+        return self._engine.module  # type: ignore[no-any-return]
+
+    def check_optimizer(
+        self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
+    ) -> None:
+        """Refuse state and hyperparameters of another optimizer; see ``LiveState``.
+
+        Raises:
+            CheckpointMismatchError: they belong to another class, or a group lacks its state.
+        """
+        if saved := source.writer.optimizer:
+            states = {key.name for group in source.groups for key in group.state if state}
+            check_same_optimizer(saved, self._inner, states)
+        else:
+            check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
+            if state:
+                check_unnamed_state(source.groups, self._inner, stepped=stepped)
+        warnings = [weight_decay_change(source, self._inner)] if hyperparameters else []
+        if state and not (hyperparameters and saved == type(self._inner).__name__):
+            warnings.append(
+                check_configured_state(source.groups, self._inner, hyperparameters=hyperparameters)
+            )
+        for warning in filter(None, warnings):
+            if self._rank == 0:
+                log.warning("%s", warning)
+
+    def check_scheduler(self, saved: Mapping[str, object]) -> None:
+        """Refuse state of another kind of scheduler.
+
+        Raises:
+            CheckpointMismatchError: it lacks what the live one keeps.
+        """
+        check_scheduler(self._engine.lr_scheduler, saved)
+
+    def _partition(self) -> None:
+        """ZeRO-3: partition the parameters that are gathered (collective)."""
+        if self._partitioned and self._wrapper:
+            self._optimizer.checkpoint_event_prologue()
+        elif self._partitioned:
+            self._optimizer.partition_all_parameters()
+
+    def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
+        """Allocate buffers to fill with what this rank wants of a checkpoint.
+
+        Nothing live is lost before ``commit``: optimizer states and frozen weights are received
+        beside the live ones. Masters are received in place where the low-precision weights can
+        rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
+        """
+        refuse_offloaded(self._optimizer)
+        self._partition()
+        held = {p.name for p in source.parameters} - set(source.excluded)
+        check_not_inference(
+            {name: b.low for b, row, _ in self._placed for name in row.names},
+        )
+        flats = []
+        for buffer, row, fragments in self._placed:
+            inner = stepping_optimizer(self._optimizer, buffer.sub_group)
+            momentum = momentum_dtype(self._optimizer, self._wrapper, buffer)
+            held_here = (inner, buffer, fragments, source, momentum)
+            states = allocate_states(*held_here) if with_optimizer else {}
+            whole = held.issuperset(row.names)
+            flats.append(flat_target(buffer, fragments, states, whole=whole))
+        frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
+        wanted = (f for flat in flats for f in flat.fragments if f.name in held)
+        return RestoreTargets(
+            fragments=(*wanted, *frozen),
+            weights=(*(flat.master for flat in flats), *frozen.values()),
+            states=(*(flat.states for flat in flats), *({} for _ in frozen)),
+            commit=partial(self._commit, flats, frozen),
+            # ZeRO-3 gathers what it needs at the next forward.
+            rollback=partial(rebuild_masters, flats),
+        )
+
+    @torch.no_grad()
+    def _commit(
+        self,
+        flats: Sequence[FlatTarget],
+        frozen: Mapping[Fragment, torch.Tensor],
+        values: RestoreValues,
+    ) -> None:
+        """Commit what was received: collective, after all ranks have agreed that all is well."""
+        try:
+            if self._wrapper:
+                vars(self).pop("_states", None)  # The old ones go with each buffer.
+                commit_optimizer(self._engine, self._wrapper, flats, values)
+            commit_pieces(self._frozen(), frozen)
+        finally:  # Other ranks wait in here for one that has failed.
+            self._after_weights_changed(values.module_buffers)
+
+    @torch.no_grad()
+    def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """Write whole weights and buffers into an engine without optimizer: collective (ZeRO-3).
+
+        Args:
+            weights: by the module's names; those of another shape, and others, are not taken.
+
+        Returns:
+            The names of the parameters that were taken.
+        """
+        if not weights:
+            return []
+        self._partition()
+        taken = []
+        for name, parameter in self._frozen().items():
+            if name in weights and weights[name].shape == full_shape(parameter):
+                start, piece = weight_piece(parameter)
+                write_piece(parameter, weights[name].reshape(-1)[start : start + piece.numel()])
+                taken.append(name)
+        live = self.module_buffers()
+        self._after_weights_changed(
+            {n: w for n, w in weights.items() if n in live and w.shape == live[n].shape}
+        )
+        return taken
+
+    def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers, and refresh what forward reads of the weights: collective (ZeRO-3)."""
+        try:
+            write_buffers(self._engine.module, buffers)
+            drop_secondary_tensors(self._engine.module)
+        finally:
+            # What ZeRO-3 keeps gathered between steps.
+            if persistent := getattr(self._optimizer, "persistent_parameters", None):
+                persistent[0].all_gather(persistent)
+
+
+def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters that an engine's optimizer owns; none without one."""
+    wrapper = optimizer_wrapper(engine)
+    members = group_parameters(engine.optimizer, wrapper) if wrapper else []
+    return [parameter for group in members for parameter in group]
+
+
+def follows_requires_grad(engine: Any) -> bool:
+    """Whether freezing or unfreezing a parameter takes effect from then on.
+
+    DeepSpeed's wrappers ask once what requires a gradient; torch's optimizers, at each step.
+    """
+    return optimizer_wrapper(engine) == PLAIN
+
+
+def live_engine(
+    engine: Any,
+    *,
+    places_checked: bool = False,
+) -> LiveEngine:
+    """Return the engine's state, with or without an optimizer.
+
+    Args:
+        engine: DeepSpeed's.
+        places_checked: whether ``LiveEngine.verify_addresses`` has passed for it. What differs
+            since then are weights that a user has put elsewhere, which says nothing of the masters.
+
+    Raises:
+        UnsupportedError: the engine, or an option of it, is not supported.
+    """
+    check_supported(engine)
+    live = LiveEngine(engine)
+    if not places_checked:
+        live.verify_addresses(fresh=False)
+    return live

@@ -1,0 +1,190 @@
+"""Writes a directory of ``torch.distributed.checkpoint`` in one process, a chunk at a time.
+
+torch's own writer writes the files; each tensor is told to it as chunks of rows, of which it asks
+one after the other, so that no more than one is in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_elastic_zero.core.layout import spans
+from lightning_elastic_zero.core.tensors import map_pages
+from lightning_elastic_zero.core.text import TreePath, format_tree_path
+from lightning_elastic_zero.storage.checksums import ignore_bytes
+
+CHUNK_ELEMENTS = 1 << 22
+"""The most elements of a chunk, where a row is no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsSource:
+    """A tensor to be written."""
+
+    path: TreePath
+    """Where it is in the tree that a load finds."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+    """Returns the elements ``[start, stop)`` of the flattened tensor, in its type."""
+    same_as: TreePath = ()
+    """Of a tied weight's second name: the path of its first one, whose bytes it shares."""
+
+
+def write_directory(
+    folder: Path,
+    tensors: Sequence[RowsSource],
+    objects: Mapping[TreePath, Any],
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> None:
+    """Write a directory, synced to disk.
+
+    Args:
+        folder: an empty directory.
+        tensors: what it holds.
+        objects: what else it holds, by its place in the tree; torch pickles each.
+        on_bytes: told of the bytes of each chunk.
+
+    Raises:
+        OSError: the system did not take the bytes.
+    """
+    planner = _ChunkPlanner(tensors, objects, on_bytes)
+    # Without a copy ahead it asks for a chunk when the one before is written, on GPU machines too.
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
+    writer.set_up_storage_writer(is_coordinator=True)
+    plan = writer.prepare_local_plan(SavePlan(planner.items))
+    (plan,) = writer.prepare_global_plan([plan])
+    results = writer.write_data(plan, planner).wait()
+    writer.finish(planner.metadata, [[*results, *planner.second_names(results)]])
+
+
+class _ChunkPlanner(SavePlanner):
+    """Tells torch's writer what there is, and gives it one chunk at a time."""
+
+    def __init__(
+        self,
+        tensors: Sequence[RowsSource],
+        objects: Mapping[TreePath, Any],
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._tensors = {format_tree_path(t.path): t for t in tensors}
+        self._objects = {format_tree_path(path): value for path, value in objects.items()}
+        self._on_bytes = on_bytes
+        # torch's writer keeps the last chunk of each tensor until it ends: so all have one memory.
+        self._memory = map_pages(max((_largest_chunk_bytes(t) for t in tensors), default=1), ())
+        entries: dict[str, Any] = {
+            key: TensorStorageMetadata(
+                TensorProperties(dtype=t.dtype), torch.Size(t.shape), list(_chunks(t.shape))
+            )
+            for key, t in self._tensors.items()
+        }
+        entries |= {key: BytesStorageMetadata() for key in self._objects}
+        paths = {format_tree_path(path): path for path in (*(t.path for t in tensors), *objects)}
+        self.metadata = Metadata(entries, planner_data=paths)
+        self.items = [*self._object_items(), *self._tensor_items(entries)]
+
+    def _object_items(self) -> Iterator[WriteItem]:
+        for key in self._objects:
+            yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+
+    def _tensor_items(self, entries: Mapping[str, Any]) -> Iterator[WriteItem]:
+        for key in (key for key, tensor in self._tensors.items() if not tensor.same_as):
+            entry: TensorStorageMetadata = entries[key]
+            for number, chunk in enumerate(entry.chunks):
+                yield WriteItem(
+                    MetadataIndex(key, chunk.offsets, number),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, entry.properties, entry.size),
+                )
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return a chunk, or a pickled object."""
+        key = write_item.index.fqn
+        if write_item.tensor_data is None:
+            stream = io.BytesIO()
+            torch.save(self._objects[key], stream)
+            return stream
+        tensor, chunk = self._tensors[key], write_item.tensor_data.chunk
+        row = math.prod(tensor.shape[1:])
+        start = chunk.offsets[0] * row if tensor.shape else 0
+        numel = math.prod(chunk.sizes)
+        found = self._placed(tensor.read(start, start + numel)) if numel else _nothing(tensor)
+        self._on_bytes(found.nbytes)
+        return found.reshape(chunk.sizes)
+
+    def _placed(self, found: torch.Tensor) -> torch.Tensor:
+        """Return a chunk in the one memory, in a storage of its own size: torch saves those."""
+        memory = self._memory.numpy()
+        return torch.frombuffer(memory, dtype=found.dtype, count=found.numel()).copy_(found)
+
+    def second_names(self, results: Sequence[WriteResult]) -> Iterator[WriteResult]:
+        """Yield where the chunks of tied weights' other names are: where those of the first are."""
+        written: dict[str, list[WriteResult]] = {}
+        for result in results:
+            written.setdefault(result.index.fqn, []).append(result)
+        for key, tensor in self._tensors.items():
+            for result in written[format_tree_path(tensor.same_as)] if tensor.same_as else ():
+                yield replace(result, index=MetadataIndex(key, result.index.offset))
+
+    # One process plans for itself: there is nothing to agree upon.
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: what there is was told before."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what is written."""
+        return SavePlan(self.items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the one plan."""
+        return all_plans, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return new_plan
+
+
+def _nothing(tensor: RowsSource) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype)
+
+
+def _largest_chunk_bytes(tensor: RowsSource) -> int:
+    numels = (math.prod(chunk.sizes) for chunk in _chunks(tensor.shape))
+    return max(max(numels) * tensor.dtype.itemsize, 1)
+
+
+def _chunks(shape: tuple[int, ...]) -> Iterator[ChunkStorageMetadata]:
+    """Yield chunks of rows; of a single number, or of no elements, one."""
+    if not math.prod(shape) or not shape:
+        yield ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        return
+    rows = max(CHUNK_ELEMENTS // math.prod(shape[1:]), 1)
+    for start, stop in spans(0, shape[0], rows):
+        offsets = torch.Size([start, *[0] * (len(shape) - 1)])
+        yield ChunkStorageMetadata(offsets, torch.Size([stop - start, *shape[1:]]))

@@ -1,1 +1,0 @@
-"""Formats that DeepSpeed writes: stock ZeRO directories, elastic ones, Universal Checkpoints."""

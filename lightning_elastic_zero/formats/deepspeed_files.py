@@ -1,0 +1,85 @@
+"""The names of DeepSpeed's checkpoint files and of the entries inside them, where we share them.
+
+They are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``checkpoint/constants.py``), so that
+``zero_to_fp32.py`` and Lightning's ``convert_zero_checkpoint_to_fp32_state_dict`` find what they
+expect.
+
+Stand-ins for the few classes of DeepSpeed's that its checkpoints pickle.
+
+With them those files are read as plain data, without importing DeepSpeed and without running code
+of anyone's: a stand-in takes the fields that were saved and does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
+from lightning_elastic_zero.storage.ownership import TAG
+
+CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
+
+OURS = "elastic_zero"
+"""The entry of every file that holds what is this library's own."""
+OPTIMIZER = "optimizer_state_dict"
+STATES = "base_optimizer_state"
+GROUP_STEP = "base_optimizer_state_step"
+"""Elastic shards: the ``step`` of the parameter groups, where they have one."""
+FP32_STAGE_3 = "fp32_flat_groups"
+FP32_STAGE_1_2 = "single_partition_of_fp32_groups"
+FROZEN = "frozen_param_fragments"
+
+
+def fp32_key(stage: int) -> str:
+    """Return the entry that holds the masters' flat buffers."""
+    return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
+
+
+def optimizer_file(rank: int, precision: str) -> str:
+    """Return the name of a rank's optimizer shard, inside the checkpoint's directory."""
+    prefix = "bf16_" if precision == "bf16" else ""
+    return f"{TAG}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def model_file(rank: int, stage: int) -> str:
+    """Return the name of a rank's model file; in ZeRO-1/2 rank 0 alone writes one."""
+    if stage == STAGE_WEIGHTS:
+        return f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    return f"{TAG}/mp_rank_00_model_states.pt"
+
+
+class Fields:
+    """An object's fields, and nothing of what it could do."""
+
+
+class FragmentAddress(Fields):
+    """Where a fragment of a parameter lies; wrong on disk with round-robin gradients: not used."""
+
+
+class LossScaler(Fields):
+    """A constant loss scale."""
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that follows overflows."""
+
+
+class ZeroStage(int):
+    """DeepSpeed's enumeration of the ZeRO stages."""
+
+
+CLASS_STUBS: Mapping[str, type] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
+}
+"""What is built in whose place; a file that needs any other class is refused by its name."""
+
+
+def stub_fields(scaler: object) -> dict[str, Plain]:
+    """Return a loss scaler's class and plain fields; nothing where there is none."""
+    if not isinstance(scaler, LossScaler):
+        return {}
+    fields = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
+    return {"class": type(scaler).__name__, **fields}

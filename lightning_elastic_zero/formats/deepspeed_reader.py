@@ -1,0 +1,576 @@
+"""Shared parts of the readers of a tag's folder: the model files of all ranks.
+
+Inside a model file of stock DeepSpeed: shapes, buffers, frozen weights, counters, user state.
+
+Reads what stock DeepSpeed writes: ZeRO-1, 2, 3 and BF16_Optimizer, and its elastic variants.
+
+The shapes and the order of the parameters are in the model file (``param_shapes``); masters and
+optimizer state are flat buffers in the optimizer shards (``zero_shard_set``). Which files there are
+is told by ``tag_folder``. ``param_slice_mappings`` is not used: it is wrong on disk where
+``round_robin_gradients`` was on.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_elastic_zero.core.layout import Fragment, Transfer
+from lightning_elastic_zero.core.manifest import (
+    STAGE_WEIGHTS,
+    Group,
+    Manifest,
+    Parameter,
+    Plain,
+    Progress,
+    Writer,
+)
+from lightning_elastic_zero.core.partition import FlatBuffer, piece_start
+from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats.deepspeed_files import OPTIMIZER, OURS, stub_fields
+from lightning_elastic_zero.formats.deepspeed_shards import ZeroShardSet
+from lightning_elastic_zero.formats.deepspeed_tags import TagFolder
+from lightning_elastic_zero.formats.open_files import ForeignFiles
+from lightning_elastic_zero.formats.reader import (
+    FRESH_OPTIMIZER_HINT,
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+    duplicate_names,
+    file_list_digest,
+    is_extra_state,
+)
+from lightning_elastic_zero.formats.torch_read import StoredRun
+
+ENGINE_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "num_experts",
+        "ds_config",
+        "ds_version",
+        "ds_autoep_layers",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+    }
+)
+"""What DeepSpeed itself writes; all else is the user's, merged on top."""
+
+
+class ModelFile:
+    """One rank's ``*_model_states.pt``."""
+
+    def __init__(self, files: ForeignFiles, name: str) -> None:
+        """Parse a file, without reading its tensors.
+
+        Raises:
+            CheckpointCorruptedError: it is missing, or cut short.
+            CheckpointFormatError: it is no model file of a ZeRO run.
+            UnsupportedError: it was written with tensor parallelism.
+        """
+        self.name = name
+        self._files = files
+        tree = files.tree(name)
+        where = files.folder / name
+        if isinstance(tree, Mapping) and OURS in tree:
+            msg = (
+                f"{where} was written by this library, but its manifest.json is missing: the "
+                "checkpoint was never finished, or copied without it. Resume from another one, or "
+                "copy the whole directory again"
+            )
+            raise CheckpointFormatError(msg)
+        if not isinstance(tree, Mapping) or not tree.get("param_shapes"):
+            msg = (
+                f"{where} names no parameters of a ZeRO optimizer (`param_shapes`): it was saved "
+                "without ZeRO, or without an optimizer, and cannot be resumed as a training run"
+            )
+            raise CheckpointFormatError(msg)
+        if int(tree.get("mp_world_size") or 1) != 1:
+            msg = f"{where} was written with tensor parallelism: only ZeRO runs are resumed"
+            raise UnsupportedError(msg)
+        module = _weights_and_buffers(tree)
+        self.world_size = int(tree["dp_world_size"])
+        self.shapes: Sequence[Mapping[str, Sequence[int]]] = tree["param_shapes"]
+        self.buffers: tuple[str, ...] = tuple(n for n in tree["buffer_names"] if n in module)
+        self.deepspeed = str(tree.get("ds_version") or "")
+        self.lightning = str(tree.get("pytorch-lightning_version") or "")
+        self.progress = _progress(tree)
+        pieces: Mapping[str, Any] = tree.get("frozen_param_fragments") or {}
+        # What is read of a frozen weight, ahead of what stands for it in the module.
+        weights = {**module, **pieces}
+        self._dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
+        self._shared = {**duplicate_names(module), **(tree.get("shared_params") or {})}
+        self.frozen = self._frozen_shapes(tree, module)
+
+    def _frozen_shapes(
+        self, tree: Mapping[str, Any], module: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the weights that no optimizer owns, with their shapes.
+
+        ZeRO-1 does not list them; but in ZeRO-1/2 the module holds every weight whole.
+        """
+        owned = {name for shapes in self.shapes for name in shapes}
+        if listed := tree.get("frozen_param_shapes"):
+            # What was frozen after the optimizer was made is listed too, and is the optimizer's.
+            return {n: tuple(map(int, shape)) for n, shape in listed.items() if n not in owned}
+        known = owned | set(self.buffers)
+        if self._is_placeholders(module):
+            return {}
+        return {
+            name: tuple(tensor.shape)
+            for name, tensor in module.items()
+            if isinstance(tensor, torch.Tensor)
+            and name not in known
+            # DeepSpeed takes parameters without elements for tied: they share no memory at all.
+            and (name not in self._shared or not tensor.numel())
+        }
+
+    def _is_placeholders(self, module: Mapping[str, Any]) -> bool:
+        """Whether the module's weights are cut away, as in ZeRO-3."""
+        return any(
+            isinstance(module.get(name), torch.Tensor)
+            and not module[name].numel()
+            and 0 not in tuple(shape)
+            for shapes in self.shapes
+            for name, shape in shapes.items()
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trained weights."""
+        return self.dtype_of(next(name for shapes in self.shapes for name in shapes))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return a weight's low-precision dtype: ZeRO-3 keeps a placeholder of that dtype."""
+        return self._dtypes[name]
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Return the other names of a tied weight."""
+        return tuple(alias for alias, first in self._shared.items() if first == name)
+
+    def frozen_tensor(self, tree: Mapping[str, Any], name: str) -> torch.Tensor:
+        """Return a frozen weight in a model file's tree: whole, or in ZeRO-3 the rank's piece."""
+        pieces = tree.get("frozen_param_fragments") or {}
+        found: torch.Tensor = pieces[name] if name in pieces else tree["module"][name]
+        return found
+
+    def check_same(self, other: ModelFile) -> None:
+        """Compare with another rank's file.
+
+        Raises:
+            CheckpointFormatError: it is of another run, or of another step.
+        """
+        for what, mine, theirs in (
+            ("number of ranks", self.world_size, other.world_size),
+            ("step counters", self.progress, other.progress),
+            ("DeepSpeed version", self.deepspeed, other.deepspeed),
+            ("parameters", _table(self.shapes), _table(other.shapes)),
+        ):
+            if mine != theirs:
+                shown = "" if what == "parameters" else f" ({mine} and {theirs})"
+                msg = (
+                    f"{self._files.folder}: {self.name} and {other.name} differ in their "
+                    f"{what}{shown}: they are not of one save. Resume from another checkpoint, "
+                    "or put the files of one save back, those of all ranks"
+                )
+                raise CheckpointFormatError(msg)
+
+    def load_shared(self, loss_scaler: Mapping[str, Plain]) -> SharedState:
+        """Return buffers, and what the user, or Lightning, had saved with it."""
+        tree = self._files.tree(self.name)
+        held = {
+            "buffers": {name: tree["module"][name] for name in self.buffers},
+            "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
+            # Of the scheduler that the engine itself stepped.
+            "lr_scheduler": tree.get("lr_scheduler") or None,
+            "extra_states": {n: s for n, s in _module_of(tree).items() if is_extra_state(n)},
+        }
+        return SharedState(loss_scaler=loss_scaler, **self._files.load(self.name, held))
+
+
+def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a module's state dict, which some writers leave out."""
+    module: Mapping[str, Any] = tree.get("module") or {}
+    return module
+
+
+def _weights_and_buffers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state dict without its extra states, some of which are tensors too."""
+    return {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
+
+
+def _table(
+    shapes: Sequence[Mapping[str, Sequence[int]]],
+) -> list[list[tuple[str, tuple[int, ...]]]]:
+    return [[(n, tuple(int(s) for s in shape)) for n, shape in g.items()] for g in shapes]
+
+
+def _progress(tree: Mapping[str, Any]) -> Progress:
+    """Return the counters; DeepSpeed does not save how many backward passes there were."""
+    config: Mapping[str, Any] = tree.get("ds_config") or {}
+    accumulation = config.get("gradient_accumulation_steps")
+    accumulation = accumulation if type(accumulation) is int else 1
+    batch = config.get("train_batch_size")
+    steps = int(tree.get("global_steps") or 0)
+    return Progress(
+        global_steps=steps,
+        global_samples=int(tree.get("global_samples") or 0),
+        skipped_steps=int(tree.get("skipped_steps") or 0),
+        micro_steps=steps * accumulation,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=batch if type(batch) is int else None,
+    )
+
+
+OTHERS_BUFFERS = "buffers of ranks other than 0"
+
+NAME_IN_ZERO_1_2 = "mp_rank_00_model_states.pt"
+"""The one model file below ZeRO-3."""
+
+
+class TagReader(CheckpointReader):
+    """A tag's folder: what of it is held beside masters and states.
+
+    There is one ``mp_rank_00_model_states.pt`` in ZeRO-1/2, and one file for each rank in ZeRO-3.
+    """
+
+    def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
+        """Parse rank 0's model file.
+
+        Raises:
+            CheckpointCorruptedError: it is missing.
+        """
+        self.files = files
+        self._folder = folder
+        self._partitioned = not folder.model
+        """Whether the weights are partitioned (ZeRO-3)."""
+        self._check_beginning()
+        self._first = ModelFile(self.files, self._model_name(0))
+        buffers = () if self._partitioned or not self._first.buffers else (OTHERS_BUFFERS,)
+        self._lacks = ("RNG states", *buffers)
+        """What these files do not hold of a run."""
+
+    # -- which files -----------------------------------------------------------------------------
+
+    def _check_beginning(self) -> None:
+        """Check, before a model file is opened, what other files tell of them.
+
+        Raises:
+            CheckpointCorruptedError: some are missing.
+        """
+
+    def _model_name(self, rank: int) -> str:
+        """Return the name of a rank's file.
+
+        Raises:
+            CheckpointCorruptedError: it is missing.
+        """
+        if self._folder.model:
+            return self._folder.model
+        if not self._folder.models:  # Nothing here tells of which stage it was.
+            either = f"{NAME_IN_ZERO_1_2} (of ZeRO-1/2) or {_name_in_zero_3(rank)} (of ZeRO-3)"
+            self._refuse_missing([either])
+        if rank not in self._folder.models:
+            self._refuse_missing([_name_in_zero_3(rank)])
+        return self._folder.models[rank]
+
+    def _model_names(self) -> list[str]:
+        """Return the files of the ranks that wrote the checkpoint, missing ones too."""
+        if self._folder.model:
+            return [self._folder.model]
+        return [_name_in_zero_3(rank) for rank in range(self._first.world_size)]
+
+    def _refuse_missing(self, names: Sequence[str]) -> NoReturn:
+        msg = (
+            f"{self._folder.path} is incomplete: {', '.join(names)} "
+            f"{'are' if len(names) > 1 else 'is'} missing. Copy all files of this tag, or resume "
+            "from another checkpoint"
+        )
+        raise CheckpointCorruptedError(msg)
+
+    def _check_model_files(self, others: Sequence[str] = ()) -> None:
+        """Compare the ranks' files; refuse where one is missing, or ``others`` are.
+
+        Raises:
+            CheckpointCorruptedError: some are missing; all of them are named.
+            CheckpointFormatError: one is of another run, or of another step.
+        """
+        names = self._model_names()
+        there = {self._folder.model, *self._folder.models.values()}
+        if missing := [*(name for name in names if name not in there), *others]:
+            self._refuse_missing(missing)
+        for name in names[1:]:
+            self._first.check_same(ModelFile(self.files, name))
+
+    # -- what is in them -------------------------------------------------------------------------
+
+    def _describe(
+        self,
+        stage: int,
+        master_dtype: torch.dtype,
+        buffers: Sequence[FlatBuffer],
+        groups: tuple[Group, ...],
+        engine: str = "",
+    ) -> Manifest:
+        first = self._first
+        owned = [
+            (name, tuple(int(size) for size in shape), buffers[index].group)
+            for index, shapes in enumerate(first.shapes)
+            for name, shape in shapes.items()
+        ]
+        frozen = [(name, shape, None) for name, shape in first.frozen.items()]
+        return Manifest(
+            save_id=file_list_digest(self._folder.path, self.names(), self.files.on_progress),
+            stage=stage,
+            world_size=first.world_size,
+            precision=precision_of(first.dtype),
+            master_dtype=dtype_name(master_dtype),
+            parameters=tuple(
+                Parameter(name, shape, dtype_name(first.dtype_of(name)), group, first.aliases(name))
+                for name, shape, group in (*owned, *frozen)
+            ),
+            groups=groups,
+            buffers=tuple(buffers),
+            module_buffers=first.buffers,
+            files=(),
+            progress=first.progress,
+            writer=Writer(deepspeed=first.deepspeed, lightning=first.lightning, engine=engine),
+        )
+
+    def _locate_frozen(self, transfer: Transfer) -> Location:
+        """Return where a run of a weight that no optimizer owns lies."""
+        rank, start = transfer.source_rank, transfer.start
+        file = self.files.get(self._model_name(rank))
+        tensor = self._first.frozen_tensor(file.tree, transfer.name)
+        if self._partitioned:
+            whole = math.prod(self._first.frozen[transfer.name])
+            start -= piece_start(whole, self._first.world_size, rank)
+        return file, StoredRun(tensor, start, start + transfer.stop - transfer.start)
+
+    def locate_rounded(self, transfer: Transfer) -> Location | None:
+        """Return where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
+        if self._partitioned or transfer.name in self._first.frozen:
+            return None
+        file = self.files.get(self._first.name)
+        tensor = file.tree["module"].get(transfer.name)
+        if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+            return None
+        return file, StoredRun(tensor, transfer.start, transfer.stop)
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        """Return buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""
+        same = self._partitioned and world_size == self._first.world_size
+        model = ModelFile(self.files, self._model_name(rank)) if same else self._first
+        return model.load_shared(self._loss_scaler())
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return rank 0's buffers."""
+        name = self._first.name
+        module = self.files.tree(name)["module"]
+        return self.files.load(name, {n: module[n] for n in self._first.buffers})  # type: ignore[no-any-return]
+
+    def trainer_entry(self, name: str) -> object:
+        """Return an entry beside DeepSpeed's own, as Lightning has its epoch there."""
+        found: object = self.files.tree(self._first.name).get(name)
+        return found
+
+    @abstractmethod
+    def _loss_scaler(self) -> Mapping[str, Plain]:
+        """Return the loss scale and what it follows."""
+
+
+def _name_in_zero_3(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
+class ZeroReader(TagReader):
+    """A tag's folder of stock DeepSpeed."""
+
+    def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
+        """Parse the folder from rank 0's files.
+
+        Raises:
+            CheckpointCorruptedError: files are missing.
+            CheckpointFormatError: they are not of one save.
+            UnsupportedError: the engine that wrote them cannot be resumed by this library.
+        """
+        super().__init__(folder, files)
+        first = self._first
+        self._shard_names = self._choose_shards()
+        self._shards = ZeroShardSet(
+            files, self._shard_name, first.shapes, first.world_size, OPTIMIZER
+        )
+        self._check_stage()
+        self.manifest = self._manifest()
+        hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
+        groups = (
+            "parameter groups and their hyperparameters"
+            if self._shards.stage == STAGE_WEIGHTS
+            else "hyperparameters of the parameter groups"
+        )
+        lacks = () if hyperparameters else (groups,)
+        self.info = SourceInfo(
+            self._kind(),
+            (*self._lacks, *lacks),
+            hyperparameters,
+            mixed=self._mixed(),
+            unmatched=self._unmatched(),
+        )
+
+    # -- which files -----------------------------------------------------------------------------
+
+    def _choose_shards(self) -> Mapping[int, str]:
+        """Return the optimizer shards by rank: of the precision that the model file has.
+
+        Raises:
+            CheckpointCorruptedError: there are none.
+        """
+        bf16 = self._first.dtype == torch.bfloat16
+        kinds = self._folder.optimizer
+        prefixes = [p for p in (("bf16_", "") if bf16 else ("", "fp16_")) if p in kinds]
+        if not prefixes:
+            prefix = "bf16_" if bf16 else ""
+            self._refuse_missing([f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+        return kinds[prefixes[0]]
+
+    def _shard_name(self, rank: int) -> str:
+        if rank not in self._shard_names:
+            self._refuse_missing([self._absent(rank)])
+        return self._shard_names[rank]
+
+    def _absent(self, rank: int) -> str:
+        """Return the name that a rank's shard would have."""
+        known, name = min(self._shard_names.items())
+        return name.replace(f"rank_{known}_", f"rank_{rank}_", 1)
+
+    def names(self) -> Sequence[str]:
+        """Return the files of all ranks; those of a larger, older world are not among them."""
+        ranks = range(self._first.world_size)
+        shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
+        return [*self._model_names(), *shards]
+
+    def check_files(self) -> None:
+        """Check that every rank's files are there and of one save.
+
+        Raises:
+            CheckpointCorruptedError: some are missing; all of them are named.
+            CheckpointFormatError: some are of another run.
+        """
+        ranks = range(self._first.world_size)
+        missing = [self._absent(rank) for rank in ranks if rank not in self._shard_names]
+        self._check_model_files(missing)
+        self._shards.check_all()
+
+    # -- what is in them -------------------------------------------------------------------------
+
+    def _check_stage(self) -> None:
+        if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
+            msg = (
+                f"{self._folder.path}: {self._first.name} and {self._shard_name(0)} are not "
+                "of one run: one is of ZeRO-3, the other of ZeRO-1/2. Remove the files of the run "
+                "that you do not want"
+            )
+            raise CheckpointFormatError(msg)
+
+    def _mixed(self) -> str:
+        """Describe why shards and model files seem to be of two saves; nothing where they do not.
+
+        Only in ZeRO-3, whose model files have no weights that masters would have to round to.
+        Sub-groups may have been started anew one by one: one that fits is enough.
+        """
+        steps, progress = self._shards.steps(), self._first.progress
+        counted = progress.global_steps - progress.skipped_steps
+        if self._shards.stage != STAGE_WEIGHTS or not steps or counted in steps:
+            return ""
+        return (
+            f"its model files are of step {counted} (global_steps {progress.global_steps}, of "
+            f"which {progress.skipped_steps} skipped), as {self._first.name} says, and Adam "
+            f"in its optimizer shards has taken {max(steps)} steps, as {self._shard_name(0)} says: "
+            "the files are of two saves, as where a save was killed while it overwrote a tag. "
+            "Resume from another checkpoint. Where the optimizer was started anew "
+            "in the midst of the run, so that its steps lag behind, pass load_optimizer_state=False"
+        )
+
+    def _unmatched(self) -> str:
+        """Describe whose optimizer state the shards lack; nothing where they lack none."""
+        if self._shards.counts_in_groups():
+            return (
+                "its optimizer counts steps in the parameter groups and not in its states, and "
+                "elastic shards hold no parameter groups, so that the steps would begin anew; "
+                f"{FRESH_OPTIMIZER_HINT}"
+            )
+        if self._shards.keeps_whole_momenta():
+            return (
+                "ZeRO-1/2 keeps Muon's momentum of whole parameters, in places that the file does "
+                f"not record: {FRESH_OPTIMIZER_HINT}"
+            )
+        if surplus := self._shards.of_no_parameter():
+            return (
+                f"its optimizer keeps state of no parameter, under the keys {', '.join(surplus)}, "
+                f"which only checkpoints of this library restore; {FRESH_OPTIMIZER_HINT}"
+            )
+        if not (lacking := self._shards.without_state()):
+            return ""
+        return (
+            f"it holds no optimizer state for {format_names(lacking)}, and some for others of the "
+            "same parameter group: a stock checkpoint of partial offload (offload_optimizer's "
+            f"ratio) lacks what was on the GPU; {FRESH_OPTIMIZER_HINT}"
+        )
+
+    def _kind(self) -> str:
+        elastic = "elastic " if self._shards.elastic else ""
+        return f"stock DeepSpeed checkpoint of {elastic}{self._shards.engine}"
+
+    def _manifest(self) -> Manifest:
+        shards = self._shards
+        return self._describe(
+            shards.stage, shards.master_dtype, shards.buffers, shards.groups, shards.engine
+        )
+
+    def bind(self, live: Manifest) -> None:
+        """Use the live parameter groups, where the shards do not say which there were."""
+        unknown = self._shards.stage == STAGE_WEIGHTS and not self.info.hyperparameters
+        if unknown and live.groups:
+            self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
+            self.manifest = self._manifest()
+
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
+        if key == WEIGHT and transfer.name in self._first.frozen:
+            return self._locate_frozen(transfer)
+        file = self.files.get(self._shard_name(transfer.source_rank))
+        return file, self._shards.locate(key, transfer)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
+        return self._shards.scalars(at)
+
+    def _loss_scaler(self) -> Mapping[str, Plain]:
+        shard = self.files.tree(self._shard_name(0))[OPTIMIZER]
+        return stub_fields(shard.get("loss_scaler"))

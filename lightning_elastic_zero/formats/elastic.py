@@ -1,0 +1,661 @@
+"""Reads our own format: each rank just the byte ranges that it needs, verified, into place.
+
+Writes one rank's files of our own format.
+
+The names and the entries are those of DeepSpeed's elastic checkpoints (``elastic_checkpoint`` of
+ZeRO-1/2, and pull request 8031 for ZeRO-3), so that its own loaders restore them. Every tensor is
+written from its place in memory, piece by piece: no copy of the state is made.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_elastic_zero.core.layout import Fragment, Transfer
+from lightning_elastic_zero.core.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    STAGE_WEIGHTS,
+    FileEntry,
+    Manifest,
+    Parameter,
+)
+from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start
+from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
+from lightning_elastic_zero.core.text import TreePath
+from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats.client_state import (
+    Objects,
+    check_pickle,
+    host_pickle,
+    join_objects,
+    to_host,
+)
+from lightning_elastic_zero.formats.deepspeed_files import (
+    CLIENT_OBJECTS,
+    FROZEN,
+    OPTIMIZER,
+    OURS,
+    STATES,
+    fp32_key,
+    model_file,
+    optimizer_file,
+)
+from lightning_elastic_zero.formats.open_files import OpenFiles
+from lightning_elastic_zero.formats.pickles import load_objects
+from lightning_elastic_zero.formats.reader import (
+    EXTRA_STATES,
+    OPTIMIZER_STATE,
+    WEIGHT,
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+    differing_sizes,
+)
+from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
+from lightning_elastic_zero.formats.torch_write import (
+    ChunkedSource,
+    PiecewiseSource,
+    TorchFileWriter,
+)
+from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, sidecar_bytes
+from lightning_elastic_zero.storage.files import VerifiedFile
+from lightning_elastic_zero.storage.ownership import ignore_progress
+
+
+class ElasticReader(CheckpointReader):
+    """A published checkpoint of our own format."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        allow_pickle: bool = False,
+        on_progress: Callable[[], None] = ignore_progress,
+    ) -> None:
+        """Keep a checkpoint's directory and its manifest.
+
+        Args:
+            directory: where ``manifest.json`` lies.
+            manifest: what it says.
+            allow_pickle: read client objects of any class.
+            on_progress: called after every read, and every look at a file.
+        """
+        self.info = SourceInfo(f"{FORMAT} checkpoint")
+        self.manifest = manifest
+        self.files = OpenFiles(directory, self._open, on_progress=on_progress)
+        self._allow_pickle = allow_pickle
+        self._entries = {entry.name: entry for entry in manifest.files}
+        self._optimized = {p.name for p in manifest.optimized}
+        self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
+        self._positions = {n: i for buffer in manifest.buffers for i, n in enumerate(buffer.names)}
+        self._layout = manifest.layout()
+        self._read_first: int | None = None
+
+    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Do nothing: every byte is verified when it is read."""
+
+    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+        """Read this rank's share of the files, and compare all checksums."""
+        verify_files(self.files.folder, self.manifest, rank, world_size, on_bytes)
+
+    def names(self) -> Sequence[str]:
+        """Return the files that the manifest names, each with its checksums."""
+        return tuple(n for name in self._entries for n in (name, name + SUMS_SUFFIX))
+
+    def recorded_bytes(self, name: str) -> int | None:
+        """Return the size of a file as it was written; that of checksums follows from it."""
+        entry = self._entries.get(name.removesuffix(SUMS_SUFFIX))
+        if entry is None:
+            return None
+        if entry.name == name:
+            return entry.size_bytes
+        return sidecar_bytes(entry.size_bytes, self.manifest.save_id)
+
+    # -- checks before the first byte is read ------------------------------------------------
+
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
+        """Check that every file of these source ranks is there, with its size.
+
+        Raises:
+            CheckpointCorruptedError: one is missing or has another size; all of them are named.
+        """
+        self._read_first = min(masters, default=None)
+        names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
+        models = sorted({0, *frozen})  # rank 0's has what is held once
+        names += [model_file(rank, self.manifest.stage) for rank in models]
+        self._check_sizes(names)
+
+    def check_files(self) -> None:
+        """Check every file that the manifest names.
+
+        Raises:
+            CheckpointCorruptedError: as ``check``.
+        """
+        self._check_sizes(entry.name for entry in self.manifest.files)
+
+    def _check_sizes(self, names: Iterable[str]) -> None:
+        sizes = ((name, self._entry(name).size_bytes) for name in names)
+        if wrong := differing_sizes(self.files.folder, sizes, self.files.on_progress):
+            msg = (
+                f"{self.files.folder} is damaged: {'; '.join(wrong)}. "
+                "Resume from another checkpoint, or copy these files again from where they are "
+                "whole"
+            )
+            raise CheckpointCorruptedError(msg)
+
+    # -- runs of elements --------------------------------------------------------------------
+
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        """Return where a run of masters, of a state or of a frozen weight lies."""
+        if transfer.name not in self._optimized:
+            file = self.files.get(model_file(transfer.source_rank, self.manifest.stage))
+            stored = file.tree[FROZEN][transfer.name].view(-1)
+            base = 0
+            if self.manifest.stage == STAGE_WEIGHTS:
+                numel = self._frozen_numel[transfer.name]
+                base = piece_start(numel, self.manifest.world_size, transfer.source_rank)
+            return file, self._run(file, stored, base, transfer)
+        file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
+        entry = fp32_key(self.manifest.stage) if key == WEIGHT else STATES
+        stored = file.tree[OPTIMIZER][entry][transfer.source_buffer]
+        base = transfer.start - transfer.source_offset
+        if key != WEIGHT:
+            stored = stored[key]
+        if isinstance(stored, list):  # ZeRO-3: a state has a tensor for each parameter
+            stored = stored[self._positions[transfer.name]]
+            base = file.tree[OURS]["fragments"][transfer.source_buffer][transfer.name][0]
+        return file, self._run(file, stored, base, transfer)
+
+    def _run(
+        self, file: TorchFile, stored: torch.Tensor, base: int, transfer: Transfer
+    ) -> StoredRun:
+        """Return the part of a stored tensor, whose first element is the parameter's ``base``-th.
+
+        Raises:
+            CheckpointFormatError: it has fewer elements than the manifest says.
+        """
+        start, stop = transfer.start - base, transfer.stop - base
+        if not 0 <= start <= stop <= stored.numel():
+            msg = (
+                f"{file.path} holds {stored.numel()} elements of {transfer.name} from {base} on, "
+                f"the manifest wants [{transfer.start}, {transfer.stop}) of it: they are not of "
+                "one save"
+            )
+            raise CheckpointFormatError(msg)
+        return StoredRun(stored, start, stop)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        """Return the scalar optimizer states of the held flat buffer that holds ``at``.
+
+        They are alike on all ranks of a save, or it would have failed: so a rank takes them from
+        the file that it reads first. Else all of them would open one file more, the same one.
+        """
+        rank = at.rank if self._read_first is None else self._read_first
+        file = self.files.get(optimizer_file(rank, self.manifest.precision))
+        states = file.tree[OPTIMIZER][STATES][at.buffer]
+        group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
+        keys = [key.name for key in group.state if key.kind == "scalar"]
+        found: dict[str, Scalar] = file.load_tree({key: states[key] for key in keys})
+        return found
+
+    # -- what is held once -------------------------------------------------------------------
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        """Return what is held once, with what this rank had of its own where ranks match."""
+        file = self.files.get(model_file(0, self.manifest.stage))
+        ours = file.tree[OURS]
+        module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
+        client = file.load_tree(ours["client_state"])
+        scheduler = file.tree["lr_scheduler"]
+        loss_scaler, lr_scheduler = ours["loss_scaler"], scheduler and file.load_tree(scheduler)
+        if self.manifest.client_objects:
+            client = join_objects(client, self._objects())
+        if rank and world_size == self.manifest.world_size and self.manifest.rank_state:
+            file = self.files.get(optimizer_file(rank, self.manifest.precision))
+            own = file.load_tree(file.tree[OURS]["own"])
+            module.update(own["buffers"])
+            client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
+            if "objects" in own:
+                where = f"rank {rank}'s own objects in {self.files.folder}"
+                client = join_objects(client, self._build(own["objects"], where))
+        extra = client.pop(EXTRA_STATES, {})  # Both are of this call: nobody else sees it.
+        client.pop(OPTIMIZER_STATE, None)
+        return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
+
+    def optimizer_state(self) -> Mapping[Any, Any]:
+        """Return what the optimizer kept under keys that are not parameters."""
+        file = self.files.get(model_file(0, self.manifest.stage))
+        held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
+        return file.load_tree(held)  # type: ignore[no-any-return]
+
+    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return rank 0's persistent module buffers."""
+        file = self.files.get(model_file(0, self.manifest.stage))
+        held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
+        return file.load_tree(held)  # type: ignore[no-any-return]
+
+    def recorded_fingerprint(self) -> str:
+        """Return what the save recorded of its state, beside it; most saves record nothing."""
+        found = self.files.get(model_file(0, self.manifest.stage)).tree[OURS].get("fingerprint")
+        return found if isinstance(found, str) else ""
+
+    def trainer_entry(self, name: str) -> object:
+        """Return what the manifest records of the data: the epoch."""
+        return self.manifest.progress.sampler.get(name)
+
+    def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
+        """Return an entry of the client state as a rank had it; None where it had none."""
+        file = self.files.get(model_file(0, self.manifest.stage))
+        holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
+        for key in reversed(path):
+            holder = {key: holder}
+        if rank and "client_state" in self.manifest.rank_state:
+            file = self.files.get(optimizer_file(rank, self.manifest.precision))
+            own = [
+                (tuple(at), file.load_tree(value))
+                for at, value in file.tree[OURS]["own"]["client_state"]
+                if tuple(at[: len(path)]) == path[: len(at)]
+            ]
+            join_objects(holder, tuple(own))
+        return _entry(holder, path)
+
+    def _objects(self) -> Objects:
+        """Return the client objects, if they are harmless or allowed."""
+        file = self.files.get(CLIENT_OBJECTS)
+        # What is refused is named by itself; what fails in Python's own unpickler is one of these.
+        these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
+        where = f"{file.path}{these}"
+        return self._build(file.load_tree(file.tree["pickle"]), where)
+
+    def _build(self, data: torch.Tensor, where: str) -> Objects:
+        """Unpickle objects, if they are harmless or allowed."""
+        pickled = data.numpy().tobytes()
+        objects: Any = load_objects(pickled, where, allow_pickle=self._allow_pickle)
+        return tuple(objects)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _entry(self, name: str) -> FileEntry:
+        """Return what the manifest says of a file.
+
+        Raises:
+            CheckpointFormatError: it names no such file.
+        """
+        if name not in self._entries:
+            msg = f"{self.files.folder}: the manifest names no {name}: it was not written whole"
+            raise CheckpointFormatError(msg)
+        return self._entries[name]
+
+    def _open(self, name: str) -> TorchFile:
+        """Open a file, if it is of this save.
+
+        Raises:
+            CheckpointCorruptedError: it is not what was written, or of another save.
+        """
+        folder, save_id = self.files.folder, self.manifest.save_id
+        file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.on_progress))
+        try:
+            self._check_save(file, name)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _check_save(self, file: TorchFile, name: str) -> None:
+        """Compare what a file says of itself with the manifest.
+
+        Raises:
+            CheckpointCorruptedError: they are of two saves, or one of them was changed.
+        """
+        stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
+        wanted = self.manifest.save_id, self.manifest.progress.global_steps
+        # Files from before the first release do not name the step.
+        held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
+        if held != wanted:
+            msg = (
+                f"{self.files.folder / name} belongs to save {held[0]!r} of step {held[1]}, the "
+                f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
+                "were mixed; resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
+        if OPTIMIZER in file.tree:
+            self._check_fragments(file, stamp)
+
+    def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
+        """Compare what a shard says it holds with what the manifest's layout says.
+
+        Raises:
+            CheckpointCorruptedError: they differ, so that one of them is not what was written.
+        """
+        held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
+        for fragment in self._layout.on_rank(stamp["rank"]):
+            held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
+        if stamp["fragments"] != held:
+            msg = (
+                f"{file.path} holds other elements than the manifest says of rank "
+                f"{stamp['rank']}: one of them was changed; resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
+
+
+def _entry(tree: Any, path: tuple[str, ...]) -> Any:
+    """Return what is at a path of nested dicts; None where nothing is."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def verify_files(
+    directory: Path, manifest: Manifest, rank: int, world_size: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Read this rank's share of the files, and compare all checksums.
+
+    Raises:
+        CheckpointCorruptedError: bytes are not those that were written.
+    """
+    for entry in manifest.files[rank::world_size]:
+        with VerifiedFile(directory, entry, manifest.save_id) as file:
+            for _, view in file.read_runs([(0, file.size_bytes)]):
+                on_bytes(view.nbytes)
+
+
+SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
+"""Returns what a piece of a master, state or frozen weight is written from."""
+
+
+def as_it_is(piece: torch.Tensor) -> torch.Tensor:
+    """Return the piece: it is written from where it is."""
+    return piece
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPart:
+    """What of the trainer's state a rank writes."""
+
+    plain: Mapping[str, Any]
+    """Rank 0: the whole tree of plain data. Other ranks: empty, or all of theirs, for DeepSpeed."""
+    objects: Objects = ()
+    """Rank 0: what is not plain data, and where it belongs."""
+    own: tuple[tuple[TreePath, Any], ...] = ()
+    """Other ranks: plain leaves that differ from rank 0's."""
+    own_objects: Objects = ()
+    """Other ranks: all objects, where they are not rank 0's."""
+
+
+def writes_weights(manifest: Manifest, rank: int) -> bool:
+    """Whether a rank writes frozen and low-precision weights; under ZeRO-3, its part."""
+    return rank == 0 or manifest.stage == STAGE_WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class RankWriter:
+    """One rank's writing of one save."""
+
+    directory: Path
+    """The staged checkpoint; its ``checkpoint`` folder is there."""
+    manifest: Manifest
+    """What the engine said of itself, with the save's id."""
+    rank: int
+    on_bytes: Callable[[int], None]
+    """Told of every stretch of bytes written."""
+    fingerprint: str = ""
+    """The number of the whole state, to be recorded beside it; empty: none is."""
+    source_of: SourceOf = as_it_is
+    """Asked for each piece before any is written: masters first, then states, flat by flat."""
+
+    def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
+        """Write the rank's files, synced to disk; return what the manifest says of each.
+
+        Args:
+            state: what the rank holds. On ranks other than 0, ``module_buffers`` are those that
+                differ.
+            client: its part of the trainer's state.
+
+        Raises:
+            SaveError: a file could not be written.
+        """
+        files = [self.optimizer_shard(state, client)]
+        if writes_weights(self.manifest, self.rank):
+            files.append(self.model_states(state, client))
+        if client.objects:
+            files.append(self.client_objects(client))
+        return files
+
+    def optimizer_shard(self, state: RankState, client: ClientPart) -> FileEntry:
+        """Write masters and lean optimizer states."""
+        manifest, builder = self.manifest, TorchFileWriter()
+        zero_3 = manifest.stage == STAGE_WEIGHTS
+        inner: dict[str, Any] = {
+            "zero_stage": manifest.stage,
+            "dynamic_loss_scale": bool(state.loss_scaler.get("dynamic")),
+            "overflow": False,
+            "partition_count": manifest.world_size
+            if zero_3
+            # A number where there are no flat buffers: DeepSpeed's script takes the largest one.
+            else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
+            fp32_key(manifest.stage): [
+                self._in_place(builder, index, flat, flat.master)
+                for index, flat in enumerate(state.flats)
+            ]
+            or [torch.empty(0)],
+        }
+        if zero_3:
+            # As a dictionary: DeepSpeed's class would not load with weights_only=True. The entry
+            # is there because the loader of pull request 8031 fails without it.
+            inner["loss_scaler"] = dict(state.loss_scaler)
+            inner["group_paddings"] = [
+                [self._piece_padding(numel) for numel in b.numels] for b in manifest.buffers
+            ]
+        else:
+            # No loss scaler: DeepSpeed's loader then keeps the one that it has.
+            inner["ds_version"] = manifest.writer.deepspeed
+            inner["group_paddings"] = [
+                b.partition_numel - self._lean_numel(b) for b in manifest.buffers
+            ]
+            inner["param_alignment_paddings"] = [
+                list(b.paddings) or [0] * len(b.names) for b in manifest.buffers
+            ]
+        if not manifest.weights_only:
+            inner[STATES] = [
+                self._lean_states(builder, index, flat) for index, flat in enumerate(state.flats)
+            ]
+            if (step := _optimizer_step(manifest)) is not None:
+                inner["base_optimizer_state_step"] = step
+        own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
+        if client.own_objects:
+            own["objects"] = _as_tensor(client.own_objects)
+        if self.rank != 0:
+            own["buffers"] = _copies(state.module_buffers)
+        # Which run of each parameter a flat buffer holds.
+        fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
+        tree = {
+            OPTIMIZER: inner,
+            "ds_version": manifest.writer.deepspeed,
+            OURS: {**self._stamp(), "fragments": fragments, "own": own},
+        }
+        return self._save(optimizer_file(self.rank, manifest.precision), tree, builder)
+
+    def model_states(self, state: RankState, client: ClientPart) -> FileEntry:
+        """Write buffers, frozen weights, shapes, counters and the trainer's state."""
+        manifest, builder = self.manifest, TorchFileWriter()
+        buffers = _copies(state.module_buffers) if self.rank == 0 else {}
+        frozen = {p.name: p for p in manifest.frozen}
+        shapes = {name: torch.Size(p.shape) for name, p in frozen.items()}
+        tree: dict[str, Any] = {
+            # The trainer's keys stand beside DeepSpeed's own, as DeepSpeed has it: converters
+            # look for them there. DeepSpeed's entries win; ours below holds all of them.
+            **client.plain,
+            "module": OrderedDict({**_copies(state.module_weights), **buffers}),
+            "buffer_names": list(buffers),
+            "optimizer": None,
+            "param_shapes": [_shapes(manifest, b.names) for b in manifest.buffers],
+            # None where there are none: DeepSpeed's loaders then leave the module's as they are.
+            "frozen_param_shapes": shapes or None,
+            FROZEN: {n: self._frozen(builder, state.frozen[n], p) for n, p in frozen.items()}
+            or None,
+            "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
+            "lr_scheduler": to_host(state.lr_scheduler),
+            "global_steps": manifest.progress.global_steps,
+            "global_samples": manifest.progress.global_samples,
+            "skipped_steps": manifest.progress.skipped_steps,
+            "dp_world_size": manifest.world_size,
+            "mp_world_size": 1,
+            "ds_version": manifest.writer.deepspeed,
+            OURS: {
+                **self._stamp(),
+                "client_state": dict(client.plain),
+                "loss_scaler": dict(state.loss_scaler),
+                **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
+            },
+        }
+        return self._save(model_file(self.rank, manifest.stage), tree, builder)
+
+    def _in_place(
+        self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Add masters or a state with each element at its offset in the flat buffer.
+
+        Padding is zero. In ZeRO-1/2, the padding at the end of the whole buffer is left out.
+        """
+        pieces: list[torch.Tensor | ChunkedSource | int] = []
+        reached = 0
+        for fragment in flat.fragments:
+            stop = fragment.offset + fragment.stop - fragment.start
+            pieces += [fragment.offset - reached, self.source_of(values[fragment.offset : stop])]
+            reached = stop
+        zero_3 = self.manifest.stage == STAGE_WEIGHTS
+        end = flat.master.numel() if zero_3 else self._lean_numel(self.manifest.buffers[index])
+        return builder.add(PiecewiseSource([*pieces, end - reached], values.dtype))
+
+    def _lean_states(self, builder: TorchFileWriter, index: int, flat: FlatState) -> dict[str, Any]:
+        """Add a flat buffer's optimizer states; return them as DeepSpeed's elastic code has them.
+
+        An element-wise state is one tensor like the masters in ZeRO-1/2. In ZeRO-3 it is a list
+        with one tensor for each parameter, without padding: views of one storage.
+        """
+        zero_3 = self.manifest.stage == STAGE_WEIGHTS
+        add = self._pieces if zero_3 else self._in_place
+        states: dict[str, Any] = {
+            key: add(builder, index, flat, values) for key, values in flat.elementwise.items()
+        }
+        for key, value in flat.scalars.items():
+            in_file = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            states[key] = in_file
+        return states
+
+    def _pieces(
+        self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Add a state of ZeRO-3; return this rank's piece of each parameter, in flat order."""
+        numels = dict.fromkeys(self.manifest.buffers[index].names, 0)
+        runs: list[torch.Tensor | ChunkedSource | int] = []
+        for fragment in flat.fragments:
+            numels[fragment.name] = numel = fragment.stop - fragment.start
+            runs.append(self.source_of(values[fragment.offset : fragment.offset + numel]))
+        whole = builder.add(PiecewiseSource(runs, values.dtype))
+        stops = list(accumulate(numels.values()))
+        return [
+            whole[stop - numel : stop] for numel, stop in zip(numels.values(), stops, strict=True)
+        ]
+
+    def _lean_numel(self, buffer: FlatBuffer) -> int:
+        """ZeRO-1/2: elements of this rank's partition, without the padding at the buffer's end."""
+        end = sum((*buffer.numels, *buffer.paddings[:-1]))
+        start, stop = buffer.partition_range(self.rank)
+        return max(0, min(end, stop) - start)
+
+    def _piece_padding(self, numel: int) -> int:
+        """ZeRO-3: elements of padding after this rank's piece of a parameter, as DeepSpeed says."""
+        world_size = self.manifest.world_size
+        is_last = self.rank == world_size - 1
+        return piece_numel(numel, world_size) * world_size - numel if is_last else 0
+
+    def _frozen(
+        self, builder: TorchFileWriter, piece: torch.Tensor, parameter: Parameter
+    ) -> torch.Tensor:
+        """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it, padded."""
+        zero_3 = self.manifest.stage == STAGE_WEIGHTS
+        numel = piece_numel(parameter.numel, self.manifest.world_size) if zero_3 else piece.numel()
+        pieces = [self.source_of(piece), numel - piece.numel()]
+        placed = builder.add(PiecewiseSource(pieces, piece.dtype))
+        return placed if zero_3 else placed.view(parameter.shape)
+
+    def client_objects(self, client: ClientPart) -> FileEntry:
+        """Write what is no plain data: a pickle, itself as plain bytes."""
+        tree = {"pickle": _as_tensor(client.objects), OURS: self._stamp()}
+        return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
+
+    def _stamp(self) -> dict[str, Any]:
+        """Describe of which save and step a file is: those of two saves never pass for one."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "save_id": self.manifest.save_id,
+            "rank": self.rank,
+            "world_size": self.manifest.world_size,
+            "global_steps": self.manifest.progress.global_steps,
+        }
+
+    def _save(self, name: str, tree: object, builder: TorchFileWriter) -> FileEntry:
+        return builder.write(
+            tree,
+            self.directory,
+            name,
+            save_id=self.manifest.save_id,
+            on_bytes=self.on_bytes,
+        )
+
+
+def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
+    """Pickle objects, and read them again as a load would; what they share stays shared.
+
+    Raises:
+        SaveError: one cannot be pickled, or not be made of its pickle; the message names it.
+    """
+    try:
+        data = host_pickle(list(objects))
+        return data, tuple(pickle.loads(data))  # noqa: S301 - just pickled
+    except Exception:
+        for path, value in objects:
+            check_pickle(value, path)
+        raise
+
+
+def _as_tensor(objects: Objects) -> torch.Tensor:
+    """Pickle objects into plain bytes."""
+    return torch.frombuffer(bytearray(pickle_objects(objects)[0]), dtype=torch.uint8)
+
+
+def _optimizer_step(manifest: Manifest) -> int | float | None:
+    """Return the entry ``step`` of the parameter groups, where all have the same one.
+
+    DeepSpeed's loader for ZeRO-1/2 fails without it, also for optimizers whose groups have none and
+    that never read it: it is then the number of their steps.
+    """
+    steps = [group.hyperparameters.get("step") for group in manifest.groups]
+    for step in steps[:1]:
+        if isinstance(step, int | float) and all(step == other for other in steps):
+            return step
+    if manifest.stage == STAGE_WEIGHTS:
+        return None
+    return manifest.progress.global_steps - manifest.progress.skipped_steps
+
+
+def _shapes(manifest: Manifest, names: tuple[str, ...]) -> OrderedDict[str, torch.Size]:
+    shape_of = {p.name: torch.Size(p.shape) for p in manifest.parameters}
+    return OrderedDict((name, shape_of[name]) for name in names)
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy small tensors to the host, each into a storage of its own size."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

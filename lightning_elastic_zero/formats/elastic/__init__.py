@@ -1,1 +1,0 @@
-"""This library's own format: a directory with a manifest (docs/format.md)."""

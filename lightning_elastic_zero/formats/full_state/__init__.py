@@ -1,1 +1,0 @@
-"""Full state dicts in one file: Lightning's, consolidated ones, plain ones."""

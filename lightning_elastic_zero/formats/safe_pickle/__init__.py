@@ -1,1 +1,0 @@
-"""Unpickling that builds plain data and named classes only, without running other code."""

@@ -1,0 +1,108 @@
+"""Writes safetensors files, piece by piece: eight bytes, a JSON header, then the tensors' bytes.
+
+Nothing of the ``safetensors`` package is needed for it, whose own writer wants all tensors at once
+in memory. The format is at https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_elastic_zero.core.tensors import in_order
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.formats.torch_write import ElementSource
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter, ignore_bytes
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSource:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: ElementSource
+
+    @property
+    def size_bytes(self) -> int:
+        """In the file."""
+        return self.source.numel * self.source.dtype.itemsize
+
+
+def write_safetensors(
+    folder: Path,
+    name: str,
+    tensors: Sequence[NamedSource],
+    metadata: Mapping[str, str],
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> None:
+    """Write one file, and the checksums of its chunks beside it, synced to disk.
+
+    Args:
+        folder: a directory that is being written.
+        name: the file's.
+        tensors: what it holds, in this order.
+        metadata: texts for its header; transformers wants ``format: pt``.
+        on_bytes: told the number of bytes that were written since it was last told.
+
+    Raises:
+        SaveError: the system did not take the bytes.
+        UnsupportedError: a tensor is of a type that the format does not have.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for tensor in tensors:
+        stop = at + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": _dtype_name(tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, stop],
+        }
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with ChecksummedWriter(folder, name, on_bytes) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            _write_elements(file, tensor)
+        file.finish("")
+
+
+def _dtype_name(tensor: NamedSource) -> str:
+    try:
+        return _DTYPES[tensor.source.dtype]
+    except KeyError:
+        msg = f"{tensor.name} is of {tensor.source.dtype}, which safetensors files cannot hold"
+        raise UnsupportedError(msg) from None
+
+
+def _write_elements(file: ChecksummedWriter, tensor: NamedSource) -> None:
+    written = file.size_bytes
+    for chunk in tensor.source.chunks():
+        if chunk.numel():
+            file.write(in_order(chunk).view(torch.uint8).numpy().data)
+    if file.size_bytes - written != tensor.size_bytes:
+        found = file.size_bytes - written
+        msg = f"{tensor.name} yielded {found} bytes, expected {tensor.size_bytes}"
+        raise ValueError(msg)

@@ -1,0 +1,432 @@
+"""torch's optimizer state dict, with the names of a live model's parameters for its positions.
+
+``{"state": {id: {...}}, "param_groups": [{"params": [ids], ...}]}``. What an id means depends on
+who wrote it, and nothing in the dict says who that was:
+
+- ``torch.optim`` counts what it was given, group after group, frozen parameters too;
+- Lightning's FSDP and ModelParallel strategies, for one full file, count ``model.parameters()``;
+- with ``param_names``, and in state dicts that are keyed by name, names say it.
+
+So each meaning is tried against the live model: groups of the same members, and states of the
+parameters' shapes. Exactly one has to fit.
+
+The description of a checkpoint of whole tensors without a live model, for tools.
+
+Weights have names. An optimizer's state has them too, or positions, which a model's order and
+shapes explain where there is only one way to. Weights that no optimizer owns may be frozen ones or
+buffers: nothing tells, and both are called weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Plain, StateKey
+from lightning_elastic_zero.core.tensors import dtype_name, plain, state_key
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, duplicate_names
+
+MEMBERS = ("params", "param_names")
+"""What in a group's dict says who is in it."""
+
+Key: TypeAlias = "int | str"
+Table: TypeAlias = "tuple[tuple[str, ...], ...]"
+"""The names of each group's members, as the ids are ordered; empty where an id has no meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizerState:
+    """An optimizer's groups and states by the live model's names."""
+
+    groups: tuple[Group, ...]
+    states: Mapping[str, Mapping[str, Any]]
+    """What each parameter has: tensors (which need no values) and numbers, by state."""
+    unmatched: str = ""
+    """Why there are no states; empty where they are known, or there were none."""
+
+
+def is_optimizer(tree: object) -> bool:
+    """Whether a tree is a state dict of a torch optimizer."""
+    return (
+        isinstance(tree, Mapping)
+        and isinstance(tree.get("state"), Mapping)
+        and isinstance(tree.get("param_groups"), (list, tuple))
+        and all(isinstance(g, Mapping) and "params" in g for g in tree["param_groups"])
+    )
+
+
+def plain_hyperparameters(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[str] = MEMBERS
+) -> list[dict[str, Plain]]:
+    """Return what parameter groups hold beside their members, as plain data.
+
+    Raises:
+        UnsupportedError: one is no plain data.
+    """
+    return [
+        {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in members}
+        for i, group in enumerate(groups)
+    ]
+
+
+def by_position(saved: Mapping[str, Any]) -> bool:
+    """Whether the states of a state dict are told by numbers, and no names stand beside them."""
+    groups = saved["param_groups"]
+    named = all("param_names" in group for group in groups)
+    return not named and not all(isinstance(k, str) for g in groups for k in g["params"])
+
+
+def name_states(
+    saved: Mapping[str, Any], live: Manifest, order: Sequence[str], canonical: Mapping[str, str]
+) -> NamedOptimizerState:
+    """Find out which state belongs to which parameter.
+
+    Args:
+        saved: the state dict (``is_optimizer``).
+        live: what it is to be loaded into.
+        order: the saved parameters by their live names, in the order of the saved model.
+        canonical: the live name of every name that a live parameter has.
+
+    Raises:
+        CheckpointMismatchError: nothing fits, or more than one meaning of the positions does; or
+            parameters of a group have no state, or other ones than the rest.
+        UnsupportedError: a hyperparameter is no plain data.
+    """
+    saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    shapes = {p.name: p.shape for p in live.parameters}
+    table = _IdInterpretations(
+        saved_groups, saved["state"], live, order, canonical, shapes
+    ).unambiguous()
+    states = {
+        name: saved["state"][key]
+        for names, group in zip(table, saved_groups, strict=True)
+        for name, key in zip(names, group["params"], strict=True)
+        if key in saved["state"]
+    }
+    owned = {p.name for p in live.optimized}
+    # Frozen parameters may be given to an optimizer: they have no state, and are no members.
+    trained = owned | (states.keys() - {p.name for p in live.parameters if not p.numel})
+    members = tuple(tuple(name for name in names if name in trained) for names in table)
+    elementwise = _elementwise(states, shapes)
+    return NamedOptimizerState(
+        tuple(
+            Group(names, fields, _table_of(names, states, elementwise))
+            for names, fields in zip(members, plain_hyperparameters(saved_groups), strict=True)
+        ),
+        states,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _IdInterpretations:
+    """What the ids of a state dict can mean in a live model."""
+
+    groups: Sequence[Mapping[str, Any]]
+    states: Mapping[Key, Mapping[str, Any]]
+    live: Manifest
+    order: Sequence[str]
+    canonical: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def unambiguous(self) -> Table:
+        """Return the one meaning that fits.
+
+        Raises:
+            CheckpointMismatchError: none fits, or several do.
+        """
+        ids = [key for group in self.groups for key in group["params"]]
+        if all("param_names" in group for group in self.groups):
+            return self._named(self._full([list(group["param_names"]) for group in self.groups]))
+        if all(isinstance(key, str) for key in ids):
+            return self._named([list(group["params"]) for group in self.groups])
+        fitting = {table for table in self._positions() if self._fits(table)}
+        if len(fitting) == 1 or (fitting and not self.states):
+            return fitting.pop()
+        if fitting:
+            first, second = sorted(fitting)
+            differ = [n for n, m in zip(chain(*first), chain(*second), strict=True) if n != m]
+            msg = (
+                "the optimizer's state is kept by position, and positions may be counted in the "
+                "optimizer's order or in the model's: both fit, and they differ in "
+                f"{format_names(differ)}; {FRESH_OPTIMIZER_HINT}"
+            )
+            raise CheckpointMismatchError(msg)
+        raise CheckpointMismatchError(self._why())
+
+    def _full(self, names: list[list[str]]) -> list[list[str]]:
+        """Return names that were given to the optimizer as the model has them.
+
+        Where it was built from the ``named_parameters()`` of a submodule they lack that one's name,
+        and where it was built from those of a wrapper they have its name before them.
+        """
+        given = [name for group in names for name in group]
+        if not given or any(name in self.canonical for name in given):
+            return names
+        added = [n.removesuffix(given[0]) for n in self.canonical if n.endswith(f".{given[0]}")]
+        cut = [given[0].removesuffix(n) for n in self.canonical if given[0].endswith(f".{n}")]
+        meant = [
+            *([[prefix + name for name in group] for group in names] for prefix in added),
+            *([[name.removeprefix(prefix) for name in group] for group in names] for prefix in cut),
+        ]
+        fitting = [table for table in meant if self._fits(self._known(table))]
+        return fitting[0] if len(fitting) == 1 else names
+
+    def _known(self, names: Sequence[Sequence[str]]) -> Table:
+        """Return the live names; what is unknown keeps its own."""
+        return tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
+
+    def _named(self, names: Sequence[Sequence[str]]) -> Table:
+        """Return the live names; what is unknown keeps its own, and is told of as such.
+
+        Raises:
+            CheckpointMismatchError: a state has another shape than its parameter.
+        """
+        table = self._known(names)
+        if misfit := next(self._misfits(table), None):
+            msg = f"the optimizer's state of {misfit}; {FRESH_OPTIMIZER_HINT}"
+            raise CheckpointMismatchError(msg)
+        return table
+
+    def _positions(self) -> Iterator[Table]:
+        """Yield what the positions can mean: the optimizer's own order, or the model's."""
+        ids = [tuple(group["params"]) for group in self.groups]
+        live = self.live.groups
+        if [len(group) for group in ids] == [len(g.names) for g in live] and self._in_sequence():
+            yield tuple(group.names for group in live)
+        if not {p.name for p in self.live.parameters} <= set(self.order):
+            return
+        everyone = [key for group in ids for key in group]
+        ascending = all(list(group) == sorted(set(group)) for group in ids)
+        in_range = all(isinstance(k, int) and 0 <= k < len(self.order) for k in everyone)
+        if ascending and in_range and len(set(everyone)) == len(everyone):
+            yield tuple(tuple(self.order[key] for key in group) for group in ids)
+
+    def _in_sequence(self) -> bool:
+        """Whether ids count on from group to group, and code and file agree on the model.
+
+        Where the model's parameters are in another order now, the optimizer's may be as well.
+        """
+        ids = [key for group in self.groups for key in group["params"]]
+        here = [p.name for p in self.live.parameters]
+        in_file = [name for name in self.order if name in self.shapes]
+        known = set(in_file)
+        return ids == list(range(len(ids))) and in_file == [name for name in here if name in known]
+
+    def _fits(self, table: Table) -> bool:
+        """Whether a meaning gives each live group its members, and them their shapes."""
+        live = self.live.groups
+        owned = {name for group in live for name in group.names}
+        members = [{name for name in names if name in owned} for names in table]
+        return members == [set(group.names) for group in live] and not any(self._misfits(table))
+
+    def _misfits(self, table: Table) -> Iterator[str]:
+        """Yield each parameter whose state has another shape, or that cannot have one."""
+        frozen = {p.name for p in self.live.parameters if p.group is None and p.numel}
+        elementwise = with_dimensions(self.states.values())
+        for names, group in zip(table, self.groups, strict=True):
+            for name, key in zip(names, group["params"], strict=True):
+                shape, state = self.shapes.get(name), self.states.get(key)
+                if shape is None or not state:
+                    continue
+                if name in frozen and isinstance(key, int):
+                    yield f"{name}, which is frozen"
+                for what, value in state.items():
+                    fitting = (shape,) if what in elementwise else ((), shape)
+                    if isinstance(value, torch.Tensor) and tuple(value.shape) not in fitting:
+                        yield (
+                            f"{name} has {what!r} of shape {tuple(value.shape)}, the parameter has "
+                            f"{shape}: state that is not element-wise cannot be cut"
+                        )
+
+    def _why(self) -> str:
+        """Describe what was saved and what is here, where no meaning fits."""
+        saved = ", ".join(str(len(group["params"])) for group in self.groups)
+        here = ", ".join(str(len(group.names)) for group in self.live.groups)
+        frozen = len(self.live.frozen)
+        stateless = sum(key not in self.states for group in self.groups for key in group["params"])
+        return (
+            f"the optimizer's state is kept by position in groups of {saved} parameters "
+            f"({stateless} of them without state); here are groups of {here} trained parameters, "
+            f"and {frozen} frozen ones, and no way to count gives each state a parameter of its "
+            f"shape: configure the groups of the run that was saved, or {FRESH_OPTIMIZER_HINT}"
+        )
+
+
+def with_dimensions(states: Iterable[object]) -> frozenset[str]:
+    """Return the names of the states that are more than one number for some parameter.
+
+    Where such a state is one number, so is its parameter, and no other.
+    """
+    return frozenset(
+        key
+        for state in states
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )
+
+
+def _elementwise(
+    states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> frozenset[str]:
+    """Return the states that have one value per element, told by parameters with dimensions.
+
+    Raises:
+        CheckpointMismatchError: no parameter has any, so that nothing tells.
+    """
+    told = [state for name, state in states.items() if shapes.get(name, (1,))]
+    if states and not told:
+        msg = (
+            f"all trained parameters are single numbers: nothing tells their states apart; "
+            f"{FRESH_OPTIMIZER_HINT}"
+        )
+        raise CheckpointMismatchError(msg)
+    return with_dimensions(told)
+
+
+def _table_of(
+    names: Sequence[str], states: Mapping[str, Mapping[str, Any]], elementwise: frozenset[str]
+) -> tuple[StateKey, ...]:
+    """Return the states of a group's members: all have the same ones.
+
+    Raises:
+        CheckpointMismatchError: some have none, or others.
+    """
+    if not states:
+        return ()
+    if lacking := [name for name in names if not states.get(name)]:
+        if len(lacking) == len(names):
+            return ()
+        msg = (
+            f"the optimizer has no state for {format_names(lacking)}, which had never been trained "
+            f"when it was saved, and has for the others of the group; {FRESH_OPTIMIZER_HINT}"
+        )
+        raise CheckpointMismatchError(msg)
+    tables = {name: _keys(states[name], elementwise) for name in names}
+    first = tables[names[0]] if names else ()
+    if others := [name for name in names if tables[name] != first]:
+        msg = (
+            f"the optimizer keeps {[k.name for k in first]} for {names[0]}, and "
+            f"{[k.name for k in tables[others[0]]]} for {others[0]}, of the same group or of other "
+            f"types: {FRESH_OPTIMIZER_HINT}"
+        )
+        raise CheckpointMismatchError(msg)
+    return first
+
+
+def _keys(state: Mapping[str, Any], elementwise: frozenset[str]) -> tuple[StateKey, ...]:
+    keys = [state_key(key, value, elementwise=key in elementwise) for key, value in state.items()]
+    return tuple(sorted(keys, key=lambda key: key.name))
+
+
+Members: TypeAlias = "tuple[tuple[str, ...], ...]"
+"""The names of each parameter group's members."""
+
+_Shaped: TypeAlias = "Sequence[tuple[str, tuple[int, ...]]]"
+
+
+def describe_alone(weights: Mapping[str, torch.Tensor], members: Members) -> Manifest:
+    """Describe the model that a checkpoint would fit: its own weights, with their first names."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for other, first in duplicate_names(weights).items():
+        aliases[first] = (*aliases.get(first, ()), other)
+    again = {name for names in aliases.values() for name in names}
+    group_of = {name: index for index, names in enumerate(members) for name in names}
+    return Manifest(
+        save_id="",
+        stage=0,
+        world_size=1,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=tuple(
+            Parameter(name, tuple(t.shape), dtype_name(t.dtype), group_of.get(name), others)
+            for name, t in weights.items()
+            if name not in again
+            for others in [aliases.get(name, ())]
+        ),
+        groups=tuple(Group(names, {}, ()) for names in members),
+        buffers=(),
+        module_buffers=(),
+        files=(),
+    )
+
+
+def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Members:
+    """Return the names of the members of a state dict's groups.
+
+    Args:
+        saved: a torch optimizer's state dict; its tensors need no values.
+        weights: of the model that it was saved with, in the model's order.
+
+    Raises:
+        CheckpointMismatchError: positions, or names, could mean several parameters, or none.
+    """
+    groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    ids = [tuple(group["params"]) for group in groups]
+    if all("param_names" in group for group in groups):
+        return _known([tuple(group["param_names"]) for group in groups], weights)
+    if all(isinstance(key, str) for group in ids for key in group):
+        return _known(ids, weights)
+    again = duplicate_names(weights)
+    candidates = [
+        (name, tuple(t.shape))
+        for name, t in weights.items()
+        if name not in again and (t.is_floating_point() or t.is_complex())
+    ]
+    elementwise = with_dimensions(saved["state"].values())
+    wanted = [_shape_of(saved["state"].get(key), elementwise) for group in ids for key in group]
+    first = _in_order(wanted, candidates)
+    last = _in_order(wanted[::-1], candidates[::-1])[::-1]
+    if len(first) < len(wanted) or first != last:
+        msg = (
+            f"the optimizer's state is kept by position, and the {len(wanted)} positions could "
+            f"mean {'several' if first else 'none'} of the {len(candidates)} weights: only the "
+            "model's code can tell them apart"
+        )
+        raise CheckpointMismatchError(msg)
+    names = iter(first)
+    return tuple(tuple(next(names) for _ in group) for group in ids)
+
+
+def _known(members: Sequence[tuple[str, ...]], weights: Mapping[str, torch.Tensor]) -> Members:
+    """Return names as the weights have them: given without a submodule's name, they lack that.
+
+    Raises:
+        CheckpointMismatchError: they are of other weights.
+    """
+    given = [name for group in members for name in group]
+    if not given or all(name in weights for name in given):
+        return tuple(members)
+    prefixes = [n.removesuffix(given[0]) for n in weights if n.endswith(f".{given[0]}")]
+    fitting = [p for p in prefixes if all(p + name in weights for name in given)]
+    if len(fitting) != 1:
+        strange = next(name for name in given if name not in weights)
+        msg = f"the optimizer's state is of {strange}, and no weight has that name"
+        raise CheckpointMismatchError(msg)
+    return tuple(tuple(fitting[0] + name for name in group) for group in members)
+
+
+def _shape_of(state: object, elementwise: frozenset[str]) -> tuple[int, ...] | None:
+    """Return the shape of a parameter that has this state; None where nothing tells."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    shapes = [
+        tuple(value.shape)
+        for key, value in items
+        if key in elementwise and isinstance(value, torch.Tensor)
+    ]
+    return next((shape for shape in shapes if shape), shapes[0] if shapes else None)
+
+
+def _in_order(wanted: Sequence[tuple[int, ...] | None], candidates: _Shaped) -> list[str]:
+    """Return the first candidates, in order, that have the shapes; too few where there are."""
+    found: list[str] = []
+    for name, shape in candidates:
+        if len(found) < len(wanted) and wanted[len(found)] in (None, shape):
+            found.append(name)
+    return found

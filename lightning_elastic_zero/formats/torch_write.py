@@ -1,0 +1,299 @@
+"""Writing: a tree of tensors whose bytes are fetched while the file is written.
+
+Not by torch's ``skip_data``: it needs a path, where checksums are made of a stream (torch 2.13 ends
+with "unexpected pos"), so that each file would have to be read again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+import numpy as np
+import torch
+
+from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.core.tensors import host_chunk, in_order
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter, ignore_bytes
+
+COPY_BYTES = 16 << 20
+"""The most that is brought to the host at once."""
+
+# A mapping that is never touched takes no memory; with this flag it is not counted as promised
+# memory either, nor, where it is shared, as data (ulimit -d). Older Pythons do not know it by name.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+# torch's own checksum of each record halves the speed of writing, and nothing reads it. It can
+# only be switched for the whole process.
+_crc32_lock = threading.Lock()
+
+
+class ElementSource(Protocol):
+    """Elements that are written, in order."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of each."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+        ...
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield them as 1-D tensors on the host, in bounded parts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedSource:
+    """Elements that are fetched while they are written: read from another file, for one."""
+
+    numel: int
+    dtype: torch.dtype
+    fetch: Callable[[], Iterator[torch.Tensor]]
+    """Yields them in order, in bounded parts, of any floating-point type."""
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield them as 1-D tensors of the type that is written."""
+        for chunk in self.fetch():
+            if chunk.dtype == self.dtype:
+                yield chunk
+            else:
+                yield host_chunk(chunk.numel(), self.dtype).copy_(chunk)
+
+
+class PiecewiseSource:
+    """Pieces one after the other: tensors on any device, other sources, and stretches of zeros.
+
+    Attributes:
+        dtype: the type of each element; pieces of another type are cast.
+        numel: the number of elements.
+    """
+
+    def __init__(
+        self, pieces: Sequence[torch.Tensor | ChunkedSource | int], dtype: torch.dtype
+    ) -> None:
+        """Keep the pieces; nothing is copied yet.
+
+        Args:
+            pieces: contiguous tensors, taken as 1-D; an int stands for so many zeros.
+            dtype: the type to be written.
+
+        Raises:
+            ValueError: a tensor is not contiguous, or a number of zeros is negative.
+        """
+        for piece in pieces:
+            if isinstance(piece, ChunkedSource):
+                continue
+            if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
+                text = piece if isinstance(piece, int) else (piece.shape, piece.stride())
+                msg = f"A piece is a contiguous tensor or a number of zeros; this one is {text}."
+                raise ValueError(msg)
+        self.dtype = dtype
+        self.numel = sum(map(_numel, pieces))
+        self._pieces = pieces
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield all elements in order, as 1-D tensors on the host of at most ``COPY_BYTES``."""
+        numel = COPY_BYTES // self.dtype.itemsize
+        for piece in self._pieces:
+            if isinstance(piece, int):
+                zeros = torch.zeros(min(piece, numel), dtype=self.dtype)
+                for start in range(0, piece, numel):
+                    yield zeros[: piece - start]
+            elif isinstance(piece, ChunkedSource):
+                for part in piece.chunks():
+                    yield part.to(dtype=self.dtype)
+            else:
+                # A piece on the host is given as it is: the file copies it, not we.
+                flat = piece.detach().view(-1)
+                for start in range(0, flat.numel(), numel):
+                    part = flat[start : start + numel]
+                    yield part.to(device="cpu", dtype=self.dtype)
+
+
+def _numel(piece: torch.Tensor | ChunkedSource | int) -> int:
+    if isinstance(piece, torch.Tensor):
+        return piece.numel()
+    return piece if isinstance(piece, int) else piece.numel
+
+
+class TorchFileWriter:
+    """One file in the making: ``add`` each large tensor, put what it gives in a tree, ``write``."""
+
+    def __init__(self) -> None:
+        """Begin with no tensor."""
+        self._feeds: list[_SourceBytes] = []
+
+    def add(self, source: ElementSource) -> torch.Tensor:
+        """Return a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
+
+        All views of it share one storage in the file. It occupies addresses, not memory.
+        """
+        size_bytes = source.numel * source.dtype.itemsize
+        if not size_bytes:
+            return torch.empty(0, dtype=source.dtype)
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
+        placeholder = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
+        self._feeds.append(_SourceBytes(source, placeholder))
+        return placeholder
+
+    def write(
+        self,
+        tree: object,
+        directory: Path,
+        name: str,
+        *,
+        save_id: str,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileEntry:
+        """Write the file and its checksums, synced to disk.
+
+        Tensors in the tree that are no stand-ins are written as ``torch.save`` writes them: with
+        the whole of their storage, and told from which device.
+
+        Args:
+            tree: what ``torch.load`` will give.
+            directory: the checkpoint's directory, as it is being written.
+            name: the file's path below it, with forward slashes.
+            save_id: the save that the file belongs to.
+            on_bytes: told the number of bytes that were written since it was last told.
+
+        Raises:
+            SaveError: the system did not take the bytes.
+            ValueError: a source did not give what it promised, or its stand-in is not in the tree.
+        """
+        with ChecksummedWriter(directory, name, on_bytes) as file:
+            no_crc32 = ExitStack()
+            # torch.save looks at the setting before it writes: it is put back at the first byte,
+            # for a file that is written in the background may take minutes.
+            stream = _SubstitutingStream(file, self._feeds, on_first=no_crc32.close)
+            try:
+                with no_crc32:
+                    no_crc32.enter_context(_without_crc32())
+                    # Of a file, torch.save uses just these two: write and flush.
+                    torch.save(tree, cast("IO[bytes]", stream))
+            finally:
+                stream.raise_error()
+            stream.check_complete()
+            return file.finish(save_id)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    with _crc32_lock:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(compute_crc32=False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(compute_crc32=before)
+
+
+class _SubstitutingStream:
+    """A file for ``torch.save`` that writes a source's bytes where it is handed the stand-in's.
+
+    No exception leaves ``write``: torch's zip writer, which calls it from C++, tries to finish the
+    file in spite of it, and reports that instead. The first error is kept; nothing is written
+    after it.
+    """
+
+    def __init__(
+        self, file: ChecksummedWriter, feeds: list[_SourceBytes], on_first: Callable[[], None]
+    ) -> None:
+        self._file = file
+        self._on_first = on_first
+        self._feeds = sorted(feeds, key=lambda feed: feed.start)
+        self._starts = [feed.start for feed in self._feeds]
+        self._error: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._on_first()
+        view = memoryview(data)
+        if self._error is None and view.nbytes:
+            try:
+                self._write(view)
+            except BaseException as error:  # noqa: BLE001 - raised by raise_error
+                self._error = error
+        return view.nbytes
+
+    def _write(self, view: memoryview) -> None:
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._feeds[index].stop:
+            self._file.write(view)
+            return
+        for part in self._feeds[index].take(address, view.nbytes):
+            self._file.write(part)
+
+    def flush(self) -> None:
+        """Do nothing: no bytes are held back."""
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def check_complete(self) -> None:
+        for feed in self._feeds:
+            feed.check_complete()
+
+
+class _SourceBytes:
+    """The bytes of one source, in order, and the addresses that stand for them."""
+
+    def __init__(self, source: ElementSource, placeholder: torch.Tensor) -> None:
+        self._placeholder = placeholder  # Held, so that no other memory gets these addresses.
+        self._next = self.start = placeholder.data_ptr()
+        self.stop = self.start + placeholder.nbytes
+        self._source = source
+        self._parts = _bytes_of(source)
+        self._rest = memoryview(b"")
+
+    def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
+        """Return the bytes that belong at an address; calls go through the addresses in order."""
+        if address != self._next:
+            msg = "torch.save wrote parts of one storage out of order; this release is not known."
+            raise RuntimeError(msg)
+        self._next += size_bytes
+        while size_bytes:
+            if not self._rest.nbytes:
+                self._rest = next(self._parts, self._rest)
+                if not self._rest.nbytes:
+                    self._fail(f"{size_bytes} bytes too few")
+            part, rest = self._rest[:size_bytes], self._rest[size_bytes:]
+            # An empty view too would keep the whole chunk alive, one of each tensor of the file.
+            self._rest = rest if rest.nbytes else memoryview(b"")
+            size_bytes -= part.nbytes
+            yield part
+        if self._next == self.stop:
+            self._check_end()
+
+    def check_complete(self) -> None:
+        if self._next != self.stop:
+            self._fail("no place in the tree")
+
+    def _check_end(self) -> None:
+        if self._rest.nbytes or next(self._parts, None) is not None:
+            self._fail("more elements than it said")
+
+    def _fail(self, what: str) -> None:
+        msg = f"A source of {self._source.numel} elements of {self._source.dtype} has {what}."
+        raise ValueError(msg)
+
+
+def _bytes_of(source: ElementSource) -> Iterator[memoryview]:
+    for chunk in source.chunks():
+        if chunk.dtype != source.dtype or chunk.dim() != 1:
+            msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."
+            raise ValueError(msg)
+        if chunk.numel():
+            yield in_order(chunk).view(torch.uint8).numpy().data

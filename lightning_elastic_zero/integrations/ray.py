@@ -1,0 +1,224 @@
+"""A callback that reports checkpoints and metrics to Ray Train."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from typing_extensions import override
+
+from lightning_elastic_zero.checkpoint.types import CheckpointStats
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage.paths import real_path
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
+
+
+class RayCheckpointReport(Callback):
+    """Reports each checkpoint to Ray Train where it lies, with the metrics of its step.
+
+    A checkpoint is one directory, which all ranks have written below the run's folder in Ray's
+    storage: nothing is copied, and ``Result.checkpoint`` is that directory. It is reported as soon
+    as it is published; with ``async_save``, when the next one is saved, or at the end. The metrics
+    are ``trainer.callback_metrics`` at the save, ``step`` and ``epoch``: Ray keeps metrics with
+    checkpoints only.
+
+    Ray deletes checkpoints itself (``CheckpointConfig(num_to_keep=...)``), and refuses to start
+    again in a folder where one of them is missing. So each ``ModelCheckpoint`` has
+    ``save_top_k=-1``, and ``save_last="link"`` if any; names that begin with ``last`` are not
+    reported.
+
+    Raises:
+        ImportError: Ray Train is not installed.
+    """
+
+    def __init__(self) -> None:
+        """Look for Ray, which is an extra."""
+        _ray_train()
+        self._metrics: dict[int, dict[str, float]] = {}
+        """Of each save that is not reported yet, by step."""
+        self._published: list[CheckpointStats] = []
+        """Those that are not reported yet; on rank 0, appended to in any thread."""
+        self._known: set[str] = set()
+        """Paths that Ray knows, as it knows them; on rank 0."""
+        self._is_due = False
+        """Whether a save was called since this was last looked for; the same on all ranks."""
+        self._unsubscribe: Callable[[], None] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Move after the callbacks that save checkpoints.
+
+        Raises:
+            UnsupportedError: the strategy is another one.
+        """
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
+            found = type(trainer.strategy).__name__
+            msg = f"RayCheckpointReport needs ElasticDeepSpeedStrategy; the strategy is {found}"
+            raise UnsupportedError(msg)
+        # A new list: Lightning walks over the old one now.
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check where checkpoints go, which is known by now.
+
+        Raises:
+            UnsupportedError: Ray could not find or keep them.
+        """
+        run = _run_folder()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                _check_model_checkpoint(callback, run)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report the checkpoint that the run goes on from, if its report was lost."""
+        strategy = _strategy(trainer)
+        if trainer.is_global_zero:
+            reported = _ray_train().get_all_reported_checkpoints()
+            self._known = {known.checkpoint.path for known in reported}
+            if strategy.last_load is not None:
+                self._published.append(strategy.last_load)
+            self._unsubscribe = strategy.checkpoint_events.subscribe(self._published.append)
+        self._report(trainer)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the metrics of this step until its checkpoint is published."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._metrics[trainer.global_step] = {**metrics, "epoch": trainer.current_epoch}
+        self._is_due = True
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Report what was saved after this batch."""
+        self._report_if_due(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report what was saved after the validation."""
+        self._report_if_due(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report what was saved after the epoch."""
+        self._report_if_due(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report what was saved at the end, and what was still being saved."""
+        _strategy(trainer).wait_for_save()
+        self._report(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Listen no more."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+    def _report_if_due(self, trainer: pl.Trainer) -> None:
+        if self._is_due:
+            self._report(trainer)
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        """Report what rank 0 knows to be published; collective, as Ray's report is."""
+        self._is_due = False
+        new = self._take_new() if trainer.is_global_zero else []
+        ray_train = _ray_train()
+        storage = ray_train.get_context().get_storage()
+        for path, step in trainer.strategy.broadcast(new):
+            metrics = self._metrics.get(step, {"epoch": trainer.current_epoch})
+            # Another ModelCheckpoint may have saved at this step too; steps before are done with.
+            self._metrics = {at: of for at, of in self._metrics.items() if at >= step}
+            ray_train.report(
+                {**metrics, "step": step},
+                ray_train.Checkpoint(path, storage.storage_filesystem),
+                checkpoint_upload_mode=ray_train.CheckpointUploadMode.NO_UPLOAD,
+            )
+
+    def _take_new(self) -> list[tuple[str, int]]:
+        """Return path and step of what Ray does not know yet, and forget it."""
+        run = _run_folder()
+        found = []
+        for stats in [self._published.pop(0) for _ in range(len(self._published))]:
+            path = _path_in(run, stats.path)
+            if path is not None and path not in self._known:
+                self._known.add(path)
+                found.append((path, stats.step))
+        return found
+
+
+def _path_in(run: Path, path: str) -> str | None:
+    """Return a checkpoint's path as Ray wants it, below the run's folder; None: not Ray's."""
+    found, folder = real_path(path), real_path(run)
+    if found.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in found.parents:
+        return None
+    return str(run / found.relative_to(folder))
+
+
+def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
+    """Check that Ray can find and keep what is saved.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    folder = real_path(str(callback.dirpath))
+    if real_path(run) not in folder.parents:
+        msg = (
+            f"ModelCheckpoint saves to {folder}, and Ray Train keeps checkpoints below {run} only, "
+            'the folder of this run in its storage. Pass dirpath=f"{run}/checkpoints", with '
+            "run = ray.train.get_context().get_storage().experiment_fs_path"
+        )
+        raise UnsupportedError(msg)
+    if callback.save_top_k != -1:
+        msg = (
+            f"ModelCheckpoint(save_top_k={callback.save_top_k}) would delete checkpoints that Ray "
+            "Train has in its list; Ray then refuses to start this run again. Pass save_top_k=-1, "
+            "and let Ray delete: RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))"
+        )
+        raise UnsupportedError(msg)
+
+
+def _run_folder() -> Path:
+    """Return the folder of this run in Ray's storage.
+
+    Raises:
+        UnsupportedError: it is not on a disk.
+    """
+    storage = _ray_train().get_context().get_storage()
+    if storage.storage_filesystem.type_name != "local":
+        msg = (
+            f"Ray's storage is of type {storage.storage_filesystem.type_name!r}; checkpoints are "
+            "written by all ranks to a disk that they share: RunConfig(storage_path=...) has to be "
+            "a path on one"
+        )
+        raise UnsupportedError(msg)
+    return Path(storage.experiment_fs_path)
+
+
+def _strategy(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
+    """Return the strategy, at which ``setup`` has looked."""
+    return cast("ElasticDeepSpeedStrategy", trainer.strategy)
+
+
+def _ray_train() -> Any:
+    """Return Ray Train.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module("ray.train")
+    except ImportError as error:
+        msg = "RayCheckpointReport needs Ray Train: pip install 'lightning-elastic-zero[ray]'"
+        raise ImportError(msg) from error

@@ -1,0 +1,506 @@
+"""Each private name of Lightning's that is relied upon: what for, and one function to reach it by.
+
+Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here. The names of running
+results and of metrics are reached in ``metric_internals``; ``tests/house/test_private_names.py``
+finds any that is used elsewhere.
+
+The private names of Lightning's running results and of torchmetrics, each behind a function.
+
+``lightning_internals`` lists them with the others, and checks at setup that they are there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loops import fetchers
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, Metric
+
+from lightning_elastic_zero.core.options import check_known_options
+from lightning_elastic_zero.core.requirements import LIGHTNING, missing_names, version_of
+from lightning_elastic_zero.errors import UnsupportedError
+
+RESUME_END = "_CheckpointConnector.resume_end"
+"""Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
+
+PRIVATE_NAMES: dict[str, dict[str, str]] = {
+    "the fit loop": {
+        "_combined_loader": "reach the training loaders that Lightning made",
+        "_combined_loader_states_to_load": "load the states of loaders once, not twice",
+        "_data_fetcher": "begin an epoch in its middle, and know of batches fetched ahead",
+        "_data_source": "know the batch size before there are loaders",
+        "_last_train_dl_reload_epoch": "make loaders anew in the epochs of the run that saved",
+        "_restarting": "go on in mid-epoch without one batch too many",
+        "_can_stop_early": "know whether a stop waits for min_epochs or min_steps",
+        "_should_accumulate": "step where a window of micro-batches ends",
+    },
+    "the training epoch loop": {
+        "_batches_that_stepped": "let the loggers' axis go on",
+        "_results": "sum an epoch's values up from where they were",
+        "_should_check_val_fx": "know whether a validation is due where a run is resumed",
+    },
+    "CombinedLoader": {
+        "_iterator": "know which loaders have begun again",
+        "_mode": "know where shorter loaders begin again",
+        "_state_dicts": "keep the states of loaders that have their own",
+    },
+    "a CombinedLoader's cycle": {"_consumed": "end an epoch in which loaders have begun again"},
+    "the logger connector": {
+        "_callback_metrics": "save what callbacks look at",
+        "_first_loop_iter": "keep an epoch's first value from resetting those before",
+        "_logged_metrics": "save what loggers had last",
+        "_progress_bar_metrics": "save what the progress bar had last",
+    },
+    "lightning.pytorch's running results": {
+        "_Metadata": "say again how a value is logged",
+        "_ResultCollection": "sum an epoch's values up from where they were",
+        "_ResultMetric": "sum an epoch's values up from where they were",
+        "_Sync": "reduce values over the ranks as they are logged",
+    },
+    "a metric of torchmetrics": {
+        "_computed": "compute a metric anew once its states are restored",
+        "_defaults": "know which states a metric has",
+        "_forward_cache": "show the last step's value",
+        "_reductions": "share a metric's states out among other ranks",
+        "_update_count": "know which metrics have seen anything",
+    },
+    "lightning.pytorch.loops.fetchers": {
+        "_DataFetcher": "fetch one batch of a stream ahead",
+        "_PrefetchDataFetcher": "know the last batch of data without a length",
+    },
+    "lightning.pytorch.trainer.call": {
+        "_call_lightning_module_hook": "update ReduceLROnPlateau as Lightning does",
+    },
+    "the trainer": {
+        "_checkpoint_connector": "see that every rank has resumed",
+        "_logger_connector": "save what callbacks look at",
+    },
+    "ModelCheckpoint": {
+        "_get_metric_interpolated_filepath_name": "give no name away that is kept",
+        "_link_checkpoint": "change last.ckpt in one step",
+        "_save_checkpoint": "save the last one where the best k did not keep it",
+        "file_exists": "replace no file of anybody else's",
+    },
+    "a ModelCheckpoint": {
+        "_enable_version_counter": "refuse at once what a save would replace",
+        "_every_n_epochs": "save the last one where a save was due",
+        "_every_n_train_steps": "save no step twice",
+        "_last_global_step_saved": "save no step twice",
+    },
+    "DeepSpeedStrategy": {
+        "_auto_select_batch_size": "call no user's loader for DeepSpeed's log",
+        "_config_initialized": "tell the user's batch size from this library's",
+        "_format_batch_size_and_grad_accum_config": "settle the batch before DeepSpeed does",
+        "_init_config_if_needed": "check DeepSpeed's config at setup",
+        "_init_optimizers": "refuse an optimizer before DeepSpeed is given it",
+        "_parallel_devices": "run on CPUs",
+        "_timeout": "wait for ranks under torchrun as long as collectives do",
+    },
+    "a WeightAveraging": {"_average_model": "save and evaluate the average"},
+    "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
+}
+"""By owner, each with what this library needs it for; all since 2.5 or before, but for
+``WeightAveraging``, which came with 2.6.0."""
+
+NOT_CHECKED = {
+    "_defer_save_until_validation": "a ModelCheckpoint's, in releases that defer saves",
+    "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
+    "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
+    "_signal_connector": "a trainer's",
+    "_resuming_from_checkpoint": "the fit loop's, since 2.6; before, it makes each iterator",
+    "_iterator_finished": "torchdata's, in a loader's state: a batch is drawn where it is absent",
+    "_iterator": "torch's DataLoader: the next iteration is to start workers; written only",
+}
+"""Private names of others that nothing depends on."""
+
+WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
+"""Lightning's callback that averages weights, which came with 2.6.0; None before."""
+
+EXCLUDE_FROZEN = "exclude_frozen_parameters"
+"""An argument of ``DeepSpeedStrategy`` since 2.5.5; before it, this library takes it itself."""
+
+
+def check_lightning_release(trainer: pl.Trainer) -> None:
+    """Refuse a release of Lightning that this library does not work with.
+
+    Raises:
+        UnsupportedError: it is outside the range that is wanted, or lacks a private name.
+    """
+    found = version_of(LIGHTNING.package)
+    reason = LIGHTNING.incompatibility(found) or "\n".join(filter(None, _missing(trainer, found)))
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
+    """Yield a sentence on the names that are not there for each owner; None where all are."""
+    for owner, live in _owners(trainer).items():
+        names = PRIVATE_NAMES[owner]
+        lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
+        yield LIGHTNING.missing_names_message(found, owner, lost)
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    if not _says(getattr(connector, "resume_end", None), RESUME_END):
+        lost = [f"barrier {RESUME_END!r} (to see that every rank has resumed)"]
+        yield LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)
+
+
+def _owners(trainer: pl.Trainer) -> dict[str, object]:
+    """Return what has the names, by the owners that ``PRIVATE_NAMES`` speaks of."""
+    fit = trainer.fit_loop
+    return {
+        "the fit loop": fit,
+        "the training epoch loop": fit.epoch_loop,
+        "CombinedLoader": CombinedLoader([]),
+        "a CombinedLoader's cycle": iter(CombinedLoader([], "max_size_cycle"))._iterator,
+        "the logger connector": getattr(trainer, "_logger_connector", None),
+        "lightning.pytorch's running results": result,
+        "a metric of torchmetrics": MeanMetric(),
+        "lightning.pytorch.loops.fetchers": fetchers,
+        "lightning.pytorch.trainer.call": call,
+        "the trainer": trainer,
+        "ModelCheckpoint": ModelCheckpoint,
+        "a ModelCheckpoint": ModelCheckpoint(),
+        "DeepSpeedStrategy": trainer.strategy,
+        "a wrapped sampler": DistributedSamplerWrapper(range(1), num_replicas=1, rank=0).dataset,
+        **({"a WeightAveraging": WEIGHT_AVERAGING()} if WEIGHT_AVERAGING is not None else {}),
+    }
+
+
+def _says(function: object, text: str) -> bool:
+    """Whether a function has a text among its constants."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return text in getattr(code, "co_consts", ())
+
+
+def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Check what a strategy passes on to its parent, and remove what that does not know yet.
+
+    Args:
+        strategy: the class.
+        options: by name; those that remain are known to ``DeepSpeedStrategy``.
+
+    Returns:
+        Options of newer releases, with their values.
+
+    Raises:
+        TypeError: an option is known to neither class.
+    """
+    known = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    later = {name: options.pop(name, False) for name in {EXCLUDE_FROZEN} - known.keys()}
+    check_known_options(strategy, options, known)
+    return later
+
+
+def run_seed() -> int:
+    """Return the run's seed: that of ``seed_everything``, 0 without it."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0)
+
+
+def reload_interval(trainer: pl.Trainer) -> int:
+    """Return the epochs after which training loaders are made anew; 0: never."""
+    return int(getattr(trainer, "reload_dataloaders_every_n_epochs", 0))
+
+
+def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
+    """Set the epoch for which the training loaders of an epoch were made."""
+    if every := reload_interval(trainer):
+        trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
+
+
+def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Return the training loaders as Lightning combined them; None before they are made."""
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader
+    return combined
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the training loaders, flat; none before they are made."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else list(combined.flattened)
+
+
+def loader_state_dicts(trainer: pl.Trainer) -> list[Any]:
+    """Return the states of the training loaders that have their own."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else combined._state_dicts()
+
+
+def forget_loader_states(trainer: pl.Trainer) -> None:
+    """Load no saved states into the training loaders: they are loaded by now."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
+    """Whether shorter loaders begin again until the longest one ends."""
+    return combined._mode == "max_size_cycle"
+
+
+def ends_by_one_loader(combined: CombinedLoader) -> bool:
+    """Whether one of several loaders ends an epoch, while others are in the midst of their data."""
+    return len(combined.flattened) > 1 and combined._mode in ("min_size", "max_size_cycle")
+
+
+def is_mid_pass(state: Mapping[str, Any] | None) -> bool:
+    """Whether a loader's state says that its data had not ended; only torchdata's loader does."""
+    return (state or {}).get("_iterator_finished") is False
+
+
+def exhausted_loaders(combined: CombinedLoader) -> list[bool]:
+    """Return which loaders have ended in this epoch, and begun again; empty where none does so."""
+    return list(getattr(combined._iterator, "_consumed", ()))  # other modes have none
+
+
+def mark_exhausted(combined: CombinedLoader, ended: list[bool]) -> None:
+    """Mark loaders that had ended before in this epoch: once all have, the epoch ends."""
+    if exhausted_loaders(combined):
+        iterator: Any = combined._iterator
+        iterator._consumed = ended
+
+
+def data_source(trainer: pl.Trainer) -> Any:
+    """Return where the training loaders come from."""
+    return trainer.fit_loop._data_source
+
+
+def data_fetcher(trainer: pl.Trainer) -> Any:
+    """Return what fetches training batches; None before an epoch."""
+    return trainer.fit_loop._data_fetcher
+
+
+def prefetches(fetcher: object) -> bool:
+    """Whether a fetcher can hold a batch that was fetched ahead."""
+    return isinstance(fetcher, fetchers._PrefetchDataFetcher)
+
+
+def fetch(fetcher: Any) -> Any:
+    """Fetch one batch, and none ahead of it."""
+    return fetchers._DataFetcher.__next__(fetcher)
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """Return the sampler that a ``DistributedSamplerWrapper`` shares out."""
+    return sampler.dataset._sampler
+
+
+def drop_iterator(loader: Any) -> None:
+    """Remove the iterator of persistent workers from a loader, so that it starts others."""
+    if isinstance(loader, DataLoader):
+        loader._iterator = None
+
+
+def should_accumulate(trainer: pl.Trainer) -> bool:
+    """Whether the window of micro-batches goes on after the next one."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def end_restart(trainer: pl.Trainer) -> None:
+    """Mark the fit loop as one that is not restarting."""
+    trainer.fit_loop._restarting = False
+
+
+def make_next_iterator(trainer: pl.Trainer) -> None:
+    """Let Lightning make the iterator of the epoch that begins, as in a run that is not resumed.
+
+    What the iterator draws as it is made is then drawn after the random numbers were restored.
+    """
+    trainer.fit_loop._resuming_from_checkpoint = False
+
+
+def logged_steps(trainer: pl.Trainer) -> int:
+    """Return the batches that the loggers' axis has counted."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
+    """Set the batches that the loggers' axis has counted."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def replace_sigterm_steps(
+    trainer: pl.Trainer, handler: Callable[[int, object], None], before_batch: Callable[[], None]
+) -> None:
+    """Replace what a trainer does at a SIGTERM, and to hear of another rank's before each batch.
+
+    Before 2.5.2 nothing is replaced: there each rank ends by itself, without collectives.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    connector = getattr(trainer, "_signal_connector", None)
+    if hasattr(loop, "_broadcast_sigterm_tensor") and connector is not None:
+        loop._broadcast_sigterm_tensor = before_batch
+        connector._sigterm_notifier_fn = handler
+
+
+def note_sigterm(trainer: pl.Trainer) -> None:
+    """Set what ``trainer.received_sigterm`` says: Lightning's loops end by it."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the current batch."""
+    fetcher = data_fetcher(trainer)
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def step_scheduler(trainer: pl.Trainer, scheduler: Any, metric: Any) -> None:
+    """Update a ``ReduceLROnPlateau`` as Lightning does."""
+    call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, metric)
+
+
+def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what callbacks look at, as known by now: the public name may compute more."""
+    return dict(trainer._logger_connector._callback_metrics)
+
+
+LINK_HOOK = "_link_checkpoint"
+"""Method by which ``ModelCheckpoint`` makes its link."""
+
+EXISTS_HOOK = "file_exists"
+"""Method by which it asks whether a name is taken; the only public one."""
+
+NAME_HOOK = "_get_metric_interpolated_filepath_name"
+"""Method by which it names a checkpoint."""
+
+
+def name_checkpoint(
+    callback: ModelCheckpoint, metrics: dict[str, Any], trainer: pl.Trainer, replaced: str | None
+) -> str:
+    """Return the name that ``ModelCheckpoint`` gives to a checkpoint."""
+    return ModelCheckpoint._get_metric_interpolated_filepath_name(
+        callback, metrics, trainer, replaced
+    )
+
+
+def save_now(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
+    """Save a checkpoint as ``ModelCheckpoint`` does."""
+    callback._save_checkpoint(trainer, path)
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """Return the step that a callback saved last."""
+    return callback._last_global_step_saved
+
+
+def set_last_saved_step(callback: ModelCheckpoint, step: int) -> None:
+    """Set the step that a callback saved last, so that it does not save it once more."""
+    callback._last_global_step_saved = step
+
+
+def is_save_deferred(callback: ModelCheckpoint) -> bool:
+    """Whether a callback's next save waits for a validation, which gives its metric."""
+    return bool(getattr(callback, "_defer_save_until_validation", False))
+
+
+def defer_save(callback: ModelCheckpoint) -> None:
+    """Let a callback save at the end of the next validation."""
+    callback._defer_save_until_validation = True
+
+
+def waits_to_stop(trainer: pl.Trainer) -> bool:
+    """Whether the trainer was told to stop, and goes on until min_epochs and min_steps."""
+    return trainer.should_stop and not trainer.fit_loop._can_stop_early
+
+
+def save_intervals(callback: ModelCheckpoint) -> tuple[int, int]:
+    """Return after how many steps, and after how many epochs, a callback saves; 0: not by these."""
+    return callback._every_n_train_steps, callback._every_n_epochs
+
+
+def numbers_names(callback: ModelCheckpoint) -> bool:
+    """Whether a callback numbers its names where they are in use."""
+    return bool(getattr(callback, "_enable_version_counter", True))
+
+
+def has_average(callback: Any) -> bool:
+    """Whether a ``WeightAveraging`` holds an average: in a fit only."""
+    return getattr(callback, "_average_model", None) is not None
+
+
+def is_fitting(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
+    """Whether a trainer runs ``fit``, and no evaluation."""
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+def is_evaluating(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer runs ``validate``, ``test`` or ``predict``."""
+    return trainer is not None and not is_fitting(trainer)
+
+
+def is_interrupted(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer is handling an exception (``save_on_exception``)."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """Return the trainer's callbacks, which Lightning does not declare."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+Metadata = result._Metadata
+ResultCollection = result._ResultCollection
+ResultMetric = result._ResultMetric
+Sync = result._Sync
+
+FORWARD_CACHE = "_forward_cache"
+"""Attribute of a metric with the last step's value."""
+
+
+def results_of(loop: Any) -> Any:
+    """Return a loop's running results."""
+    return loop._results
+
+
+def set_results(loop: Any, results: ResultCollection) -> None:
+    """Replace a loop's running results."""
+    loop._results = results
+
+
+def default_states(metric: Metric) -> dict[str, Any]:
+    """Return a metric's states as they are before it has seen anything."""
+    return metric._defaults
+
+
+def reductions(metric: Metric) -> Mapping[str, Any]:
+    """Return how each of a metric's states is put together over ranks."""
+    return metric._reductions
+
+
+def update_count(metric: Metric) -> int:
+    """Return how often a metric was updated."""
+    return int(metric._update_count)
+
+
+def restore_metric(metric: Metric, attributes: Mapping[str, Any], updates: int) -> None:
+    """Set a metric's states and other attributes, of which it has computed nothing yet."""
+    for name, value in attributes.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
+
+
+def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what loggers and the progress bar show, as plain data; the public names compute it."""
+    connector = trainer._logger_connector
+    log, bar = connector._logged_metrics, connector._progress_bar_metrics
+    return {
+        "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
+        "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
+    }
+
+
+def continue_epoch(trainer: pl.Trainer) -> None:
+    """Keep the first value that is logged from resetting those of the epoch so far."""
+    trainer._logger_connector._first_loop_iter = False

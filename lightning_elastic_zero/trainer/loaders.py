@@ -1,0 +1,425 @@
+"""Training loaders that resume an epoch at any sample.
+
+Loaders that keep their own state: which state a save holds, and where it is restored.
+
+Check that ranks have one order of the samples, where a user's own sampler makes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.data_progress.sampler import (
+    ElasticBatchSampler,
+    ElasticSampler,
+    derive_seed,
+    torch_generators_in,
+)
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of
+from lightning_elastic_zero.trainer.lightning import (
+    data_fetcher,
+    drop_iterator,
+    ends_by_one_loader,
+    is_mid_pass,
+    loader_state_dicts,
+    training_loaders,
+    wrapped_sampler,
+)
+
+
+@runtime_checkable
+class ResumesAtSample(Protocol):
+    """What a sampler, batch sampler, data set or loader of yours offers to be resumed exactly."""
+
+    def resume_at(self, epoch: int, samples: int) -> None:
+        """Begin the next iteration of that epoch after so many samples of it.
+
+        Args:
+            epoch: index of the epoch; later ones begin at their beginning.
+            samples: of this loader that all ranks together have consumed in the epoch: a multiple
+                of what a step consumes; or since it began again in it: of what a micro-batch does.
+        """
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that keeps a state of its own, which Lightning saves and restores."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state."""
+        ...
+
+
+def elastic_loader(
+    loader: object, batches: BatchSettings, rank: int, seed: int, epoch: int = 0
+) -> object:
+    """Return a loader with an ``ElasticSampler`` in the place of a distributed one.
+
+    Args:
+        loader: as Lightning prepared it for training; of any kind.
+        batches: how a step is made of micro-batches.
+        rank: this rank.
+        seed: of the run, for what the loader's workers draw.
+        epoch: for which the loader was made.
+
+    Returns:
+        A copy with the sampler, or the loader as it was where its order is not ours to say.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = with_own_generator(loader, seed, rank, epoch)
+    sampler = loader_sampler(own)
+    if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
+        return own
+    if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
+        return own
+    elastic = ElasticSampler(
+        own.dataset,
+        batches.plan_for(getattr(own.batch_sampler, "batch_size", None)),
+        rank,
+        shuffle=sampler.shuffle,
+        seed=sampler.seed,
+        drop_last=getattr(own.batch_sampler, "drop_last", own.drop_last) or sampler.drop_last,
+        sampler=_wrapped(sampler),
+        seed_workers=own.num_workers > 0,
+    )
+    return _with_sampler(own, elastic)
+
+
+def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's samples come in the order of a sampler that can be replaced."""
+    if isinstance(loader.dataset, IterableDataset) or resumable_part_of(loader) is not None:
+        return False
+    if not _cuts_plainly(loader.batch_sampler):
+        return False
+    sampler = loader_sampler(loader)
+    if type(sampler) is DistributedSamplerWrapper:
+        return hasattr(_wrapped(sampler), "__len__")
+    return type(sampler) in (DistributedSampler, ElasticSampler)
+
+
+def _cuts_plainly(batch_sampler: Any) -> bool:
+    """Whether batches are just so many samples in a row; torchdata has a class of its own."""
+    cls = type(batch_sampler)
+    is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
+    return batch_sampler is None or cls is BatchSampler or is_torchdatas
+
+
+def loader_sampler(loader: object) -> Any:
+    """Return the sampler that a loader's batches are made of; None where it has none."""
+    own = getattr(loader, "sampler", None)
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
+
+
+def _wrapped(sampler: Any) -> Sampler[Any] | None:
+    """Return the user's own sampler, where Lightning has wrapped it to share it out."""
+    if type(sampler) is ElasticSampler:
+        return sampler.sampler
+    if type(sampler) is DistributedSamplerWrapper:
+        own: Sampler[Any] = wrapped_sampler(sampler)
+        return own
+    return None
+
+
+def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
+    """Return a copy of a loader with a sampler.
+
+    torch forbids to assign these once a loader is made, so that they do not contradict each other.
+    They do not here; and to make the loader anew would need what its class was made with.
+    """
+    loader = _copy_of(loader)
+    new: dict[str, Any] = {"sampler": elastic, "drop_last": False}
+    if loader.batch_sampler is not None:
+        size = elastic.plan.largest_micro_batch
+        plain = BatchSampler(elastic, size, drop_last=False)
+        new["batch_sampler"] = plain if elastic.plan.is_even else ElasticBatchSampler(elastic)
+        new["batch_size"] = size
+    for name, value in new.items():
+        object.__setattr__(loader, name, value)
+    # By these two Lightning knows a loader that can be resumed in the middle of an epoch.
+    loader.state_dict = elastic.state_dict
+    loader.load_state_dict = elastic.load_state_dict
+    return loader
+
+
+L = TypeVar("L")
+
+
+def _copy_of(loader: L) -> L:
+    """Return a copy of a user's loader, which is to stay as it is."""
+    own = copy.copy(loader)
+    drop_iterator(own)  # of persistent workers, which belong to the original
+    return own
+
+
+def with_own_generator(loader: L, *seeds: int) -> L:
+    """Return a copy of a loader that draws its workers' seeds from a generator of its own.
+
+    Else each start of an iteration draws from torch's global stream, and a resumed run, which
+    starts iterations at other places, would draw other numbers from then on.
+    """
+    if not isinstance(loader, DataLoader) or loader.generator is not None:
+        return loader
+    own = _copy_of(loader)
+    own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
+    return own
+
+
+def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
+    """Return the states of the generators that each start of a loader's iteration draws from.
+
+    Returns:
+        ``"workers"``: those of the seeds of a rank's workers; ``"order"``: those of a sampler that
+        is not replaced.
+    """
+    found = _generators_of(loader).items()
+    return {kind: [each.get_state() for each in generators] for kind, generators in found}
+
+
+def set_generator_states(
+    loader: object, states: Mapping[str, Sequence[torch.Tensor]], *kinds: str
+) -> None:
+    """Restore what ``generator_states`` returned, of these kinds, where there are as many."""
+    for kind, generators in _generators_of(loader).items():
+        saved = states.get(kind, ())
+        if kind in kinds and len(saved) == len(generators):
+            for generator, state in zip(generators, saved, strict=True):
+                generator.set_state(state.cpu())
+
+
+def _generators_of(loader: object) -> dict[str, list[torch.Generator]]:
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = batches if batches is not None else getattr(loader, "sampler", None)
+    of_order = [] if elastic_sampler_of(loader) is not None else torch_generators_in(sampler)
+    own = getattr(loader, "generator", None)
+    of_workers = [own] if isinstance(own, torch.Generator) else []
+    return {"workers": [g for g in of_workers if g not in of_order], "order": of_order}
+
+
+def elastic_sampler_of(loader: object) -> ElasticSampler | None:
+    """Return the ``ElasticSampler`` of a loader, if it has one."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def samples_per_step(batches: BatchSettings | None, loaders: Sequence[object]) -> list[int | None]:
+    """Return how many samples of each training loader a step consumes; None: not known.
+
+    Args:
+        batches: how a step is made of micro-batches; None where there is no fit.
+        loaders: all of them, as they are trained on.
+    """
+    return [_samples_of(loader, batches, loaders) for loader in loaders]
+
+
+def _samples_of(
+    loader: object, batches: BatchSettings | None, loaders: Sequence[object]
+) -> int | None:
+    if (elastic := elastic_sampler_of(loader)) is not None:
+        return elastic.plan.global_batch_size
+    if batches is None:
+        return None
+    if (size := batch_size_of(loader)) is not None:
+        return size * batches.world_size * batches.accumulate
+    # A loader that says nothing is taken at the word of the user.
+    is_given = batches.plan is not None or all(batch_size_of(other) is None for other in loaders)
+    return batches.global_batch_size if is_given else None
+
+
+def describe_loader(loader: object) -> str:
+    """Name a loader of any kind, by its class and its data set's."""
+    data = getattr(loader, "dataset", None)
+    return type(loader).__name__ + ("" if data is None else f" of {type(data).__name__}")
+
+
+def length_of(loader: object) -> int | None:
+    """Return a loader's batches; those of iterable data sets raise when they are asked."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def resumable_part_of(loader: object) -> ResumesAtSample | None:
+    """Return the part of a loader that can be told where to go on, if it has one."""
+    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))
+    return next((part for part in (loader, *parts) if isinstance(part, ResumesAtSample)), None)
+
+
+class LoaderStates:
+    """The states of loaders that keep their own, as of the batches that were trained on.
+
+    Of data without a length Lightning fetches a batch ahead, to know the last one; the loader's
+    state is ahead then too, and a run that went on from it would never see that batch.
+    """
+
+    def __init__(self) -> None:
+        self._latest: list[Any] | None = None
+        self._before: list[Any] | None = None
+        self._is_new = False
+
+    def begin(self, trainer: pl.Trainer, given: list[Any]) -> None:
+        """Begin a fit whose loaders were given these states, and may be a batch ahead already."""
+        self._before = copy.deepcopy(given)
+        self._latest = copy.deepcopy(loader_state_dicts(trainer)) if _keeping(trainer) else None
+        self._is_new = True
+
+    def before_batch(self, trainer: pl.Trainer, *, is_first: bool) -> None:
+        """Note the states, after a batch was fetched and before it is trained on."""
+        if _keeping(trainer):
+            # In later epochs nobody saw the state before the batch that is fetched ahead.
+            self._before = None if is_first and not self._is_new else self._latest
+            self._is_new = False
+            self._latest = copy.deepcopy(loader_state_dicts(trainer))
+
+    def now(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the states for the batches so far; none where they are not known."""
+        if not _keeping(trainer):
+            return []
+        ahead = getattr(data_fetcher(trainer), "batches", [])
+        return (self._before or []) if ahead else copy.deepcopy(loader_state_dicts(trainer))
+
+
+def _keeping(trainer: pl.Trainer) -> bool:
+    """Whether a training loader keeps a state of its own."""
+    return any(
+        isinstance(loader, Stateful) and elastic_sampler_of(loader) is None
+        for loader in training_loaders(trainer)
+    )
+
+
+def load_state_at_epoch_end(
+    loader: Stateful, state: Mapping[str, Any], *, ends_before_data: bool
+) -> None:
+    """Move a loader's next iteration to the epoch after the one that its state ends.
+
+    The state at an epoch's end is that end with some loaders, from which the next iteration gives
+    nothing more, and the next epoch's beginning with others. Lightning makes one iterator from here
+    on: the next epoch's.
+
+    Args:
+        loader: one that keeps its own state.
+        state: as saved at an epoch's end.
+        ends_before_data: a limit or another loader ended the epoch, before this one's data did.
+    """
+    loader.load_state_dict(dict(state))
+    iterator = iter(loader)  # type: ignore[call-overload]
+    if ends_before_data:
+        # As in the run that was not stopped: an iterator was under way, and another one is made.
+        if not type(loader).__module__.startswith("torchdata."):
+            rank_zero_warn(
+                f"A limit ended the epoch before the data of the {describe_loader(loader)} did. "
+                "Its next epoch is what its second iterator after load_state_dict gives, which may "
+                "differ from that of a run that was not stopped"
+            )
+        return
+    try:
+        next(iterator)
+    except StopIteration:
+        return  # the old epoch's end: the next iterator is the next epoch's
+    drop_iterator(loader)
+    loader.load_state_dict(dict(state))
+
+
+def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, Any] | None) -> bool:
+    """Whether a limit, or another loader, ends an epoch before the data of a loader do.
+
+    Args:
+        combined: the training loaders.
+        index: of the loader.
+        state: as it was at an epoch's end; that of torchdata's loader says whether the data ended.
+    """
+    limit = (combined.limits or [])[index : index + 1]
+    length = length_of(combined.flattened[index])
+    if limit and limit[0] < (float("inf") if length is None else length):
+        return True
+    return ends_by_one_loader(combined) and is_mid_pass(state)
+
+
+def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None:
+    """Warn of a loader that begins as a new one, though it may count its epochs."""
+    why = (
+        f"it has one state per rank of {saved}, and there are {world_size} now"
+        if saved != world_size
+        else "the checkpoint holds no state of it"
+    )
+    rank_zero_warn(
+        f"The {describe_loader(loader)} begins as a new one, and the next epoch may be another "
+        f"than in a run that was not stopped: {why}"
+    )
+
+
+REPRODUCIBLE = (
+    "Let the order follow from set_epoch(epoch), which is called before it is asked for, or from a "
+    "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
+)
+"""What makes a sampler's order that of every rank, and of a restart."""
+
+NO_DIGEST = (
+    "names samples by objects without content that could be compared between processes, so that "
+    "another order would go unnoticed. Name them by numbers, texts, or tuples or objects of these"
+)
+"""Why the order of a sampler has no digest, and what helps."""
+
+
+class SampleOrderCheck:
+    """Compares the order of samples between ranks, once in each epoch.
+
+    Not before its first batch: hooks of the epoch's start may change what a sampler draws. In each
+    epoch: a sampler may differ between ranks from the second one on.
+    """
+
+    def __init__(self, get_ranks: Callable[[], Ranks]) -> None:
+        """Begin a fit."""
+        self._get_ranks = get_ranks
+        self._is_done = False
+
+    def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Compare, before the first batch of an epoch that is trained on; collective.
+
+        Raises:
+            UnsupportedError: ranks would train on the same sample twice, and never on others; or
+                it cannot be seen whether they would.
+        """
+        if batch_idx and self._is_done:
+            return
+        self._is_done = True
+        elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
+        own = [s for s in elastic if s is not None and s.sampler is not None]
+        if not own:
+            return
+        of_ranks = self._get_ranks().all_gather(
+            "fit: compare the order of the samples",
+            lambda: [sampler.order_digest(sampler.epoch) for sampler in own],
+        )
+        for sampler, *digests in zip(own, *of_ranks, strict=True):
+            name = type(sampler.sampler).__name__
+            if not all(digests):
+                msg = f"{name} {NO_DIGEST}"
+                if len(digests) > 1:
+                    raise UnsupportedError(msg)
+                rank_zero_warn(f"A checkpoint inside an epoch will be refused on resume: {msg}")
+            elif len({*digests}) > 1:
+                msg = (
+                    f"{name} gives each rank another order of the "
+                    f"samples: ranks would share out different epochs. {REPRODUCIBLE}"
+                )
+                raise UnsupportedError(msg)

@@ -1,0 +1,672 @@
+"""Metrics that an epoch has accumulated, as of the instant that a checkpoint is of.
+
+Lightning's running results of an epoch: kept with a checkpoint, and continued from there.
+
+``self.log(..., on_epoch=True)`` adds to a running result, which Lightning does not save. A run that
+is resumed in mid-epoch goes on from the saved one, so that the epoch's value, and what schedulers
+and callbacks decide by it, are those of the run that was not stopped.
+
+The states of the module's torchmetrics, which neither Lightning nor ``state_dict`` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.utilities import (
+    dim_zero_cat,
+    dim_zero_max,
+    dim_zero_mean,
+    dim_zero_min,
+    dim_zero_sum,
+)
+from typing_extensions import override
+
+from lightning_elastic_zero.data_progress.batches import Position
+from lightning_elastic_zero.trainer.data_resume import PendingResume
+from lightning_elastic_zero.trainer.lightning import (
+    FORWARD_CACHE,
+    Metadata,
+    ResultCollection,
+    ResultMetric,
+    Sync,
+    continue_epoch,
+    default_states,
+    displayed_metrics,
+    reductions,
+    restore_metric,
+    results_of,
+    set_results,
+    update_count,
+)
+
+EPOCH_END = "on_train_epoch_end"
+
+_SAID = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+"""Of how a value is logged: plain data, by the names of Lightning's metadata."""
+
+SavedResult = Mapping[str, Any]
+"""A running result as plain data; see ``_plain``."""
+
+
+class ResumableResults(ResultCollection):
+    """Lightning's running results, which can go on from saved ones.
+
+    How a value is logged may be another way than when it was saved (on the progress bar, say).
+    Within a run Lightning refuses that, so what was saved gives way to what is logged first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self._given: dict[str, SavedResult] = {}
+        self._at_end: dict[str, SavedResult] = {}
+        self.on_end: Callable[[], None] = lambda: None
+        """Called at an epoch's end, before Lightning looks at its values and resets them."""
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> ResumableResults:
+        """Return the training loop's results, which are of this class from now on."""
+        loop = trainer.fit_loop.epoch_loop
+        results = results_of(loop)
+        if not isinstance(results, cls):
+            others, results = results, cls()
+            results.update(others)
+            set_results(loop, results)
+        return results
+
+    def begin_batch(self) -> None:
+        """Discard what was at the end of the epoch before."""
+        self._at_end = {}
+
+    def to_plain(self) -> dict[str, SavedResult]:
+        """Return what is summed up so far, also where the epoch's end has reset it already.
+
+        Lightning puts new tensors into the places of these: they are not changed later.
+        """
+        running = {key: _plain(result) for key, result in self.items() if not result.has_reset}
+        return {**running, **self._at_end}
+
+    def load_saved(self, saved: Mapping[str, SavedResult], trainer: pl.Trainer) -> None:
+        """Go on from what was saved; metrics that are not in the module are left out."""
+        modules = dict(trainer.lightning_module.named_modules())
+        for key, of_key in saved.items():
+            metric = modules.get(of_key["metadata"]["metric_attribute"] or "")
+            if of_key["is_metric"] and not isinstance(metric, Metric):
+                continue
+            self._given[key] = of_key
+            if of_key["is_grouped"]:
+                continue  # the group is known when it is logged next
+            result = ResultMetric(_metadata(of_key, trainer), not of_key["is_metric"])
+            if of_key["is_metric"]:
+                result.value = metric
+            _fill(result, of_key, trainer.strategy.root_device)
+            self[key] = result
+
+    @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not say
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if (key := f"{fx}.{name}") in self._given:
+            self.pop(key, None)  # made anew, as it is logged now
+        super().log(fx, name, value, *args, **kwargs)
+
+    @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not say
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        self._at_end.pop(key, None)
+        if (saved := self._given.pop(key, None)) is not None:
+            result = self[key]
+            if (_reduction(result), not result.is_tensor) == (saved["by"], saved["is_metric"]):
+                _fill(result, saved, value.device)
+            else:
+                rank_zero_warn(
+                    f"{result.meta.name} is logged by {_reduction(result)} now, and was by "
+                    f"{saved['by']} when the checkpoint was saved: this epoch's value covers the "
+                    "batches after the resume only"
+                )
+        super().update_metrics(key, value, batch_size)
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        if not on_step:
+            # To compute values over all ranks changes their weights in place.
+            new = {k: r for k, r in self.items() if not r.has_reset and k not in self._at_end}
+            if new and not self._at_end:
+                self.on_end()
+            self._at_end |= {key: _copied(_plain(result)) for key, result in new.items()}
+        return super().metrics(on_step)
+
+    @override
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        super().reset(metrics, fx)
+        if metrics is None and fx is None:
+            if lost := [key for key, saved in self._given.items() if saved["is_grouped"]]:
+                rank_zero_warn(
+                    f"{', '.join(lost)}: logged over a group of ranks before the resume and not "
+                    "after it, so that the epoch has no value of it"
+                )
+            for key in self._given:
+                self.pop(key, None)  # the next epoch may log it another way
+            self._given = {}
+
+
+def _reduction(result: ResultMetric) -> str:
+    return str(result.meta.reduce_fx.__name__) if result.is_tensor else "a metric"
+
+
+def _plain(result: ResultMetric) -> dict[str, Any]:
+    """Return a running result as plain data."""
+    meta, latest = result.meta, getattr(result, FORWARD_CACHE)
+    return {
+        "metadata": {name: getattr(meta, name) for name in _SAID},
+        "by": _reduction(result),
+        "is_metric": not result.is_tensor,
+        "is_synced": bool(meta.sync.should),
+        "is_grouped": meta.sync.group is not None,
+        "rank_zero_only": bool(meta.sync.rank_zero_only),
+        "value": result.value.detach() if result.is_tensor else None,
+        "weight": getattr(result, "cumulated_batch_size", None),
+        "latest": latest.detach() if isinstance(latest, torch.Tensor) else None,
+        "updates": update_count(result),
+    }
+
+
+def _copied(saved: SavedResult) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
+
+
+def _metadata(saved: SavedResult, trainer: pl.Trainer) -> Metadata:
+    """Return how a value was logged, in this run's terms."""
+    by = "mean" if saved["is_metric"] else saved["by"]
+    meta = Metadata(**saved["metadata"], reduce_fx=getattr(torch, by))
+    meta.sync = Sync(
+        _should=saved["is_synced"],
+        fn=trainer.strategy.reduce,
+        rank_zero_only=saved["rank_zero_only"],
+    )
+    return meta
+
+
+def _fill(result: ResultMetric, saved: SavedResult, device: torch.device) -> None:
+    """Replace a running result by the saved one."""
+    of_tensor = {"value": saved["value"], "cumulated_batch_size": saved["weight"]}
+    sums = {k: v.to(device) for k, v in of_tensor.items() if result.is_tensor and v is not None}
+    latest = saved["latest"]
+    latest = None if latest is None else latest.to(device)
+    restore_metric(result, {**sums, FORWARD_CACHE: latest}, saved["updates"])
+    result.has_reset = False
+
+
+States = Mapping[str, Mapping[str, Any]]
+"""Of each metric, by its name in the module: ``updates``, ``states`` and ``others``."""
+
+_NUMBERS = (bool, int, float)
+
+_OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
+"""Beginnings of attributes in which hooks of ZeRO-3 count, on modules whose forward is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """How ranks share what other ranks had, where another number of them saved."""
+
+    part: int
+    """Which part of it is this rank's; the first one takes what cannot be divided."""
+    parts: int
+    is_even: bool
+    """All ranks share as much."""
+
+
+class MetricStates:
+    """The metrics of a module, and what they have seen."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._metrics: dict[str, Metric] = {}
+        self._first: dict[str, dict[str, Any]] = {}
+        self.find_new_metrics()
+
+    def find_new_metrics(self) -> None:
+        """Look for metrics that were added."""
+        for name, metric in self._module.named_modules():
+            if isinstance(metric, Metric) and name not in self._metrics:
+                self._metrics[name] = metric
+                self._first[name] = _others(metric)
+
+    def names(self, metrics: Iterable[object]) -> set[str]:
+        """Return the names of some metrics."""
+        wanted = {id(metric) for metric in metrics}
+        return {name for name, metric in self._metrics.items() if id(metric) in wanted}
+
+    def now(self) -> dict[str, dict[str, Any]]:
+        """Return copies of what the metrics hold."""
+        return {
+            name: {
+                "updates": update_count(metric),
+                "states": {key: _copy(getattr(metric, key)) for key in default_states(metric)},
+                "others": _others(metric),
+            }
+            for name, metric in self._metrics.items()
+        }
+
+    def to_plain(self, states: States) -> tuple[dict[str, Any], list[str]]:
+        """Return what has to be saved of the metrics, and the names of those that cannot be.
+
+        Beside its states a metric may count in attributes; those that have changed since training
+        began are told from its settings by that.
+        """
+        plain, lacking = {}, []
+        for name, held in states.items():
+            others = {
+                key: value
+                for key, value in held["others"].items()
+                if not _equal(value, self._first[name].get(key))
+            }
+            if not all(map(_is_plain, held["states"].values())):
+                lacking.append(name)
+            elif held["updates"] or others:
+                plain[name] = {**held, "others": others}
+        return plain, lacking
+
+    def load_saved(self, sources: Sequence[States], shared: RankShare | None) -> list[str]:
+        """Restore metrics from their saved states; return the names of those that cannot.
+
+        Args:
+            sources: what the ranks had whose part this rank takes over.
+            shared: how; None for what this rank had itself.
+        """
+        self.find_new_metrics()
+        lost = []
+        for name in dict.fromkeys(name for source in sources for name in source):
+            metric = self._metrics.get(name)
+            of_metric = [source[name] for source in sources if name in source]
+            held = None
+            if metric is not None and all(_fits(metric, each) for each in of_metric):
+                held = of_metric[0] if shared is None else _shared(metric, of_metric, shared)
+            if metric is None or held is None:
+                lost.append(name)
+            else:
+                _put(metric, held)
+        return lost
+
+
+@cache
+def _of_all_metrics() -> frozenset[str]:
+    """Return the attributes that every metric has: they hold for a moment, or are settings."""
+    plain = MeanMetric()
+    return frozenset(vars(plain)) - frozenset(default_states(plain))
+
+
+def _others(metric: Metric) -> dict[str, Any]:
+    """Return a metric's attributes that may count something."""
+    return {
+        key: _copy(value)
+        for key, value in vars(metric).items()
+        if key not in _of_all_metrics()
+        and not key.startswith(_OF_HOOKS)
+        and key not in default_states(metric)
+        and (type(value) in _NUMBERS or type(value) is torch.Tensor)
+    }
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    # What is in a list stays as it is: a metric adds to it.
+    return list(value) if isinstance(value, list) else value
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is list:
+        return all(type(each) is torch.Tensor for each in value)
+    return type(value) is torch.Tensor
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and bool(torch.equal(value, other.to(value.device)))
+    return type(value) is type(other) and value == other
+
+
+def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
+    """Whether saved states are those of such a metric."""
+    defaults = default_states(metric)
+    return defaults.keys() == held["states"].keys() and all(
+        isinstance(default, list)
+        or not isinstance(value, torch.Tensor)
+        or not default.numel()
+        or default.shape == value.shape
+        for default, value in zip(defaults.values(), map(held["states"].get, defaults), strict=True)
+    )
+
+
+def _put(metric: Metric, held: Mapping[str, Any]) -> None:
+    """Restore a metric to what it was."""
+    device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+    states = {
+        key: _at(value, device if isinstance(value, list) else metric.device)
+        for key, value in held["states"].items()
+    }
+    others = {key: _at(value, metric.device) for key, value in held["others"].items()}
+    restore_metric(metric, {**states, **others}, held["updates"])
+
+
+def _at(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [each.to(device) for each in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _shared(
+    metric: Metric, sources: Sequence[Mapping[str, Any]], shared: RankShare
+) -> dict[str, Any] | None:
+    """Return this rank's part of what other ranks' metrics held; None if it cannot be parted."""
+    if any(source["others"] for source in sources):
+        return None
+    states = {}
+    for key, by in reductions(metric).items():
+        values = [source["states"][key] for source in sources]
+        if by in (dim_zero_sum, dim_zero_cat):
+            joined = _JOINED[by](values)
+            default = default_states(metric)[key]
+            states[key] = joined if shared.part == 0 else _nothing_of(joined, default)
+        elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and shared.is_even):
+            states[key] = _JOINED[by](values)
+        else:
+            return None
+    return {
+        "updates": sum(source["updates"] for source in sources),
+        "states": states,
+        "others": {},
+    }
+
+
+def _nothing_of(joined: Any, default: Any) -> Any:
+    """Return a state that adds nothing to a joined one, of the same type and dimensions.
+
+    torchmetrics gathers what the ranks have, and hangs or crashes where dimensions differ. A list
+    of a single scalar is gathered as a scalar, so an empty list is not enough.
+    """
+    if isinstance(joined, list):
+        return [joined[0].new_empty((0, *joined[0].shape[1:]))] if joined else []
+    if default.shape != joined.shape:
+        return torch.zeros_like(joined)
+    return default.to(joined, copy=True)  # a metric may add to it in place
+
+
+def _lists(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(list(values))
+    return [each.reshape(each.shape or (1,)) for value in values for each in value]
+
+
+_JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {
+    dim_zero_sum: lambda values: reduce(torch.add, values),
+    dim_zero_max: lambda values: reduce(torch.maximum, values),
+    dim_zero_min: lambda values: reduce(torch.minimum, values),
+    dim_zero_mean: lambda values: torch.stack(list(values)).mean(0),
+    dim_zero_cat: _lists,
+}
+"""How a metric's state is made of those of ranks, by torchmetrics' own reductions."""
+
+
+RESULTS = "results"
+"""Entry of this library's part of the checkpoint dictionary."""
+
+RESULTS_BY_RANK = "results_of_ranks"
+"""Entry of the same, once loaded on another number of ranks: the results by saving rank."""
+
+ENDING = "plateau_epoch_pending"
+"""Entry of the same: the epoch had ended, and its values were about to be looked at."""
+
+NOT_SHARED = "have other states, or states that cannot be parted among other devices"
+ONLY_AFTER = "cover the batches after the resume only"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetrics:
+    """What the ranks had whose part this rank takes over."""
+
+    of_ranks: Mapping[int, Mapping[str, Any]]
+    """By rank of the run that saved: what ``EpochMetrics.state`` gave there."""
+    shared: RankShare | None
+    """How they are shared; None on the number of ranks that saved."""
+    ending: bool
+    """The epoch had ended, and its values were about to be looked at."""
+
+    @classmethod
+    def of(cls, pending: PendingResume, rank: int) -> SavedMetrics:
+        """Make one of what was loaded on this rank; another number of them may have saved it."""
+        state, world_size, saved = pending.state, pending.world_size, pending.record.world_size
+        ending = bool(state.get(ENDING))
+        if saved == world_size:
+            return cls({rank: state[RESULTS]} if RESULTS in state else {}, None, ending)
+        of_ranks = state.get(RESULTS_BY_RANK, {})
+        parts = len(range(rank % saved, world_size, saved))
+        even = saved % world_size == 0 or world_size % saved == 0
+        return cls(of_ranks, RankShare(rank // saved, parts, even), ending)
+
+    def logged(self) -> dict[str, SavedResult]:
+        """Return this rank's running results."""
+        of_key: dict[str, list[SavedResult]] = {}
+        for held in self.of_ranks.values():
+            for key, result in held["logged"].items():
+                of_key.setdefault(key, []).append(result)
+        parts = {key: _part(results, self.shared) for key, results in of_key.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+
+
+def _part(sources: list[SavedResult], shared: RankShare | None) -> SavedResult | None:
+    """Return a rank's part of running results: sums and weights in equal shares."""
+    first = sources[0]
+    if shared is None:
+        return first
+    if first["rank_zero_only"] and shared.part:
+        return None
+    if first["is_metric"] or any(other["by"] != first["by"] for other in sources):
+        return first
+    values = torch.stack([source["value"] for source in sources])
+    joined = {**first, "updates": sum(source["updates"] for source in sources)}
+    parts = 1 if first["rank_zero_only"] else shared.parts
+    match first["by"]:
+        case "max" | "min":
+            return {**joined, "value": values.amax(0) if first["by"] == "max" else values.amin(0)}
+        case "sum":
+            return {**joined, "value": values.sum(0) / parts}
+    weight = torch.stack([source["weight"] for source in sources]).sum(0)
+    mine = weight / parts
+    if not weight.is_floating_point():
+        mine = weight // parts + (shared.part < weight % parts).to(weight.dtype)
+    value = values.sum(0)
+    if parts > 1:
+        value = torch.where(weight == 0, value, value * mine / weight)
+    return {**joined, "value": value, "weight": mine}
+
+
+def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
+    """Return the names of the module's metrics that were logged as such."""
+    return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
+
+
+class EpochMetrics:
+    """Lightning's running results and the module's metrics, now and at the last optimizer step."""
+
+    def __init__(self) -> None:
+        self._metrics: MetricStates | None = None
+        self._noted: dict[str, Any] | None = None
+        self._noted_at = -1
+        self._before_validation: dict[str, Any] | None = None
+        self._at_end: dict[str, Any] = {}
+        self._of_epoch: set[str] = set()
+        """Metrics that began with the epoch, and that no validation has changed since."""
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Begin a fit."""
+        self._metrics = metrics = MetricStates(trainer.lightning_module)
+        self._noted, self._noted_at, self._before_validation = None, -1, None
+        self._at_end, self._of_epoch = {}, set()
+
+        def at_end() -> None:
+            self._at_end = metrics.now()
+
+        ResumableResults.of(trainer).on_end = at_end
+
+    def note(self, trainer: pl.Trainer) -> None:
+        """Keep what there is before the first micro-batch of a window, and before its hooks."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        done, total = progress.current.processed, progress.total.processed
+        if self._metrics is None or self._noted_at == total:
+            return
+        if done % trainer.accumulate_grad_batches == 0:
+            if done == 0:
+                self._metrics.find_new_metrics()
+                self._of_epoch = {n for n, h in self._metrics.now().items() if not h["updates"]}
+            results = ResumableResults.of(trainer)
+            results.begin_batch()
+            self._at_end = {}
+            self._noted = {"logged": results.to_plain(), "metrics": self._metrics.now()}
+            self._noted_at = total
+
+    def validating(self) -> None:
+        """Set the metrics aside: a run that is resumed inside a validation begins it anew."""
+        self._before_validation = self._metrics.now() if self._metrics is not None else None
+
+    def validated(self, trainer: pl.Trainer) -> None:
+        """Note that the validation is over."""
+        if self._noted is not None:
+            self._noted["metrics"] |= self._validated_metrics(trainer)
+        if self._metrics is not None and (before := self._before_validation) is not None:
+            for name, held in self._metrics.now().items():
+                if name not in before or held["updates"] != before[name]["updates"]:
+                    self._of_epoch.discard(name)
+        self._before_validation = None
+
+    def _validated_metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the metrics after a validation that the open window has not changed itself.
+
+        A run that goes back to the step before the window does not validate there again.
+        """
+        if self._metrics is None or self._noted is None or self._before_validation is None:
+            return {}
+        noted, before = self._noted["metrics"], self._before_validation
+        reset = self._reset_after_validation(trainer)
+        return {
+            name: held
+            for name, held in self._metrics.now().items()
+            if name in noted and name in before and name not in reset
+            if noted[name]["updates"] == before[name]["updates"]
+        }
+
+    def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
+        """Return the metrics that Lightning resets right after the hooks that save."""
+        if self._metrics is None:
+            return set()
+        results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
+        return set(self._metrics.names(r.value for r in results if not r.is_tensor))
+
+    def state(
+        self, trainer: pl.Trainer, *, inside: bool, validated: bool, ending: bool
+    ) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank, as plain data; nothing outside of a fit.
+
+        Args:
+            trainer: the trainer.
+            inside: the checkpoint is of the step before the window that is under way.
+            validated: the validation that is under way, if one is, is over.
+            ending: the epoch has ended, and the hooks at its end run.
+        """
+        if self._metrics is None:
+            return {}
+        if inside and self._noted is not None:
+            logged, metrics = self._noted["logged"], self._noted["metrics"]
+            if validated:
+                metrics = {**metrics, **self._validated_metrics(trainer)}
+        else:
+            logged = ResumableResults.of(trainer).to_plain()
+            # An epoch's end may have reset those that were logged.
+            ended = self._at_end.keys() & _logged_metrics(logged)
+            metrics = {**self._metrics.now(), **{name: self._at_end[name] for name in ended}}
+            if self._before_validation is not None and not validated:
+                metrics = self._before_validation
+            elif self._before_validation is not None:
+                reset = self._reset_after_validation(trainer)
+                metrics = {name: held for name, held in metrics.items() if name not in reset}
+            elif ending:
+                # The module's own hook, which comes after those of callbacks, resets them.
+                over = self._of_epoch - _logged_metrics(logged)
+                metrics = {name: held for name, held in metrics.items() if name not in over}
+        plain, lacking = self._metrics.to_plain(metrics)
+        return {
+            RESULTS: {
+                "logged": logged,
+                "metrics": plain,
+                "lacking": lacking,
+                "of_epoch": sorted(self._of_epoch),
+                **displayed_metrics(trainer),
+            }
+        }
+
+    def resume_from(self, source: SavedMetrics, trainer: pl.Trainer, position: Position) -> None:
+        """Go on from what was saved, at a position."""
+        if self._metrics is None:
+            return
+        inside = position.steps > 0 or position.is_over
+        if not source.of_ranks:
+            if inside:
+                rank_zero_info(
+                    "The checkpoint holds no running results: values that are logged with "
+                    f"on_epoch=True {ONLY_AFTER}, for this epoch"
+                )
+            return
+        first = next(iter(source.of_ranks.values()))
+        trainer.logged_metrics.update(first.get("log", {}))
+        trainer.progress_bar_metrics.update(first.get("bar", {}))
+        logged = source.logged()
+        # Of an epoch that is over or starts anew, Lightning resets them.
+        keeps_all = inside or source.ending
+        over = _logged_metrics(logged)
+        wanted = [
+            {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
+            for of in source.of_ranks.values()
+        ]
+        self._warn_metrics_reset(source, self._metrics.load_saved(wanted, source.shared))
+        if inside:
+            kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
+            ResumableResults.of(trainer).load_saved(kept, trainer)
+            # Else the first value that is logged resets what was there.
+            continue_epoch(trainer)
+            self._of_epoch = set(first.get("of_epoch", ()))
+            _show(trainer, ResumableResults.of(trainer), on_step=True)
+        elif source.ending:
+            ended = ResumableResults()
+            ended.load_saved(logged, trainer)
+            _show(trainer, ended, on_step=False)
+            ended.reset()
+
+    def _warn_metrics_reset(self, source: SavedMetrics, lost: list[str]) -> None:
+        """Warn of metrics that begin anew."""
+        lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
+        for names, why in (
+            (sorted(lacking), "their states are not tensors, and were not saved"),
+            (lost, f"they are not in the module here, {NOT_SHARED}"),
+        ):
+            if names:
+                rank_zero_warn(f"The metrics {', '.join(names)} {ONLY_AFTER}: {why}")
+
+
+def _show(trainer: pl.Trainer, results: ResumableResults, *, on_step: bool) -> None:
+    """Show values to callbacks, loggers and the progress bar, as at the end of a batch or epoch."""
+    values = results.metrics(on_step=on_step)
+    trainer.callback_metrics.update(values["callback"])
+    trainer.logged_metrics.update(values["log"])
+    trainer.progress_bar_metrics.update(values["pbar"])
