@@ -53,37 +53,37 @@ def save_checkpoint(
     """Save a DeepSpeed engine into a checkpoint that resumes on any number of devices.
 
     Call it on every rank, between optimizer steps. An existing checkpoint at ``path`` stays until
-    the new one is whole. Nothing else is replaced: a directory that holds anything that no save of
-    this library wrote, such as DeepSpeed's own tags, is refused before a byte is written.
+    the new one is complete. A directory with files that this library did not write, such as
+    DeepSpeed's own tags, is refused before the first byte is written.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned, with ZeRO stage 0, 1, 2 or 3.
-        path: the checkpoint's directory, the same on all ranks, on a disk that they share: one for
-            each checkpoint, such as ``f"{folder}/step-{step}"``.
-        client_state: whatever of yours should come back: plain data is best (numbers, strings,
+        engine: Result of ``deepspeed.initialize``, with ZeRO stage 0, 1, 2 or 3.
+        path: Directory of the checkpoint, equal on all ranks, on a disk that they share. Each
+            checkpoint has its own, such as ``f"{folder}/step-{step}"``.
+        client_state: Your own state, which a load returns. Plain data is best (numbers, strings,
             tensors, lists, dicts). Values may differ between ranks.
-        weights_only: leave out the optimizer's state.
-        exclude_frozen_parameters: leave out weights that the optimizer does not own.
-        save_module_weights: write the low-precision weights too, which the masters hold already.
-        fingerprint: record the number of the state, with which a load can compare what it has made
-            live. It takes another pass over the state in memory: see docs/saving.md.
-        stall_timeout_s: for how many seconds a rank may be at work without progress before the
-            save fails on all ranks. Progress is each MiB that comes to the disk: raise it where a
-            single call to the file system may take longer.
-        absent_timeout_s: for how many seconds ranks that make this call wait for those that do
-            not, before it fails; after 30 s a warning names them.
+        weights_only: Omit the optimizer state.
+        exclude_frozen_parameters: Omit weights that the optimizer does not own.
+        save_module_weights: Also write the low-precision weights, which can be computed from the
+            masters. DeepSpeed's own loaders need them.
+        fingerprint: Store a checksum of the training state, with which a load compares the live
+            state. This reads the state once more in memory; see docs/saving.md.
+        stall_timeout_s: Seconds that a rank may work without progress before the save fails on all
+            ranks. Each MiB written is progress. Increase it if one call to the file system can take
+            longer.
+        absent_timeout_s: Timeout for ranks that have not entered this call. A warning names them
+            after 30 s.
 
     Returns:
-        ``CheckpointStats``: ``path``, ``seconds`` until all ranks were done, ``bytes`` that all
-        ranks wrote, and ``waited_s`` of this rank.
+        Path, duration and size of the save.
 
     Raises:
-        ValueError: a flag is neither True nor False, ``client_state`` no dictionary, or a time no
-            positive number.
-        UnsupportedError: the engine, or a state of it, cannot be saved by this library.
-        SaveError: it could not be written, or would replace what is not this library's; the last
+        ValueError: A flag is not a bool, ``client_state`` is not a dict, or a timeout is not
+            positive.
+        UnsupportedError: The engine or a part of its state cannot be saved.
+        SaveError: The checkpoint could not be written, or would replace files of others. The last
             published checkpoint is intact.
-        RanksError: a rank failed, died, or did not call this.
+        RanksError: A rank failed, died or did not call this function.
     """
     options = SaveOptions(
         weights_only=check_flag("weights_only", weights_only),
@@ -112,37 +112,40 @@ def load_checkpoint(
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> LoadResult:
-    """Restore a checkpoint into a DeepSpeed engine, whatever number of devices saved it.
+    """Restore a checkpoint into a DeepSpeed engine. It may be saved on any number of devices.
 
-    Call it on every rank. The engine is changed only when everything is checked on all ranks.
+    Call it on every rank. The engine changes only after all checks have passed on all ranks.
 
     Args:
-        engine: what ``deepspeed.initialize`` gave; one without optimizer gets the weights.
-        path: the checkpoint's directory.
-        load_optimizer_state: False: a fresh optimizer on the saved weights.
-        load_hyperparameters: False: learning rate, ... and the engine's scheduler stay as they are.
-        strict: False: frozen parameters and buffers may be missing, or too many; with
-            ``load_optimizer_state=False`` trained parameters too. They are named in a warning.
-        strict_optimizer: False: other parameters may be trained than when saved, in other groups:
-            the known are restored, new ones begin as they are; all are named.
-        rename: beginnings of names, and what they are here: ``{"encoder": "backbone.encoder"}``.
-        allow_pickle: build Python objects of any class from the client state; it can run code.
-        fallback: where one of this library is damaged, take the newest sound one before it in its
-            folder that has the same parameters, with a warning.
-        fingerprint: compare what is live then with the number that its save recorded, if it did.
-        stall_timeout_s: how many seconds a rank may be at work without progress.
-        absent_timeout_s: how many seconds ranks wait for one; both as in ``save_checkpoint``.
+        engine: Result of ``deepspeed.initialize``. An engine without optimizer gets the weights.
+        path: Directory or file of the checkpoint.
+        load_optimizer_state: False: keep a fresh optimizer on the saved weights.
+        load_hyperparameters: False: keep the configured hyperparameters and the engine's scheduler.
+        strict: False: accept missing and unexpected frozen parameters and buffers, and with
+            ``load_optimizer_state=False`` also trained parameters. A warning names them.
+        strict_optimizer: False: accept other trained parameters or other parameter groups than in
+            the checkpoint. Known parameters are restored, new ones keep their state, and a warning
+            names them.
+        rename: Prefixes of names in the checkpoint and in the model,
+            ``{"encoder": "backbone.encoder"}``, or patterns with ``*``.
+        allow_pickle: Build Python objects of any class from the client state. This can run code.
+        fallback: If the checkpoint is a damaged one of this library, load the newest older one in
+            its folder that is intact and has the same parameters, with a warning.
+        fingerprint: Compare the live state with the checksum in the checkpoint, if it has one.
+        stall_timeout_s: See ``save_checkpoint``.
+        absent_timeout_s: See ``save_checkpoint``.
 
     Returns:
-        ``LoadResult``: ``client_state``; ``manifest``, a ``Manifest``; ``stats``, what the load
-        cost; ``instead_of``, the damaged one of a ``fallback``; ``fingerprint_result``, in words.
+        The client state, the manifest and the cost of the load.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
-        CheckpointNotFoundError, CheckpointFormatError: nothing is there, or none that can be read.
-        CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
-        CheckpointCorruptedError: it is damaged, or the live state is another one (fingerprint).
-        UnsupportedError, RanksError: see ``save_checkpoint``.
+        ValueError: An option has an invalid value.
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointFormatError: There is something else at the path.
+        CheckpointMismatchError: The checkpoint does not fit the model, or lacks requested state.
+        CheckpointCorruptedError: The checkpoint is damaged, or the fingerprints differ.
+        UnsupportedError: The engine or a part of its state cannot be restored.
+        RanksError: A rank failed, died or did not call this function.
     """
     options = load_options(
         load_optimizer_state=load_optimizer_state,

@@ -6,45 +6,45 @@
     ├── UnsupportedError            this engine, model or option cannot be saved or resumed
     ├── CheckpointNotFoundError     there is no published checkpoint at that path;
     │                               also a FileNotFoundError
-    ├── CheckpointFormatError       something is there, but it is no checkpoint that can be read
-    ├── CheckpointMismatchError     a sound checkpoint of another model, or one that lacks something
-    ├── CheckpointCorruptedError    bytes are not those that were written
+    ├── CheckpointFormatError       the path is not a readable checkpoint
+    ├── CheckpointMismatchError     an intact checkpoint of another model, or an incomplete one
+    ├── CheckpointCorruptedError    bytes differ from those that were written
     ├── SaveError                   a checkpoint could not be written; the last one is intact
     └── RanksError                  ranks failed, died, stalled, or are not in the same step
 
-Every message says what was found, what was wanted and what helps. An error that one rank meets
-is raised on all ranks, as the same class, with the failing ranks named.
+Every message gives the found value, the expected value and the remedy. An error of one rank is
+raised on all ranks, as the same class, and names the failed ranks.
 """
 
 from __future__ import annotations
 
 
 class ElasticZeroError(Exception):
-    """The root: everything that this library raises on purpose."""
+    """Base class of all exceptions of this library."""
 
 
 class UnsupportedError(ElasticZeroError):
-    """This engine, model or option cannot be saved or resumed by the library."""
+    """The engine, model or option cannot be saved or resumed."""
 
 
 class CheckpointNotFoundError(ElasticZeroError, FileNotFoundError):
-    """There is no published checkpoint at the path; Lightning raises a ``FileNotFoundError``."""
+    """There is no published checkpoint at the path. Also a ``FileNotFoundError``."""
 
 
 class CheckpointFormatError(ElasticZeroError):
-    """Something is at the path, but it is no checkpoint that can be read."""
+    """The path is not a readable checkpoint."""
 
 
 class CheckpointMismatchError(ElasticZeroError):
-    """The checkpoint is sound but belongs to another model, or lacks what is asked of it."""
+    """The checkpoint is intact but belongs to another model, or lacks requested state."""
 
 
 class CheckpointCorruptedError(ElasticZeroError):
-    """The bytes on disk are not those that were written."""
+    """The bytes on disk differ from those that were written."""
 
 
 class SaveError(ElasticZeroError):
-    """A checkpoint could not be written; the last published one is intact."""
+    """A checkpoint could not be written. The last published one is intact."""
 
 
 class RanksError(ElasticZeroError):

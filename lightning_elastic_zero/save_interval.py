@@ -6,28 +6,28 @@ import math
 
 
 def optimal_save_interval(save_stall_s: float, mean_time_between_failures_s: float) -> float:
-    """Return the seconds from one save's call to the next one's that lose the least time.
+    """Return the save interval in seconds that loses the least time.
 
-    It is what ``ModelCheckpoint(train_time_interval=...)`` counts: Daly's compute time between two
-    saves, plus the stall of one. Where failures come at random, independently of each other, it
-    costs at most 0.2 % more time than the best interval there is. What a restart takes, and a save
-    in the background until it is published, are lost at any interval and do not change it.
+    It is the value for ``ModelCheckpoint(train_time_interval=...)``: Daly's optimal compute time
+    between two saves, plus the stall of one. If failures are random and independent, it costs at
+    most 0.2 % more time than the best interval. The duration of a restart, and of a background save
+    until publication, does not depend on the interval and does not change it.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future
     Generation Computer Systems 22 (2006), 303-312.
 
     Args:
-        save_stall_s: seconds that training stands still for a save (``checkpoint/save_stall_s`` of
+        save_stall_s: Seconds for which a save stops training (``checkpoint/save_stall_s`` of
             ``CheckpointMonitor``, ``CheckpointStats.waited_s``), greater than 0.
-        mean_time_between_failures_s: seconds, of the whole job, all nodes together, greater than 0;
-            it may be a guess (docs/saving.md says what a wrong one costs).
+        mean_time_between_failures_s: Seconds, of the whole job with all nodes, greater than 0.
+            docs/saving.md gives the cost of a wrong estimate.
 
     Returns:
-        Seconds, more than the stall. A save in the background that takes longer than this until it
-        is published is waited for by the next one: then save no more often than that.
+        Seconds, more than the stall. If a background save takes longer than this until publication,
+        the next save waits for it: then save no more often than that.
 
     Raises:
-        ValueError: one of them is no finite number greater than 0.
+        ValueError: An argument is not a finite number greater than 0.
     """
     given = {
         "save_stall_s": save_stall_s,

@@ -142,48 +142,47 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStats:
-    """What a save or a load cost."""
+    """Duration and size of a save or load."""
 
     path: str
-    """The checkpoint's directory, absolute."""
+    """Absolute path of the checkpoint."""
     seconds: float
-    """Wall clock, from the call until all ranks were done."""
+    """Seconds from the call until all ranks have finished."""
     bytes: int
-    """Written, or read, by all ranks together."""
+    """Bytes that all ranks wrote or read."""
     waited_s: float
-    """How long this rank's training stood still for it; less than ``seconds`` in the background."""
+    """Seconds for which this rank's training was stopped."""
     step: int = 0
-    """Optimizer steps that were taken when it was saved, as the trainer counted them; where none
-    did, as DeepSpeed did."""
+    """Optimizer steps at the save, as counted by the trainer, or by DeepSpeed without one."""
     write_s: float = 0.0
-    """Of a save, until all ranks had written and synced their files."""
+    """Seconds of a save until all ranks have written and synced their files."""
     publish_s: float = 0.0
-    """Of a save, from then on until it was published."""
+    """Seconds of a save from then until publication."""
     fingerprint: str = ""
-    """The number of the state that was saved, or that is live after a load; empty where none was
-    asked for, or none could be compared."""
+    """Checksum of the saved state, or of the live state after a load; empty if it was not requested
+    or could not be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What a load gives back."""
+    """Result of a load."""
 
     client_state: dict[str, Any]
-    """What the trainer, module, datamodule and callbacks had saved."""
+    """State of trainer, module, data module and callbacks, or your ``client_state``."""
     manifest: Manifest
-    """What the checkpoint says of itself; one of other software, what could be read of it."""
+    """Manifest of the checkpoint; for other software, as far as it could be read."""
     stats: CheckpointStats
     """Path, seconds and bytes."""
     source_summary: str = ""
-    """Where it does not hold all that a run has: its kind, who wrote it, and what it lacks."""
+    """Kind, writer and missing state of an incomplete checkpoint; otherwise empty."""
     rank_entries: Mapping[int, Any] = field(default_factory=dict)
-    """The entry that was wanted of other ranks, by rank of the save; those that have it."""
+    """Requested entries of other ranks, by rank of the save."""
     instead_of: str = ""
-    """The damaged checkpoint that was asked for, where an older one was taken."""
+    """The damaged checkpoint that an older one replaced (``fallback``); usually empty."""
     fingerprint_result: str = ""
-    """What the comparison of fingerprints told, in words; empty where none was asked for."""
+    """Result of the comparison of fingerprints, in words; empty if it was not requested."""
     group_origins: tuple[int | None, ...] = ()
-    """For each live parameter group the saved one that it goes on with; None: it is new."""
+    """For each live parameter group, the index of its saved group; None: it is new."""
 
 
 def report_bytes(

@@ -652,35 +652,35 @@ def describe_dumps(
     groups: Sequence[Sequence[str]] | None = None,
     allow_pickle: bool = False,
 ) -> Manifest:
-    """Make a checkpoint of dumps of ``optimizer.state_dict()`` that were saved by hand.
+    """Make dumps of ``optimizer.state_dict()`` loadable as a checkpoint.
 
-    Call it once, in one process. It finds out which parameter lies where in the dumps' flat
-    buffers, compares every master weight, rounded, with the model file, and writes that down in
-    ``elastic_dumps.json`` beside them. From then on the folder is loaded as any checkpoint is.
+    Call it once, in one process. It determines the position of each parameter in the dumps' flat
+    buffers, compares every rounded master weight with the model file, and writes the result to
+    ``elastic_dumps.json`` in the folder. The folder then loads like any checkpoint.
 
     Args:
-        folder: with one dump for each rank of the run, and the model's state dict.
-        model: a module of the architecture that was trained, with the same parameters frozen; its
-            weights are not looked at, so it may have been made under ``torch.device("meta")``.
-        dumps: their names: a pattern, whose last number is the rank, or a list by rank.
-        model_file: name of the file with the weights of the same step.
-        groups: the parameters' names in each of the optimizer's parameter groups, in their order,
-            where they cannot be told by the weights.
-        allow_pickle: build objects of any class from the files; that can run code.
+        folder: Contains one dump per rank of the run, and the model's state dict.
+        model: A module of the trained architecture, with the same parameters frozen. Its weights
+            are not used, so it may be created under ``torch.device("meta")``.
+        dumps: A pattern whose last number is the rank, or the file names by rank.
+        model_file: File with the weights of the same step: a state dict of ``torch.save``, or one
+            under ``module``, ``model``, ``state_dict`` or ``model_state_dict``.
+        groups: Parameter names of each optimizer group, in order, if the weights do not determine
+            them.
+        allow_pickle: Build objects of any class from the files. This can run code.
 
     Returns:
-        The folder as a checkpoint, as ``open_checkpoint(folder).manifest`` has it from now on: the
-        parameters with their groups, stage and ranks of the run, hyperparameters and the table of
-        optimizer states. It can be ignored: what a load needs is in ``elastic_dumps.json``.
+        The manifest of the folder as a checkpoint: parameters with their groups, stage and ranks of
+        the run, hyperparameters and the table of optimizer states.
 
     Raises:
-        CheckpointNotFoundError: there are no dumps.
-        CheckpointCorruptedError: a rank's dump is missing, or damaged.
-        CheckpointFormatError: files are not what they should be, or not of one run.
-        CheckpointMismatchError: the model file, or the model, is not that of the dumps: parameters
-            fit nowhere, or into more than one place.
-        UnsupportedError: the dumps are of no ZeRO optimizer, or without its masters.
-        SaveError: the description cannot be written.
+        CheckpointNotFoundError: There are no dumps.
+        CheckpointCorruptedError: A rank's dump is missing or damaged.
+        CheckpointFormatError: Files have another structure, or are not of one run.
+        CheckpointMismatchError: The model file or the model does not belong to the dumps:
+            parameters fit nowhere, or in several places.
+        UnsupportedError: The dumps are not of a ZeRO optimizer, or lack its masters.
+        SaveError: The description cannot be written.
     """
     path = check_local_path(folder)
     _check_free(path)

@@ -18,18 +18,17 @@ from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 
 class RayCheckpointReport(Callback):
-    """Reports each checkpoint to Ray Train where it lies, with the metrics of its step.
+    """Reports each checkpoint to Ray Train at its path, with the metrics of its step.
 
-    A checkpoint is one directory, which all ranks have written below the run's folder in Ray's
-    storage: nothing is copied, and ``Result.checkpoint`` is that directory. It is reported as soon
-    as it is published; with ``async_save``, when the next one is saved, or at the end. The metrics
-    are ``trainer.callback_metrics`` at the save, ``step`` and ``epoch``: Ray keeps metrics with
-    checkpoints only.
+    A checkpoint is one directory that all ranks write below the run's folder in Ray's storage.
+    Nothing is copied, and ``Result.checkpoint`` is that directory. It is reported after
+    publication; with ``async_save``, at the next save or at the end. The metrics are
+    ``trainer.callback_metrics`` at the save, ``step`` and ``epoch``; Ray keeps metrics only with
+    checkpoints.
 
-    Ray deletes checkpoints itself (``CheckpointConfig(num_to_keep=...)``), and refuses to start
-    again in a folder where one of them is missing. So each ``ModelCheckpoint`` has
-    ``save_top_k=-1``, and ``save_last="link"`` if any; names that begin with ``last`` are not
-    reported.
+    Ray deletes checkpoints itself (``CheckpointConfig(num_to_keep=...)``) and does not restart in a
+    folder where one is missing. So each ``ModelCheckpoint`` needs ``save_top_k=-1``, and
+    ``save_last="link"`` if any. Names that begin with ``last`` are not reported.
 
     Raises:
         ImportError: Ray Train is not installed.

@@ -40,15 +40,16 @@ from lightning_elastic_zero.trainer.lightning import (
 
 @runtime_checkable
 class ResumesAtSample(Protocol):
-    """What a sampler, batch sampler, data set or loader of yours offers to be resumed exactly."""
+    """A sampler, batch sampler, data set or loader that can start at a given sample."""
 
     def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin the next iteration of that epoch after so many samples of it.
+        """Start the next iteration of this epoch after a number of samples.
 
         Args:
-            epoch: index of the epoch; later ones begin at their beginning.
-            samples: of this loader that all ranks together have consumed in the epoch: a multiple
-                of what a step consumes; or since it began again in it: of what a micro-batch does.
+            epoch: Index of the epoch. Later epochs start at their beginning.
+            samples: Samples of this loader that all ranks together have consumed in the epoch, a
+                multiple of those of a step. If a shorter loader has started again, samples since
+                then, a multiple of those of a micro-batch.
         """
         ...
 

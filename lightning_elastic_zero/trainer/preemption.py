@@ -137,34 +137,32 @@ log = logging.getLogger(__name__)
 
 
 class PreemptionCheckpoint(Callback):
-    """Saves at once and ends the run when one of its machines is going to be taken away.
+    """Saves and ends the run when one of its machines is about to be taken away.
 
-    Any rank may hear of it; all ranks stop after the same batch, a few seconds later, save to
-    ``last-preempted.ckpt`` and end with an exit code that says "start me again". The same command
-    with ``ckpt_path="last"`` goes on from there, on any number of devices.
+    Any rank may get the notice. All ranks stop after the same batch, save to
+    ``last-preempted.ckpt`` and exit with a code that requests a restart. The same command with
+    ``ckpt_path="last"`` continues on any number of devices.
 
     Args:
-        notice: beside the signals, where to look every two seconds: ``"aws"`` or ``"gcp"`` for
-            their spot machines, the URL of a metadata server, the path of a file that appears, or
-            a function that returns whether the machine is going to be taken away.
-        signals: names of the signals that mean it. Lightning's own handlers of these are
-            replaced while the run trains: neither is there a collective in a signal handler, nor
-            is a SLURM job requeued from within.
-        dirpath: where to save; by default where the first ``ModelCheckpoint`` does, or the
+        notice: Source of notices besides the signals, polled every two seconds: ``"aws"`` or
+            ``"gcp"`` for their spot machines, the URL of a metadata server, the path of a file that
+            appears, or a function that returns whether the machine will be taken away.
+        signals: Names of the signals that announce it. Lightning's own handlers of these signals
+            are replaced during training.
+        dirpath: Folder of the checkpoint. By default that of the first ``ModelCheckpoint``, or the
             Trainer's ``default_root_dir``.
-        exit_code: of the process of each rank, 1 to 255; of one that Lightning itself has started
-            beside the first one, 0, since Lightning kills the others for any other. torchrun's
-            agent answers any but 0 with a restart.
-        in_validation: leave a validation in its midst, too, and do it again from its start after
-            the resume; else its end is waited for. What it leaves out then: a save that a
-            ``ModelCheckpoint`` has put off until the end of that validation. It must not be set
-            where a callback of yours, or the module, trains on with other weights than those that
-            it validates (those would be saved); with Lightning's ``WeightAveraging``, iterable or
-            reloaded validation data, a data loader or a sampler that iterates by a method of your
-            own, or ``val_check_interval`` as a time it has no effect.
+        exit_code: Exit code of each rank, 1 to 255. Ranks that Lightning itself started exit with
+            0, because Lightning kills the others for any other code. torchrun's agent restarts
+            after any code but 0.
+        in_validation: Interrupt a validation and repeat it after the resume, instead of waiting
+            for its end. A save that a ``ModelCheckpoint`` has deferred to the end of the validation
+            is then omitted. Do not set this if a callback or the module validates with other
+            weights than it trains, because those would be saved. It has no effect with Lightning's
+            ``WeightAveraging``, iterable or reloaded validation data, a loader or sampler with its
+            own iteration, or ``val_check_interval`` as a time.
 
     Raises:
-        ValueError: there is no such signal, or the exit code is none that says "again".
+        ValueError: A signal does not exist, or the exit code is out of range.
     """
 
     def __init__(

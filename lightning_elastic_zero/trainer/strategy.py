@@ -796,15 +796,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Write a checkpoint directory; collective. ``last_save`` is its ``CheckpointStats``.
 
         Args:
-            checkpoint: what Lightning's trainer passes.
-            filepath: the directory, the same on all ranks.
-            storage_options: not supported.
+            checkpoint: State from Lightning's trainer.
+            filepath: Directory of the checkpoint, equal on all ranks.
+            storage_options: Not supported.
 
         Raises:
             TypeError: ``storage_options`` were given.
-            SaveError: it could not be written; the last published checkpoint is intact.
-            UnsupportedError: something in the run cannot be saved.
-            RanksError: a rank failed, died, or did not call this.
+            SaveError: It could not be written. The last published checkpoint is intact.
+            UnsupportedError: A part of the state cannot be saved.
+            RanksError: A rank failed, died or did not call this function.
         """
         if storage_options is not None:
             msg = f"{type(self).__name__} writes local directories; storage_options do not apply"
@@ -814,14 +814,14 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @property
     def last_save(self) -> CheckpointStats | None:
-        """Path, seconds and bytes of the last save that was published; None before."""
+        """Cost of the last published save; None before the first."""
         return self._manager.last_save
 
     def wait_for_save(self) -> None:
-        """Wait until what was saved last is published; collective.
+        """Wait until the last save is published; collective.
 
         Raises:
-            ElasticZeroError: it could not be; the checkpoint published before is intact.
+            ElasticZeroError: It failed. The checkpoint before it is intact.
         """
         self._saver.wait()
 
@@ -835,18 +835,18 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Restore a checkpoint directory that any number of devices wrote; collective.
+        """Restore a checkpoint that was saved on any number of devices; collective.
 
         Args:
-            checkpoint_path: the directory; all ranks take rank 0's.
-            weights_only: not used: nothing is unpickled unless ``allow_pickle`` was given.
+            checkpoint_path: Directory or file of the checkpoint. All ranks use rank 0's value.
+            weights_only: Unused: objects are unpickled only with ``allow_pickle``.
 
         Returns:
-            The trainer's part, from which Lightning restores loops, callbacks and schedulers;
-            ``last_load`` is the ``CheckpointStats``.
+            The trainer's state, from which Lightning restores loops, callbacks and schedulers.
+            ``last_load`` has the cost.
 
         Raises:
-            ElasticZeroError: see ``lightning_elastic_zero.load_checkpoint``.
+            ElasticZeroError: See ``lightning_elastic_zero.load_checkpoint``.
         """
         if self.load_full_weights and self.zero_stage_3:
             self._last_fit.forget()
@@ -857,7 +857,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @property
     def last_load(self) -> CheckpointStats | None:
-        """Path, seconds and bytes of the last load; None before."""
+        """Cost of the last load; None before the first."""
         return self._loader.last_load
 
     @override
