@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.formats.dumps_describe import describe_dumps
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
     from lightning_elastic_zero.save_interval import optimal_save_interval
-    from lightning_elastic_zero.selftest.run import run_selftest
+    from lightning_elastic_zero.selftest import run_selftest
     from lightning_elastic_zero.tools.conversion import convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
@@ -95,7 +95,7 @@ _MODULE_OF_NAME = {
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
     "optimal_save_interval": "lightning_elastic_zero.save_interval",
     "plan_resume": "lightning_elastic_zero.tools.inspection",
-    "run_selftest": "lightning_elastic_zero.selftest.run",
+    "run_selftest": "lightning_elastic_zero.selftest",
     "save_checkpoint": "lightning_elastic_zero.api",
     "verify_checkpoint": "lightning_elastic_zero.tools.verification",
 }

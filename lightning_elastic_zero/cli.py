@@ -337,8 +337,7 @@ def _plan(args: Namespace) -> int:
 
 
 def _selftest(args: Namespace) -> int:
-    from lightning_elastic_zero.selftest.report import SelftestReport, report_lines
-    from lightning_elastic_zero.selftest.run import reports_here, run_selftest
+    from lightning_elastic_zero.selftest import reports_here, run_selftest
 
     speaks = reports_here()
 
@@ -346,12 +345,11 @@ def _selftest(args: Namespace) -> int:
         if speaks and sys.stderr.isatty():
             print(f"selftest: {text}", file=sys.stderr)
 
-    def on_report(report: SelftestReport) -> None:
-        lines = [json.dumps(report.to_plain(), indent=1)] if args.json else report_lines(report)
-        print("\n".join(lines), flush=True)
-        for sentence in report.failures():
-            print(sentence, file=sys.stderr)
-
-    world_s = args.timeout
-    report = run_selftest(args.dir, world_timeout_s=world_s, on_phase=on_phase, on_report=on_report)
+    report = run_selftest(args.dir, timeout_s=args.timeout, on_phase=on_phase)
+    if not speaks:  # If these ranks failed too, torchrun might end the one that prints.
+        return YES
+    lines = [json.dumps(report.to_plain(), indent=1)] if args.json else report.lines()
+    print("\n".join(lines), flush=True)
+    for sentence in report.failures():
+        print(sentence, file=sys.stderr)
     return YES if report.holds else NO

@@ -76,9 +76,9 @@ def stall_beside_copy(folder: str) -> Stall:
     """Measure both in turn; the first round warms up."""
     from lightning_elastic_zero.api import engine_handle
 
-    width = int((MEASURED_BYTES / 12 / 8) ** 0.5)  # A master and two moments, eight layers.
+    model = selftest_engine.TrialModel(1, state_bytes=MEASURED_BYTES)
     with (
-        selftest_engine.trial_engine(selftest_engine.WideModel(width, 8), 3) as engine,
+        selftest_engine.trial_engine(model, 3) as engine,
         background_saves(engine, f"{folder}/0.ckpt") as (manager, ranks),
     ):
         selftest_engine.train(engine, 0, 1)

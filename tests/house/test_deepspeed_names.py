@@ -20,7 +20,7 @@ SOURCES = sorted(
     [
         ROOT / "api.py",
         *(ROOT / "engine").glob("*.py"),
-        *(ROOT / "selftest").glob("*.py"),
+        ROOT / "selftest.py",
         *(ROOT / "trainer").glob("*.py"),
     ]
 )

@@ -35,7 +35,7 @@ EXPORTS = "tests/tools/test_convert.py::test_nothing_is_overwritten_and_"
 KILLED_EXPORT = "tests/tools/test_convert_killed.py::test_somebody_elses_file_stays"
 CAME_TO_EXPORT = "tests/tools/test_convert.py::test_a_file_that_came_meanwhile"
 SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_stay"
-SELFTEST_WORLDS = "tests/tools/test_selftest_worlds.py::test_it_holds_alone"
+SELFTEST_WORLDS = "tests/tools/test_selftest.py::test_it_holds_alone"
 CAME = RACES + "test_a_file_that_came_meanwhile"
 
 PLACES: dict[tuple[str, str, str], str] = {
@@ -135,8 +135,10 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/probe.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
     ("storage/shared.py", "leave_token", "(folder / token_name(rank)).open to write"): (SELFTEST),
     ("storage/shared.py", "_remove", "shutil.rmtree"): SELFTEST,
-    ("selftest/throughput.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
-    ("selftest/raw_write.py", "write_raw", "path.open to write"): SELFTEST_WORLDS,
+    ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
+    ("selftest.py", "_write", "path.open to write"): SELFTEST_WORLDS,
+    ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
+    ("selftest.py", "put", "self._path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps
     ("formats/dumps_describe.py", "_write", "hidden.unlink"): DUMPS,
     ("formats/dumps_describe.py", "_write", "hidden.replace"): DUMPS,

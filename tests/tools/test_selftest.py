@@ -1,4 +1,4 @@
-"""``selftest`` without engines: the directory, the report, the command."""
+"""``selftest``: its directory checks, its report, and real engines, alone and under torchrun."""
 
 from __future__ import annotations
 
@@ -6,43 +6,97 @@ import errno
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
+import psutil
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_elastic_zero import SaveError, UnsupportedError, run_selftest, selftest
+from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
-from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.selftest.checks import DYING
-from lightning_elastic_zero.selftest.directory_rows import SEEN, directory_rows
-from lightning_elastic_zero.selftest.engine_rows import WorldReports, _world_rows, unchecked_rows
-from lightning_elastic_zero.selftest.environment import Environment, file_system
-from lightning_elastic_zero.selftest.report import Row, SelftestReport, report_lines
-from lightning_elastic_zero.selftest.work_dir import PREFIX, usable_directory, work_dir
-from lightning_elastic_zero.selftest.worker_pool import meeting_point
-from lightning_elastic_zero.selftest.worker_protocol import (
-    RankReport,
-    Sender,
-    WorldReport,
-    read_report,
+from lightning_elastic_zero.selftest import (
+    INTACT,
+    NEXT_SAVE,
+    OTHERS_RAISE,
+    PREFIX,
+    SEEN,
+    SPEED,
+    Job,
+    Record,
+    Results,
+    Row,
+    SelftestReport,
+    Setting,
+    device_name,
+    directory_rows,
+    file_system,
+    meeting_point,
+    rows_of,
+    usable,
+    world_sizes,
 )
-from lightning_elastic_zero.selftest.worlds import plan_worlds, ranks_started_by
-from lightning_elastic_zero.storage.probe import EXCHANGE, LINKS, RENAME, SYNC_FILE, SYNC_NAMES
+from lightning_elastic_zero.storage.probe import (
+    EXCHANGE,
+    LINKS,
+    RENAME,
+    SYNC_FILE,
+    SYNC_NAMES,
+)
+from lightning_elastic_zero.storage.shared import scratch_folder
+from tests.core._slow_disk import SlowDisk
+from tests.engine._worker_pool import environment
+from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S
-from tests.tools._bad_disk import bad_disk, bad_disk_library
+from tests.tools._bad_disk import bad_disk, bad_disk_library, compiled
+from tests.tools._selftest_worker import broken_rank
 
 Run = Callable[..., tuple[int, str, str]]
 
 QUICK = settings(deadline=None, max_examples=50)
+SELFTEST = [sys.executable, "-m", "lightning_elastic_zero", "selftest"]
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def setting_of(*, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Setting:
+    """Return a setting on this machine."""
+    return Setting("cuda" if gpus else "cpu", hosts, world_sizes(launched, gpus), {})
+
+
+def output_of(program: str, *args: str, **variables: str) -> str:
+    """Run a Python program; return its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args],
+        env={**os.environ, **variables},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the library that makes calls fail."""
+    return bad_disk_library(tmp_path_factory.mktemp("bad"))
+
+
+# -- the directory --------------------------------------------------------------------------------
 
 PROBE = """
 import json, sys
@@ -51,28 +105,6 @@ from lightning_elastic_zero.storage.probe import probe_capabilities
 rows = probe_capabilities(Path(sys.argv[1]))
 print(json.dumps([[row.what, row.outcome, row.details] for row in rows]))
 """
-
-
-def setting_of(directory: Path, *, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Environment:
-    """Return a setting on this machine."""
-    return Environment(
-        directory=directory,
-        device="cuda" if gpus else "cpu",
-        device_names=("a device",),
-        hosts=hosts,
-        launched=launched,
-        worlds=plan_worlds(launched, gpus),
-        file_system=file_system(directory),
-    )
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what makes disks bad."""
-    return bad_disk_library(tmp_path_factory.mktemp("bad"))
-
-
-# -- the directory --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,19 +118,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("renameat2", errno.EINVAL, EXCHANGE, "does without"),
     ],
 )
-def test_what_a_directory_cannot_do_is_found(
+def test_missing_capabilities_are_found(
     call: str, number: int, what: str, result: str, library: Path, tmp_path: Path
 ) -> None:
-    """A call that fails is a failure by name; one that is not offered is done without."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(tmp_path)],
-        env={**os.environ, **bad_disk(library, tmp_path, {call: number})},
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    rows = [Row(*row) for row in json.loads(done.stdout)]
+    """A failing call fails its row; a call that the system lacks is done without."""
+    refused = bad_disk(library, tmp_path, {call: number})
+    rows = [Row(*row) for row in json.loads(output_of(PROBE, str(tmp_path), **refused))]
     found = {row.what: row for row in rows}
     assert found[what].result == result
     assert found[what].details
@@ -108,21 +133,19 @@ def test_what_a_directory_cannot_do_is_found(
     assert {row.what for row in rows if row.result != "holds"} <= {what, *by_fsync}
 
 
-def test_a_sound_directory_holds(tmp_path: Path) -> None:
-    """Nothing fails where nothing is wrong; on one host visibility between hosts is not checked."""
-    rows = {row.what: row for row in directory_rows(OneRank(), tmp_path, setting_of(tmp_path))}
-    assert not [row for row in rows.values() if row.result == "FAILS"]
+def test_a_good_directory_holds(tmp_path: Path) -> None:
+    """On one host, visibility between hosts is not checked."""
+    rows = {row.what: row for row in directory_rows(OneRank(), tmp_path, setting_of())}
+    assert "FAILS" not in {row.result for row in rows.values()}
     assert rows[RENAME].result == "holds"
     assert rows[SEEN].result == "not checked"
-    assert "one host" in rows[SEEN].details
 
 
-@pytest.mark.skipif(file_system(Path("/dev/shm"))[0] != "tmpfs", reason="no tmpfs is mounted")  # noqa: S108
-def test_nothing_is_said_of_a_disk_where_there_is_none() -> None:
-    """On tmpfs a sync is no finding: it is not checked, and does not count as held."""
-    with work_dir(Path("/dev/shm")) as folder:  # noqa: S108
-        rows = directory_rows(OneRank(), folder, setting_of(folder))
-    found = {row.what: row for row in rows}
+@pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no tmpfs is mounted")  # noqa: S108
+def test_syncs_are_not_checked_in_memory() -> None:
+    """On tmpfs a sync proves nothing."""
+    with scratch_folder(Path("/dev/shm"), PREFIX) as folder:  # noqa: S108
+        found = {row.what: row for row in directory_rows(OneRank(), folder, setting_of())}
     for what in (SYNC_FILE, SYNC_NAMES):
         assert found[what].result == "not checked"
         assert "tmpfs is memory" in found[what].details
@@ -130,82 +153,56 @@ def test_nothing_is_said_of_a_disk_where_there_is_none() -> None:
 
 
 def test_links_to_a_directory_are_followed(tmp_path: Path) -> None:
-    """The file system is that of the directory itself, and the report shows where that is."""
+    """The file system is the target's, and the report shows the target."""
     (tmp_path / "real").mkdir()
     link = tmp_path / "link"
     link.symlink_to("real")
-    assert usable_directory(link) == link
-    assert file_system(link) == file_system(tmp_path)
-    assert setting_of(link).described()["directory"] == f"{link} -> {link.resolve()}"
+    assert usable(link) == link
+    assert file_system(link) == file_system(tmp_path) != "unknown"
+    about = Setting.agreed(OneRank(), link).about
+    assert about["directory"] == f"{link} -> {link.resolve()}"
 
 
 def test_a_users_files_stay(tmp_path: Path) -> None:
-    """One folder of its own is made and removed, also after an error; nothing else is touched."""
+    """Only the selftest's own folder is made and removed, also after an error."""
     theirs = {name: tmp_path / name for name in ("file", "last.ckpt", f"{PREFIX}mine")}
     for name, path in theirs.items():
         path.write_text(name)
     (tmp_path / "probe-0").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with work_dir(tmp_path) as folder:
-        assert folder not in before
-        directory_rows(OneRank(), folder, setting_of(tmp_path))
+    with scratch_folder(tmp_path, PREFIX) as folder:
+        directory_rows(OneRank(), folder, setting_of())
         assert set(tmp_path.iterdir()) == {folder, *tmp_path.glob("[!z]*"), *theirs.values()}
-
-    def fail() -> None:
-        with work_dir(tmp_path) as folder:
-            (folder / "deep").mkdir()
-            (folder / "deep" / "file").touch()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
     assert sorted(tmp_path.rglob("*")) == before
     assert {path.read_text() for path in theirs.values()} == set(theirs)
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
-def test_a_directory_that_is_not_there(run: Run, tmp_path: Path) -> None:
-    """It is told in a sentence with its path and what it is, and nothing is made."""
+def test_an_unusable_directory(run: Run, tmp_path: Path) -> None:
+    """The error names the path and the problem, and nothing is made."""
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for name, found in (("none", "is not there"), ("file", "is no directory"), ("link", "nowhere")):
-        code, out, err = run("selftest", "--dir", tmp_path / name)
+    for path, problem in (
+        (tmp_path / "none", "does not exist"),
+        (tmp_path / "file", "is not a directory"),
+        (tmp_path / "link", "which links to nowhere, does not exist"),
+        (Path("/proc/self"), "cannot be written|bytes free|B free"),
+    ):
+        code, out, err = run("selftest", "--dir", path)
         assert (code, out) == (2, "")
-        assert str(tmp_path / name) in err
-        assert found in err
+        assert str(path) in err
+        assert re.search(problem, err)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
-
-
-def test_a_directory_that_cannot_be_written(run: Run) -> None:
-    """It is told in a sentence, with what the system says."""
-    code, out, err = run("selftest", "--dir", "/proc/self")
-    assert (code, out) == (2, "")
-    assert "/proc/self" in err
-    assert "cannot be written" in err or "has room for" in err
-    with pytest.raises(SaveError, match="cannot be written"), work_dir(Path("/proc/self")):
+    with pytest.raises(SaveError, match="cannot be written"), scratch_folder(Path("/proc"), "x"):
         pass
 
 
-def test_a_device_that_is_not_known(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSpeed has more accelerators than are tested here: that is told, and nothing is made."""
-    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
-    code, out, err = run("selftest", "--dir", tmp_path)
-    assert (code, out) == (2, "")
-    assert "DS_ACCELERATOR=xpu" in err
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_bad_disk_ends_it_early(library: Path, tmp_path: Path) -> None:
-    """A directory that does not hold fails by a sentence each; engines are not tried, nor held."""
+    """Failed directory checks are printed, and engines are not tried."""
     directory = tmp_path / "disk"
     directory.mkdir()
     refused = {"rename": errno.EIO, "fsync": errno.EIO}
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_elastic_zero", "selftest", "--dir", "disk", "--json"],
+        [*SELFTEST, "--dir", "disk", "--json"],
         env={**os.environ, **bad_disk(library, directory, refused)},
         cwd=tmp_path,
         capture_output=True,
@@ -218,11 +215,152 @@ def test_a_bad_disk_ends_it_early(library: Path, tmp_path: Path) -> None:
     assert not report["holds"]
     failed = [row for row in report["rows"] if row["result"] == "FAILS"]
     assert {RENAME, SYNC_FILE, SYNC_NAMES} <= {row["what"] for row in failed}
-    said = done.stderr.splitlines()
-    assert said == [f"{row['what']}: {row['details']}" for row in failed]
+    assert done.stderr.splitlines() == [f"{row['what']}: {row['details']}" for row in failed]
     engines = [row for row in report["rows"] if row["what"].startswith(("ZeRO", "kill", "speed"))]
-    assert {row["result"] for row in engines} == {"not checked"}
+    assert {(row["result"], row["details"]) for row in engines} == {
+        ("not checked", "the directory checks failed")
+    }
     assert not list(directory.iterdir())
+
+
+# -- devices and launchers ------------------------------------------------------------------------
+
+
+def test_an_unsupported_device(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by the variable's name, and nothing is made."""
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    code, out, err = run("selftest", "--dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert "DS_ACCELERATOR=xpu" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_gpu() -> None:
+    """The error names the rank's variable and the number of GPUs."""
+    beyond = torch.cuda.device_count()
+    with pytest.raises(UnsupportedError, match=rf"LOCAL_RANK={beyond}, but torch finds {beyond} "):
+        device_name("cuda", beyond)
+
+
+def test_a_launcher_without_local_rank(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, because all ranks of a host would use its first GPU."""
+    for name, value in zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    code, out, err = run("selftest", "--dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert "LOCAL_RANK is not" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("launched", "gpus", "sizes"),
+    [
+        (0, 0, (2, 3)),
+        (0, 1, (1, 1)),
+        (0, 2, (2, 1)),
+        (0, 16, (8, 7)),
+        (1, 0, (1, 1)),
+        (5, 0, (5, 4)),
+    ],
+)
+def test_the_number_of_devices_changes_if_it_can(
+    launched: int, gpus: int, sizes: tuple[int, int]
+) -> None:
+    """With one device it cannot, which is a row of the report."""
+    assert world_sizes(launched, gpus) == sizes
+    whats = {row.what for row in rows_of([], setting_of(launched=launched, gpus=gpus))}
+    assert ("another number of devices" in whats) == (sizes[0] == 1)
+    assert ("on GPUs" in whats) == (gpus == 0)
+
+
+def test_the_port_of_a_world_is_reserved() -> None:
+    """No other process gets it while workers import; a store with this port can listen."""
+    with ExitStack() as held:
+        address, port = meeting_point(1, held)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = TCPStore(address, port, 1, is_master=True)
+        store.set("a", "b")
+        assert TCPStore(address, port, 1, is_master=False).get("a") == b"b"
+        del store
+
+
+SIGNALS = """
+import signal
+from lightning_elastic_zero.selftest import _interruptible
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may run under nohup
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+before = [signal.getsignal(number) for number in numbers]
+for number in numbers:
+    with _interruptible():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            print("interrupted")
+        for later in numbers:
+            signal.raise_signal(later)
+    with _interruptible() as ignore_signals:
+        ignore_signals()
+        signal.raise_signal(number)
+assert [signal.getsignal(number) for number in numbers] == before
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with _interruptible():
+    signal.raise_signal(signal.SIGHUP)
+"""
+
+FOREIGN_HANDLER = """
+#include <signal.h>
+static void handle(int number) { (void)number; }
+__attribute__((constructor)) static void install(void) { signal(SIGTERM, handle); }
+"""
+
+WITH_FOREIGN_HANDLER = """
+import signal
+from lightning_elastic_zero.selftest import _interruptible
+
+assert signal.getsignal(signal.SIGTERM) is None
+with _interruptible():
+    signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.SIGTERM)
+print("went on")
+"""
+
+
+def test_signals(tmp_path: Path) -> None:
+    """Each signal interrupts once; nohup's SIGHUP and handlers not set by Python stay."""
+    assert output_of(SIGNALS).split() == ["interrupted"] * 3
+    source = tmp_path / "handler.c"
+    source.write_text(FOREIGN_HANDLER)
+    preload = {"LD_PRELOAD": str(compiled(source, tmp_path))}
+    assert output_of(WITH_FOREIGN_HANDLER, **preload) == "went on\n"
+
+
+RAW_WRITE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from lightning_elastic_zero import selftest
+calls = []
+ranks = SimpleNamespace(report_progress=lambda: calls.append(1))
+job = SimpleNamespace(setting=SimpleNamespace(measured_bytes=12 << 20))
+selftest._write(Path(sys.argv[1]), job, ranks)
+print(len(calls))
+"""
+
+
+def test_a_slow_disk_is_awaited_in_pieces(tmp_path: Path) -> None:
+    """No wait of the raw write covers more than 1 MiB, and each is followed by progress."""
+    disk = SlowDisk(tmp_path, 1e12)
+    calls = int(output_of(RAW_WRITE, str(disk.folder / "file"), **disk.environment))
+    waits = disk.waits()
+    assert sum(waits) == 12 << 20
+    assert max(waits) <= 1 << 20
+    assert calls >= len(waits)
 
 
 # -- the report -----------------------------------------------------------------------------------
@@ -237,22 +375,16 @@ ROWS = st.builds(
 
 @QUICK
 @given(st.lists(ROWS, max_size=5))
-def test_it_holds_where_nothing_fails(rows: list[Row]) -> None:
-    """What was not checked, or measured, is neither held nor failed; nothing checked holds not."""
+@example([Row("\\|", "holds", "\\\\|"), Row("|", "holds", "\\")])
+@example([Row("a\x00b", "holds", "\x1b[31m"), Row("\udc80", "holds", "\u202e")])
+def test_a_report(rows: list[Row]) -> None:
+    """It holds if nothing failed and something was checked; a row is one line of the table."""
     report = SelftestReport({"torch": "2"}, tuple(rows))
     results = [row.result for row in rows]
     assert report.holds == ("FAILS" not in results and "holds" in results)
     assert len(report.failures()) == results.count("FAILS")
     assert report.to_plain()["holds"] == report.holds
-
-
-@QUICK
-@given(st.lists(ROWS, max_size=5))
-@example([Row("\\|", "holds", "\\\\|"), Row("|", "holds", "\\")])
-@example([Row("a\x00b", "holds", "\x1b[31m"), Row("\udc80", "holds", "\u202e")])
-def test_a_row_is_a_line_of_the_table(rows: list[Row]) -> None:
-    """Whatever is in a cell stays in it, and is read from it again: pipes, backslashes, lines."""
-    lines = list(report_lines(SelftestReport({}, tuple(rows))))
+    lines = list(report.lines())
     table = lines[lines.index("", 2) + 1 :]
     assert len(table) == len(rows) + 2
     for line in table:
@@ -273,104 +405,267 @@ def cells_of(line: str) -> list[str]:
     return [re.sub(r"\\(.)", r"\1", part).strip() for part in parts]
 
 
-@pytest.mark.parametrize(("wide", "columns"), [("日本語", 6), ("e\u0301tude", 5)])
-def test_columns_stand_below_each_other(wide: str, columns: int) -> None:
-    """In a terminal, where some characters take two columns, and accents take none."""
-    rows = (Row(wide, "holds"), Row("a longer name", "holds"))
-    *_, first, second = report_lines(SelftestReport({}, rows))
-    assert first.index("|", 1) - len(wide) + columns == second.index("|", 1)
-
-
-def test_nothing_that_was_not_run_holds(tmp_path: Path) -> None:
-    """Where no engine was made, each of their rows is not checked, with the reason."""
-    nothing = _world_rows(WorldReports(), plan_worlds(2, 0))
-    assert {row.result for row in nothing} == {"not checked"}
-    *rows, last = unchecked_rows(setting_of(tmp_path), "because")
-    assert rows
-    assert {(row.result, row.details) for row in rows} == {("not checked", "because")}
-    assert (last.what, last.result) == ("on GPUs", "not checked")
-    assert "processors were used" in last.details
+def test_nothing_holds_without_records() -> None:
+    """Every row is unchecked until processes record something."""
+    assert {row.result for row in rows_of([], setting_of())} == {"not checked"}
 
 
 @pytest.mark.parametrize(
-    ("told", "killed", "problem"),
+    ("records", "result", "details"),
     [
-        ([{"a": ""}, {"a": ""}], None, ""),
-        ([{"a": ""}, {}], None, None),
-        ([{"a": ""}, {}], 1, ""),
-        ([{}, {}], 1, None),
-        ([{"a": ""}, {"a": "wrong"}], None, "rank 1: wrong"),
-        ([{"a": "wrong"}, {}], None, "rank 0: wrong"),
-        ([{}], 0, None),
+        ([(0, ""), (1, ""), (2, "")], "holds", ""),
+        ([(0, ""), (1, "")], "not checked", "did not get that far"),
+        ([(0, ""), (1, "wrong"), (2, "")], "FAILS", "rank 1: wrong"),
+        ([(2, "wrong")], "FAILS", "rank 2: wrong"),
+        ([(1, "wrong"), (2, "other")], "FAILS", "rank 1 (and 1 other ranks): wrong"),
     ],
 )
-def test_a_check_holds_where_all_ranks_tell_so(
-    told: list[dict[str, str]], killed: int | None, problem: str | None
+def test_a_check_holds_if_all_ranks_record_success(
+    records: list[tuple[int, str]], result: str, details: str
 ) -> None:
-    """A rank that told nothing is no rank for which it held, but for one that was to be killed."""
-    ranks = tuple(RankReport(rank, problems) for rank, problems in enumerate(told))
-    assert WorldReport(ranks, killed).problem("a") == problem
+    """A rank without a record has not checked it; one problem is a failure."""
+    told = [Record(rank, INTACT, problem) for rank, problem in records]
+    (row,) = [row for row in rows_of(told, setting_of()) if row.what == INTACT]
+    assert row.result == result
+    assert details in row.details
 
 
-def test_an_end_that_was_not_meant_is_reported() -> None:
-    """Only the rank that was to die may, only by SIGKILL, in the save that it told of."""
-    kill, crash = "its process ended by signal 9", "its process ended by exit code 1"
-    good = RankReport(0, {"good": "", DYING: ""}, ended=kill)
-    assert not WorldReport((good,), 0).unfinished()
-    assert WorldReport((good,), None).unfinished() == {0: kill}
-    assert WorldReport((RankReport(0, {DYING: ""}, ended=kill),), 0).unfinished() == {0: kill}
-    assert WorldReport((RankReport(0, {"good": ""}, ended=kill),), 0).unfinished() == {0: kill}
-    assert WorldReport((replace(good, ended=crash),), 0).unfinished() == {0: crash}
+def test_records_survive_a_kill(tmp_path: Path) -> None:
+    """Each record is in the file when ``put`` returns; success is recorded by the last part."""
+    job = Job("save", 2, tmp_path, setting_of(), {})
+    results = Results(job, 1)
+    results.put("a", value={"c": "d"})
+    with results.check("b", last=False):
+        pass
+    with results.check("b"):
+        pass
+    with results.check("c"):
+        (tmp_path / "missing").rmdir()
+    *records, failed = selftest._read(job, 1)
+    assert records == [Record(1, "a", "", {"c": "d"}), Record(1, "b")]
+    assert (failed.rank, failed.check) == (1, "c")
+    assert failed.problem.startswith("FileNotFoundError: ")
+    assert selftest._read(job, 0) == []
 
 
-def test_what_a_killed_worker_told_counts(tmp_path: Path) -> None:
-    """Lines that were told are kept, in order; one that a kill has cut is none."""
-    file = tmp_path / "told"
-    with file.open("wb") as opened:
-        sender = Sender(opened.fileno(), 1)
-        sender.checked("a")
-        sender.saved("b", {"c": "d"})
-        sender.measured("e", 0.5)
-        opened.write(b'["problems", "cut')
-    report = read_report(file.read_bytes(), 1, "by signal 9")
-    assert report == RankReport(1, {"a": ""}, {"b": {"c": "d"}}, {"e": 0.5}, False, "by signal 9")
-    finished = read_report(b'["finished", "", true]\n', 1, "exit code 0")
-    assert finished.finished
-    assert not finished.ended
+# -- real engines ---------------------------------------------------------------------------------
 
 
-# -- worlds ---------------------------------------------------------------------------------------
+@contextmanager
+def started(
+    command: list[str], folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in its own process group, which ends with the context."""
+    kept = {k: v for k, v in environment().items() if k not in LAUNCHED} | dict(variables)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=kept,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    below = psutil.Process(process.pid)
+    try:
+        yield process
+    finally:
+        for worker in below.children(recursive=True) if process.poll() is None else []:
+            worker.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def test_the_port_of_a_world_is_kept_for_it() -> None:
-    """Nobody else gets it while workers are still importing; a store that is told it listens."""
-    with ExitStack() as held:
-        address, port = meeting_point(1, held)
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("", port))
-        store = TCPStore(address, port, 1, is_master=True)
-        store.set("a", "b")
-        assert TCPStore(address, port, 1, is_master=False).get("a") == b"b"
-        del store
+@pytest.fixture
+def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the workers of this process in the environment of ranks of tests."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
 
 
-@QUICK
-@given(st.integers(1, 64))
-def test_each_rank_is_started_once(launched: int) -> None:
-    """By torchrun's ranks together, or by the one process; a device has one rank at most."""
-    worlds = plan_worlds(launched, 0)
-    for size in (worlds.saves, worlds.loads, worlds.returns):
-        assert 1 <= size <= launched
-        started = Counter(r for s in range(launched) for r in ranks_started_by(s, launched, size))
-        assert started == Counter(range(size))
-        assert list(ranks_started_by(0, 1, size)) == list(range(size))
+def printed_rows(out: str) -> list[Row]:
+    """Return the rows of a printed table."""
+    cells = [cells_of(line) for line in out.splitlines() if line.startswith("| ")]
+    return [Row(*row) for row in [row for row in cells if len(row) == 3][1:]]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 16])
-def test_the_number_of_devices_changes_where_it_can(gpus: int) -> None:
-    """With one GPU it cannot, and that is said; without any there are 2, 3 and 1 processes."""
-    worlds = plan_worlds(0, gpus)
-    assert worlds.changes == (gpus != 1)
-    rows = unchecked_rows(setting_of(Path.cwd(), gpus=gpus), "because")
-    assert ("another number of devices" in {row.what for row in rows}) == (gpus == 1)
-    assert ("on processors" in {row.what for row in rows}) == (gpus > 0)
+def assert_held(rows: list[Row], saves: int, loads: int) -> None:
+    """Fail unless everything that can be checked here holds."""
+    found = {row.what: row.result for row in rows}
+    assert "FAILS" not in found.values(), rows
+    assert found[SPEED] == "measured"
+    unchecked = {what for what, result in found.items() if result == "not checked"}
+    assert {"on GPUs", SEEN} <= unchecked <= {SEEN, "on GPUs", SYNC_FILE, SYNC_NAMES}
+    for stage in range(4):
+        assert found[f"ZeRO-{stage}, blocking, {saves} to {loads}"] == "holds"
+    assert sum(", background, " in what for what in found) == 4
+    assert {found[what] for what in (OTHERS_RAISE, INTACT, NEXT_SAVE)} == {"holds"}
+
+
+@pytest.mark.long
+def test_it_holds_alone(tmp_path: Path) -> None:
+    """On 2 and 3 processes, through a relative path and a link; a user's files stay."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    theirs = tmp_path / "real" / "raw-0-0"
+    theirs.write_text("a user's")
+    with started([*SELFTEST, "--dir", "link"], tmp_path) as process:
+        out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+    assert (process.returncode, err) == (0, "")
+    assert_held(printed_rows(out), 2, 3)
+    assert f"{tmp_path / 'link'} -> {(tmp_path / 'real').resolve()}" in out
+    assert list((tmp_path / "real").iterdir()) == [theirs]
+    assert theirs.read_text() == "a user's"
+
+
+@pytest.mark.long
+def test_it_holds_without_exchanges_and_links(tmp_path: Path) -> None:
+    """As on exFAT: both rows are done without, and the exit code is 0."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    refused = {"renameat2": errno.EINVAL, "symlink": errno.EPERM, "link": errno.EPERM}
+    variables = bad_disk(bad_disk_library(tmp_path), disk, refused)
+    with started([*SELFTEST, "--dir", str(disk)], tmp_path, variables) as process:
+        out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+    assert (process.returncode, err) == (0, "")
+    rows = printed_rows(out)
+    assert_held(rows, 2, 3)
+    assert [row.what for row in rows if row.result == "does without"] == [EXCHANGE, LINKS]
+    assert not list(disk.iterdir())
+
+
+def torchrun(*options: str) -> list[str]:
+    """Return the command of an agent."""
+    return [sys.executable, "-m", "torch.distributed.run", *options, *SELFTEST[1:]]
+
+
+@pytest.mark.long
+def test_it_holds_under_torchrun(tmp_path: Path) -> None:
+    """Rank 0 alone prints, and no launched rank is killed."""
+    launch = torchrun("--nproc-per-node=2", f"--master-port={free_port()}")
+    with started([*launch, "--dir", str(tmp_path)], tmp_path) as process:
+        out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert out.count("### lightning-elastic-zero selftest: holds") == 1
+    assert "started by a launcher" in out
+    assert_held(printed_rows(out), 2, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_it_holds_under_two_agents(tmp_path: Path) -> None:
+    """Of two nodes with their own addresses, the node of rank 0 prints one table."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    node = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.2")
+    port = free_port()
+    commands = [
+        torchrun(
+            *node, f"--master-port={port}", f"--node-rank={n}", f"--local-addr=127.0.0.{n + 2}"
+        )
+        for n in range(2)
+    ]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        agents = [
+            stack.enter_context(started([*command, "--dir", str(disk)], tmp_path))
+            for command in commands
+        ]
+        said = list(pool.map(lambda agent: agent.communicate(timeout=HANG_TIMEOUT_S), agents))
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [out.count("selftest: holds") for out, _ in said] == [1, 0]
+    assert_held(printed_rows(said[0][0]), 2, 1)
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.long
+def test_a_failure_under_torchrun_is_printed(tmp_path: Path) -> None:
+    """Torchrun ends all ranks once one has failed; the report is printed and nothing stays."""
+    launch = torchrun("--nproc-per-node=2", f"--master-port={free_port()}")
+    with started([*launch, "--dir", str(tmp_path), "--timeout", "0.5"], tmp_path) as process:
+        out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+    assert process.returncode == 1
+    assert out.count("### lightning-elastic-zero selftest: FAILS") == 1
+    assert err.count("did not finish in time, and was killed") == 2
+    assert "interrupted" not in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("not_launched")
+def test_a_broken_load_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one rank's state fails the row of its checkpoint, by name, and no other."""
+    monkeypatch.setattr(selftest, "_run_rank", broken_rank)
+    report = run_selftest(tmp_path)
+    assert not report.holds
+    found = {row.what: row for row in report.rows}
+    failed = [row.what for row in report.rows if row.result == "FAILS"]
+    assert failed == ["ZeRO-1 into ZeRO-2, background, 2 to 3"]
+    (sentence,) = report.failures()
+    assert "1 of 30 differ: exp_avg of " in sentence
+    assert found["ZeRO-1, blocking, 2 to 3"].result == "holds"
+    assert found["ZeRO-2, blocking, 2 to 3"].result == "not checked"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("not_launched")
+def test_a_hanging_world_is_killed(tmp_path: Path) -> None:
+    """It is reported, nothing of it stays, and none of its checks holds."""
+    before = set(psutil.Process().children(recursive=True))
+    report = run_selftest(tmp_path, timeout_s=0.01)
+    assert not report.holds
+    failed = {row.what: row.details for row in report.rows if row.result == "FAILS"}
+    assert set(failed) == {"processes: save on 2", "processes: load on 3", OTHERS_RAISE}
+    assert "did not finish in time, and was killed" in failed["processes: load on 3"]
+    assert "was not killed while it saved" in failed[OTHERS_RAISE]
+    held = {row.what for row in report.rows if row.result == "holds"}
+    assert not [what for what in held if not what.startswith("directory")]
+    assert not list(tmp_path.iterdir())
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_it_can_be_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    """All processes end and the folder is removed; after SIGKILL its name tells what it is."""
+    with started([*SELFTEST, "--dir", str(tmp_path)], tmp_path) as process:
+        while not list(tmp_path.glob(f"{PREFIX}*/*.ckpt")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks) >= 2
+        process.send_signal(number)
+        out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+        psutil.wait_procs(ranks, timeout=HANG_TIMEOUT_S)
+        assert not [rank for rank in ranks if rank.is_running()]
+    left = [path.name for path in tmp_path.iterdir()]
+    if number == signal.SIGKILL:
+        assert [name[: len(PREFIX)] for name in left] == [PREFIX]
+    else:
+        assert (process.returncode, out) == (2, "")
+        assert "interrupted" in err
+        assert not left
+
+
+@pytest.mark.long
+def test_a_directory_that_is_not_shared(tmp_path: Path) -> None:
+    """Ranks with different directories under one path fail, with a remedy."""
+    store, times = HashStore(), Timeouts()
+    folders = [tmp_path / name / "folder" for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    with ExitStack() as opened, ThreadPoolExecutor(2) as threads:
+        ranks = [StoreRanks(store, rank, 2, name="a", times=times) for rank in range(2)]
+        for of_rank in ranks:
+            opened.callback(of_rank.close)
+        setting = setting_of(launched=2, hosts=2)
+        pairs = zip(ranks, folders, strict=True)
+        told = [threads.submit(directory_rows, r, f, setting) for r, f in pairs]
+        found = [future.result(timeout=HANG_TIMEOUT_S) for future in told]
+    assert found[0] == found[1]
+    (row,) = found[0]
+    assert (row.what, row.result) == (SEEN, "FAILS")
+    assert "does not see the directory that rank 0 made" in row.details

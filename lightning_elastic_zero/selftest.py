@@ -1,0 +1,871 @@
+"""A test of saving and loading on this machine or cluster: ``selftest --dir DIR``.
+
+``run_selftest`` runs in one process, or in every rank of torchrun, and starts two *worlds* of
+processes: the first saves and loses a rank, the second loads on another number of devices. Engines
+live in these processes only, because DeepSpeed has one world per process and because the killed
+rank must not be one that torchrun started. torch's own elastic agent cannot start them: it ends
+all ranks as soon as one is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
+from lightning_elastic_zero.checkpoint.directory_check import find_unseen
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.save import save_engine
+from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.coordination.client import launched_ranks, launched_world_size
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
+from lightning_elastic_zero.core.manifest import STAGES
+from lightning_elastic_zero.core.requirements import version_of
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.engine.selftest_engine import (
+    TrialModel,
+    gather_full_state,
+    join_ranks,
+    train,
+    trial_engine,
+)
+from lightning_elastic_zero.errors import (
+    ElasticZeroError,
+    RanksError,
+    SaveError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.storage.checksums import Writeback
+from lightning_elastic_zero.storage.ownership import delete_checkpoint
+from lightning_elastic_zero.storage.paths import check_local_path, real_path
+from lightning_elastic_zero.storage.probe import SYNC_FILE, SYNC_NAMES, probe_capabilities
+from lightning_elastic_zero.storage.shared import scratch_folder
+from lightning_elastic_zero.tools.report import format_bytes
+from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
+
+Result = Literal["holds", "FAILS", "does without", "measured", "not checked"]
+"""``does without``: the system lacks a feature, and the library uses another way."""
+
+State = Mapping[str, str]
+"""Digest or text of everything an engine holds, by name."""
+
+PREFIX = "zero-selftest-"
+"""Of the only folder that is written. It is visible, so that a leftover is found."""
+
+SEEN = "directory: visible between hosts"
+OTHERS_RAISE = "kill: the others raise and name it"
+INTACT = "kill: the last checkpoint stays intact"
+NEXT_SAVE = "kill: the next save succeeds"
+SPEED = "speed"
+
+_NEXT_STAGE = {0: 0, 1: 2, 2: 3, 3: 1}
+"""Stage 0 trains in another precision than the others, and is loaded at stage 0."""
+_CLIENT = {"epoch": 3, "samples": [1, 2, 3], "name": "selftest"}
+"""Stands for a trainer's state."""
+_DYING, _SAVED_STATE = "about to be killed", "state saved as "
+_COLLECTIVE_TIMEOUT_S, _MEET_S, _KILL_S, _BUDGET_S = 120.0, 120.0, 10.0, 20.0
+_ROUNDS, _BLOCK_BYTES = 4, 1 << 20
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check."""
+
+    what: str
+    result: Result
+    details: str = ""
+    """The failure, the figure, or the reason why it was not checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelftestReport:
+    """Result of ``run_selftest``."""
+
+    setting: Mapping[str, str]
+    """Releases, devices, file system."""
+    rows: tuple[Row, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing failed, and something was checked."""
+        results = {row.result for row in self.rows}
+        return "FAILS" not in results and "holds" in results
+
+    def failures(self) -> list[str]:
+        """Return a sentence for each failure."""
+        return [f"{row.what}: {row.details}" for row in self.rows if row.result == "FAILS"]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        return {"holds": self.holds, **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as Markdown for an issue, readable as plain text."""
+        result: Result = "holds" if self.holds else "FAILS"
+        count = sum(row.result == result for row in self.rows)
+        yield f"### lightning-elastic-zero selftest: {result} ({count} checks)"
+        yield ""
+        yield from _table(("here", ""), [*self.setting.items()])
+        yield ""
+        rows = [(row.what, row.result, row.details) for row in self.rows]
+        yield from _table(("check", "result", "details"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    cells = [[_cell(text) for text in row] for row in (head, *rows)]
+    # The last column is not padded: one long message would widen all rows.
+    *widths, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
+    widths.append(1)
+    for index, row in enumerate(cells):
+        yield f"| {' | '.join(text.ljust(w) for text, w in zip(row, widths, strict=True))} |"
+        if not index:
+            yield f"|{'|'.join('-' * (width + 2) for width in widths)}|"
+
+
+def _cell(text: str) -> str:
+    """Return a text as one line of bounded length that cannot end its cell."""
+    line = " ".join(text.split())[:400]
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return re.sub(r"([\\|])", r"\\\1", line)
+
+
+# -- the story -------------------------------------------------------------------------------------
+
+
+def run_selftest(
+    directory: str | os.PathLike[str],
+    *,
+    timeout_s: float = 600.0,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> SelftestReport:
+    """Check saving and loading on this machine or cluster, and in a directory.
+
+    Small DeepSpeed engines at all ZeRO stages are saved, blocking and in the background, loaded on
+    another number of devices and compared bit for bit. One process is killed while it writes. A
+    background save is timed next to a raw write. Everything is written to one new folder in
+    ``directory``, which is removed at the end.
+
+    In one process, it starts all ranks itself: one per GPU, 8 at most, or 2 and 3 on CPUs. In every
+    rank of torchrun, each starts its rank of both worlds, on its own device. The new processes
+    import the main module: call this below ``if __name__ == "__main__"``.
+
+    Args:
+        directory: folder in which runs will save, shared by all ranks.
+        timeout_s: timeout of each of the two worlds in seconds.
+        on_phase: called with a description of each phase.
+
+    Returns:
+        The same report on every rank. A failed check is a row, not an exception.
+
+    Raises:
+        SaveError: the directory does not exist, cannot be written, or has too little space.
+        UnsupportedError: the directory is a remote address, the device is unknown or missing, or
+            the launcher does not set ``LOCAL_RANK``.
+        RanksError: another rank of torchrun failed or was lost.
+    """
+    with _interruptible() as ignore_signals, _launchers(timeout_s) as ranks, ExitStack() as opened:
+        try:
+            path = ranks.run_all("selftest: check the directory", lambda: usable(directory))
+            setting = Setting.agreed(ranks, path)
+            folder = _make_folder(ranks, path, setting, opened)
+            on_phase("checking the directory")
+            rows = directory_rows(ranks, folder, setting)
+            if any(row.result == "FAILS" for row in rows):
+                why = "the directory checks failed"
+                rows += [
+                    replace(r, result="not checked", details=why) for r in rows_of([], setting)
+                ]
+            else:
+                rows += rows_of(_run_worlds(ranks, folder, setting, timeout_s, on_phase), setting)
+            return SelftestReport(setting.about, tuple(rows))
+        finally:
+            ignore_signals()  # The folder is removed next, and torchrun may be ending this rank.
+
+
+def reports_here() -> bool:
+    """Whether this process should print the report, which all ranks have."""
+    return not launched_world_size() or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def _launchers(timeout_s: float) -> Iterator[Ranks]:
+    """Connect the processes that start workers: the ranks of torchrun, or this process alone."""
+    if launched_world_size() <= 1:
+        yield OneRank()
+        return
+    if "LOCAL_RANK" not in os.environ:
+        msg = (
+            "RANK and WORLD_SIZE are set, but LOCAL_RANK is not, so all ranks of a host would use "
+            "its first GPU: let the launcher set LOCAL_RANK (torchrun does), or unset RANK to test "
+            "this machine alone"
+        )
+        raise UnsupportedError(msg)
+    times = Timeouts(absent_timeout_s=timeout_s + _MEET_S, stall_timeout_s=_MEET_S)
+    with launched_ranks(times, "elastic-zero selftest") as ranks:
+        yield ranks
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt like SIGINT, once, so that files are removed.
+
+    Yields:
+        A function that makes the signals ignored until the context ends.
+    """
+    earlier: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        earlier = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        if earlier[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+            del earlier[signal.SIGHUP]
+        # None: a handler that Python did not install, and cannot restore.
+        earlier = {number: handler for number, handler in earlier.items() if handler is not None}
+
+    def ignore() -> None:
+        for number in earlier:
+            signal.signal(number, signal.SIG_IGN)
+
+    def interrupt(*_: object) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    for number in earlier:
+        signal.signal(number, interrupt)
+    try:
+        yield ignore
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+# -- environment and directory ---------------------------------------------------------------------
+
+
+def usable(directory: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a directory; links are not resolved.
+
+    Raises:
+        SaveError: it is not a directory.
+        UnsupportedError: it is a remote address.
+    """
+    path = check_local_path(directory)
+    if not path.is_dir():
+        link = f", which links to {path.readlink()}," if path.is_symlink() else ""
+        found = "is not a directory" if path.exists() else "does not exist"
+        msg = f"{path}{link} {found}: pass the folder in which runs will save"
+        raise SaveError(msg)
+    return path
+
+
+def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) -> Path:
+    """Make the folder on rank 0, to be removed when ``opened`` ends; return it on all ranks."""
+
+    def make() -> str:
+        needed_bytes = 4 * setting.measured_bytes * setting.sizes[0]
+        free_bytes = shutil.disk_usage(path).free
+        if free_bytes < needed_bytes:
+            msg = (
+                f"{path} has {format_bytes(free_bytes)} free, but the selftest needs "
+                f"{format_bytes(needed_bytes)}: free some space, or pass another directory"
+            )
+            raise SaveError(msg)
+        return str(opened.enter_context(scratch_folder(path, PREFIX, ranks.report_progress)))
+
+    return Path(ranks.broadcast("selftest: make a folder", make))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Environment, agreed on by all launchers."""
+
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+    hosts: int
+    sizes: tuple[int, int]
+    """Numbers of ranks that save and that load."""
+    about: Mapping[str, str]
+    """Description for the report."""
+
+    @classmethod
+    def agreed(cls, ranks: Ranks, path: Path) -> Setting:
+        """Find out where this runs. Collective."""
+        gpus, launched = _gpu_count(), launched_world_size()
+        device = os.environ.get("DS_ACCELERATOR") or ("cuda" if gpus else "cpu")
+        if device not in {"cpu", "cuda"} or (device == "cuda" and not gpus):
+            msg = (
+                f"DS_ACCELERATOR={device}, but selftest supports cpu, and cuda if torch finds a "
+                f"GPU ({gpus} found): set one of them, or unset it"
+            )
+            raise UnsupportedError(msg)
+        local = int(os.environ.get("LOCAL_RANK", "0")) if ranks.world_size > 1 else 0
+        found = ranks.all_gather(
+            "selftest: find devices", lambda: (socket.gethostname(), device_name(device, local))
+        )
+        hosts = len({host for host, _ in found})
+        sizes = world_sizes(launched, gpus if device == "cuda" else 0)
+        packages = ("lightning-elastic-zero", "deepspeed", "lightning")
+        real = real_path(path)
+        about = {
+            **{name: version_of(name) or "not installed" for name in packages},
+            "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+            "Python": f"{platform.python_version()} on {platform.platform()}",
+            "devices": f"{device}: {'; '.join(sorted({name for _, name in found})[:4])}",
+            "ranks": f"{sizes[0]} save, {sizes[1]} load, on {hosts} hosts, started by "
+            f"{'a launcher' if launched else 'one process'}",
+            "directory": f"{path}" + (f" -> {real}" if real != path else ""),
+            "file system": f"{file_system(path)}, "
+            f"{format_bytes(shutil.disk_usage(path).free)} free",
+        }
+        return cls(device, hosts, sizes, about)
+
+    @property
+    def measured_bytes(self) -> int:
+        """State of each rank when measuring: 64 MiB, at most 2 GiB in total."""
+        return min(64 << 20, (2 << 30) // self.sizes[0])
+
+
+def world_sizes(launched: int, gpus: int) -> tuple[int, int]:
+    """Return the numbers of ranks that save and that load."""
+    if not launched and not gpus:
+        return 2, 3
+    most = launched or min(gpus, 8)
+    return most, max(most - 1, 1)
+
+
+def _gpu_count() -> int:
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 without accelerators; later releases return None.
+        return 0
+    return torch.accelerator.device_count() if found is not None and found.type == "cuda" else 0
+
+
+def device_name(device: str, index: int) -> str:
+    """Return the name of a GPU, or the number of processors.
+
+    Raises:
+        UnsupportedError: there is no GPU with this index.
+    """
+    if device == "cpu":
+        return f"{os.cpu_count()} processors"
+    if index >= _gpu_count():
+        msg = (
+            f"LOCAL_RANK={index}, but torch finds {_gpu_count()} GPUs on {platform.node()}: start "
+            "one rank per GPU; CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')} may hide some"
+        )
+        raise UnsupportedError(msg)
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return str(module.get_device_properties(index).name)
+
+
+def file_system(path: Path) -> str:
+    """Return the type of a path's file system; ``"unknown"`` without /proc."""
+    kind, longest, real = "unknown", -1, real_path(path)
+    with suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+            _, mount, found, *_ = line.split(" ")
+            mount = " ".join(mount.split("\\040"))
+            if real.is_relative_to(mount) and len(mount) >= longest:
+                kind, longest = found, len(mount)
+    return kind
+
+
+def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
+    """Check the directory on all launchers; report the worst result of each capability."""
+    if unseen := find_unseen(ranks, folder, range(ranks.world_size), "selftest"):
+        return [Row(SEEN, "FAILS", unseen)]
+    rows = [Row(SEEN, "holds")]
+    if setting.hosts == 1:
+        rows = [Row(SEEN, "not checked", "all ranks are on one host")]
+
+    def probe() -> list[tuple[str, Result, str]]:
+        own = folder / f"probe-{ranks.rank}"
+        try:
+            own.mkdir()
+        except OSError as error:
+            return [("directory: write", "FAILS", f"{own.name}: {error.strerror or error}")]
+        return [(found.what, found.outcome, found.details) for found in probe_capabilities(own)]
+
+    worst_first, kind = ["FAILS", "does without", "holds"], file_system(folder)
+    found: dict[str, Row] = {}
+    for of_rank in ranks.all_gather("selftest: check the directory", probe):
+        for row in (Row(*values) for values in of_rank):
+            other = found.get(row.what, row)
+            found[row.what] = min(other, row, key=lambda r: worst_first.index(r.result))
+    for what in (SYNC_FILE, SYNC_NAMES):
+        if kind in {"tmpfs", "ramfs"} and what in found and found[what].result == "holds":
+            found[what] = Row(what, "not checked", f"{kind} is memory, and lost with the machine")
+    return rows + list(found.values())
+
+
+# -- worlds ----------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """What one rank recorded about a check."""
+
+    rank: int
+    check: str
+    problem: str = ""
+    """Empty: it succeeded."""
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The task of a world, the same for all its ranks."""
+
+    task: str
+    """Name of a function in ``TASKS``."""
+    size: int
+    folder: Path
+    setting: Setting
+    expected: Mapping[str, State]
+    """States of the saved checkpoints, by check."""
+
+    def results_file(self, rank: int) -> Path:
+        """Return the file of a rank's records, one JSON line each, which survives a kill."""
+        return self.folder / f"{self.task}-{rank}.jsonl"
+
+    def checkpoint(self, check: str) -> Path:
+        """Return the path of the checkpoint of a check."""
+        return self.folder / f"{re.sub('[^A-Za-z0-9-]+', '-', check)}.ckpt"
+
+
+def _run_worlds(
+    ranks: Ranks,
+    folder: Path,
+    setting: Setting,
+    timeout_s: float,
+    on_phase: Callable[[str], None],
+) -> list[Record]:
+    """Save, measure, kill and load; return the records of all ranks. Collective."""
+    saves, loads = setting.sizes
+    on_phase(f"saving, measuring and killing a rank on {saves}")
+    job = Job("save", saves, folder, setting, {})
+    records, codes = _run_world(ranks, job, timeout_s)
+    states = {r.check: r.value for r in records if isinstance(r.value, dict)}
+    states = {check.removeprefix(_SAVED_STATE): state for check, state in states.items()}
+    victim = saves - 1
+    killed = (victim, _DYING) in {(r.rank, r.check) for r in records} and codes[
+        victim
+    ] == -signal.SIGKILL
+    if not killed:
+        records.append(Record(victim, OTHERS_RAISE, "it was not killed while it saved"))
+    elif INTACT in states:
+        step = "selftest: check the files after the kill"
+        if problem := ranks.broadcast(step, lambda: _after_kill(job)):
+            records.append(Record(0, INTACT, problem))
+    records += _ended_early(job, {r: c for r, c in codes.items() if not (killed and r == victim)})
+    on_phase(f"loading on {loads}")
+    job = Job("load", loads, folder, setting, states)
+    loaded, codes = _run_world(ranks, job, timeout_s)
+    return records + loaded + _ended_early(job, codes)
+
+
+def _ended_early(job: Job, codes: Mapping[int, int | None]) -> list[Record]:
+    """Return records of whether the processes of a world finished."""
+    records = []
+    for rank, code in codes.items():
+        problem = f"its process ended with exit code {code}" if code else ""
+        if code is None:
+            problem = "its process did not finish in time, and was killed"
+        records.append(Record(rank, _processes(job.task, job.size), problem))
+    return records
+
+
+def _processes(task: str, size: int) -> str:
+    return f"processes: {task} on {size}"
+
+
+def _after_kill(job: Job) -> str:
+    """Return the problem of the folder after the kill; empty: none."""
+    torn, good = job.checkpoint(OTHERS_RAISE), job.checkpoint(INTACT)
+    if torn.exists():
+        return f"{torn.name} was published although its save was killed"
+    try:
+        problem = verify_checkpoint(good).problem
+        newest = newest_sound_checkpoint(job.folder)
+    except ElasticZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    if not problem and newest != real_path(good):
+        problem = f"the newest intact checkpoint is {newest}, expected {good.name}"
+    return problem
+
+
+def _run_world(
+    ranks: Ranks, job: Job, timeout_s: float
+) -> tuple[list[Record], dict[int, int | None]]:
+    """Start one process per rank and wait for all. Collective.
+
+    Returns:
+        The records of all ranks, and the exit code of each process; None: it was killed for time.
+    """
+    name = f"selftest: {job.task} on {job.size}"
+    local = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    alone = ranks.world_size == 1
+    own = range(job.size) if alone else range(ranks.rank, min(ranks.rank + 1, job.size))
+    with ExitStack() as held:
+        address = ranks.broadcast(f"{name}: meet", lambda: meeting_point(ranks.world_size, held))
+
+        def work() -> list[tuple[int, int | None, list[Record]]]:
+            given = (own.start, job, address, None if alone else local, timeout_s)
+            context = start_processes(  # type: ignore[no-untyped-call]  # torch has no types here
+                _run_rank, given, nprocs=len(own), join=False, start_method="spawn"
+            )
+            stop_s = time.monotonic() + timeout_s
+            try:
+                while time.monotonic() < stop_s and any(p.is_alive() for p in context.processes):
+                    ranks.report_progress()
+                    time.sleep(0.1)
+                codes = [process.exitcode for process in context.processes]
+            finally:
+                for process in context.processes:
+                    process.kill()
+                for process in context.processes:
+                    process.join(_KILL_S)
+            return [(r, c, _read(job, r)) for r, c in zip(own, codes, strict=True)]
+
+        found = [each for of_rank in ranks.all_gather(name, work) for each in of_rank]
+    records = [Record(*record) for _, _, of_rank in found for record in of_rank]
+    return records, {rank: code for rank, code, _ in found}
+
+
+def meeting_point(launchers: int, held: ExitStack) -> tuple[str, int]:
+    """Return the address at which the first worker will listen, on this host.
+
+    The worker listens after its imports, which can take a minute. Until ``held`` ends, no other
+    process gets the port; the worker can bind it, because nobody listens (``SO_REUSEADDR``).
+    """
+    kept = held.enter_context(socket.socket())
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    host = os.environ["MASTER_ADDR"] if launchers > 1 else "127.0.0.1"
+    return host, int(kept.getsockname()[1])
+
+
+def _read(job: Job, rank: int) -> list[Record]:
+    file = job.results_file(rank)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [Record(rank, *json.loads(line)) for line in lines]
+
+
+def _run_rank(
+    index: int,
+    first: int,
+    job: Job,
+    address: tuple[str, int],
+    local: tuple[str, str] | None,
+    timeout_s: float,
+) -> None:
+    """Be one rank of a world: the main function of a worker."""
+    rank = first + index
+    log = os.open(job.folder / f"{job.task}-{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # torch lets the end of the parent send SIGINT, which must also end a waiting collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    local_rank, local_size = local or (str(rank), str(job.size))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # The launcher's store.
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.size),
+        LOCAL_RANK=local_rank,
+        LOCAL_WORLD_SIZE=local_size,
+        LOCAL_SIZE=local_size,  # Without it DeepSpeed starts numactl again and again.
+        MASTER_ADDR=address[0],
+        MASTER_PORT=str(address[1]),
+        DS_ACCELERATOR=job.setting.device,
+    )
+    torch.set_num_threads(1)
+    results, status = Results(job, rank), 1
+    try:
+        join_ranks(job.setting.device, min(_COLLECTIVE_TIMEOUT_S, timeout_s))
+        TASKS[job.task](job, results)
+        status = 0
+    except BaseException as error:  # noqa: BLE001 (all of them are recorded)
+        traceback.print_exc()
+        results.put(_processes(job.task, job.size), f"{type(error).__name__}: {error}")
+    os._exit(status)  # A process group that lost a rank need not end by itself.
+
+
+class Results:
+    """Writes the records of a rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.rank = rank
+        self._path = job.results_file(rank)
+
+    def put(self, check: str, problem: str = "", value: object = None) -> None:
+        """Record a check, its problem, and a value."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([check, problem, value]) + "\n")
+
+    @contextmanager
+    def check(self, name: str, *, last: bool = True) -> Iterator[None]:
+        """Record an error in the context, which all ranks raise; success if it is the last part."""
+        try:
+            yield
+        except (ElasticZeroError, OSError) as error:
+            self.put(name, f"{type(error).__name__}: {error}")
+        else:
+            if last:
+                self.put(name)
+
+
+# -- tasks of a rank -------------------------------------------------------------------------------
+
+
+def _save_all(job: Job, results: Results) -> None:
+    """Save at each stage, blocking and in the background; measure; lose the last rank."""
+    for stage in STAGES:
+        with trial_engine(TrialModel(1), stage) as engine:
+            train(engine, 0, 2)
+            _save(job, results, engine, _blocking(stage, job.setting))
+            train(engine, 2, 3)
+            check = _background(stage, job.setting)
+            with results.check(check, last=False):
+                _put_state(engine, results, check)
+                with _manager(engine, job.folder) as (manager, ranks):
+                    handle = engine_handle(engine)
+                    manager.save_async(handle, job.checkpoint(check), ranks, _CLIENT, SaveOptions())
+                    train(engine, 3, 4)
+                    manager.wait_until_finished(ranks)
+    with results.check(SPEED, last=False):
+        _measure(job, results)
+    with trial_engine(TrialModel(1), 1) as engine:
+        train(engine, 0, 2)
+        _save(job, results, engine, INTACT)
+        train(engine, 2, 3)
+        _lose_a_rank(job, results, engine)
+
+
+def _load_all(job: Job, results: Results) -> None:
+    """Load everything into other engines, and save over the checkpoint that survived the kill."""
+    for stage in STAGES:
+        blocking, background = _blocking(stage, job.setting), _background(stage, job.setting)
+        for check, into in ((blocking, stage), (background, _NEXT_STAGE[stage])):
+            if check in job.expected:
+                with trial_engine(TrialModel(7), into, tilt=3.0) as engine:
+                    train(engine, 100, 101)
+                    _load(job, results, engine, check)
+    if INTACT in job.expected:
+        with trial_engine(TrialModel(7), 1, tilt=3.0) as engine:
+            _load(job, results, engine, INTACT)
+            with results.check(NEXT_SAVE):
+                save_checkpoint(engine, job.checkpoint(INTACT), _CLIENT)
+
+
+TASKS: Mapping[str, Callable[[Job, Results], None]] = {"save": _save_all, "load": _load_all}
+
+
+def _save(job: Job, results: Results, engine: Any, check: str) -> None:
+    with results.check(check, last=False):
+        before = _put_state(engine, results, check)
+        save_checkpoint(engine, job.checkpoint(check), _CLIENT)
+        after = read_state(engine, results, check)
+        _require_same(before, after, "saving changed the engine")
+
+
+def _load(job: Job, results: Results, engine: Any, check: str) -> None:
+    with results.check(check):
+        loaded = load_checkpoint(engine, job.checkpoint(check)).client_state
+        found = read_state(engine, results, check)
+        _require_same(job.expected[check], found, "the loaded state differs from the saved one")
+        if {key: loaded.get(key) for key in _CLIENT} != _CLIENT:
+            msg = f"the trainer's state was loaded as {loaded}, expected {_CLIENT}"
+            raise ElasticZeroError(msg)
+
+
+@contextmanager
+def _manager(engine: Any, folder: Path) -> Iterator[tuple[CheckpointManager, Ranks]]:
+    """Yield what saves in the background, as the strategy does."""
+    manager = CheckpointManager(Timeouts(), background=True)
+    manager.start(engine_handle(engine), engine.global_rank, [folder])
+    try:
+        with closing(manager.training_ranks()) as ranks:
+            yield manager, ranks
+    finally:
+        manager.stop(interrupted=False)
+
+
+def read_state(engine: Any, results: Results, check: str) -> dict[str, str]:
+    """Return everything an engine holds, with digests of tensors. Collective.
+
+    Low-precision weights that differ from their masters are recorded as a problem of the check.
+    """
+    held, wrong = gather_full_state(engine)
+    if wrong:
+        results.put(check, f"weights differ from their rounded masters: {format_names(wrong)}")
+    return {k: _digest(v) if isinstance(v, torch.Tensor) else v for k, v in held.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    number = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {number}"
+
+
+def _put_state(engine: Any, results: Results, check: str) -> State:
+    """Record the state to be saved, on rank 0: others differ in their buffers."""
+    state = read_state(engine, results, check)
+    if results.rank == 0:
+        results.put(f"{_SAVED_STATE}{check}", value=state)
+    return state
+
+
+def _require_same(wanted: State, found: State, what: str) -> None:
+    names = sorted(wanted.keys() | found.keys())
+    if differing := [n for n in names if wanted.get(n) != found.get(n)]:
+        msg = f"{what}: {len(differing)} of {len(names)} differ: {format_names(differing)}"
+        raise ElasticZeroError(msg)
+
+
+def _lose_a_rank(job: Job, results: Results, engine: Any) -> None:
+    """Save, and kill the last rank meanwhile; the others must raise and name it."""
+    with closing(connect_ranks(Timeouts(), "elastic-zero selftest")) as ranks:
+        victim = ranks.world_size - 1
+
+        def die() -> None:
+            results.put(_DYING)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if ranks.rank == victim:
+            # Saves call it whenever bytes have reached the disk.
+            ranks.report_progress = die  # type: ignore[method-assign]
+        problem = f"the save succeeded although rank {victim} was killed"
+        try:
+            path = job.checkpoint(OTHERS_RAISE)
+            save_engine(engine_handle(engine), path, ranks, {}, SaveOptions())
+        except RanksError as error:
+            problem = "" if f"rank {victim}" in str(error) else f"rank {victim} is not in: {error}"
+        results.put(OTHERS_RAISE, problem)
+
+
+def _measure(job: Job, results: Results) -> None:
+    """Time a raw write and a background save in turn, and record the best of each. Collective."""
+    model = TrialModel(1, state_bytes=job.setting.measured_bytes * job.size)
+    best = [float("inf")] * 3
+    with trial_engine(model, 3) as engine, _manager(engine, job.folder) as (manager, ranks):
+        train(engine, 0, 1)
+        began = time.monotonic()
+        for number in range(_ROUNDS):
+            raw = job.folder / f"raw-{number}-{ranks.rank}"
+            ranks.run_all("selftest: begin together", lambda: None)
+            raw_s = ranks.run_all("selftest: raw write", partial(_write, raw, job, ranks))
+            raw.unlink()
+            path = job.checkpoint(f"measured {number}")
+            manager.save_async(engine_handle(engine), path, ranks, {}, SaveOptions())
+            train(engine, number + 1, number + 2)
+            manager.wait_until_finished(ranks)
+            if (saved := manager.last_save) is not None:
+                best = [*map(min, best, (raw_s, saved.seconds, saved.waited_s))]
+
+            def is_enough(path: Path = path) -> bool:
+                delete_checkpoint(path)
+                return time.monotonic() - began > _BUDGET_S
+
+            if ranks.broadcast("selftest: end of a round", is_enough):
+                break
+    results.put(SPEED, value=best)
+
+
+def _write(path: Path, job: Job, ranks: Ranks) -> float:
+    """Write and sync a file as saves do, so that no single wait is long; return the seconds."""
+    block = os.urandom(_BLOCK_BYTES)
+    began = time.perf_counter()
+    with path.open("xb", buffering=0) as file:
+        writeback = Writeback(file.fileno(), ranks.report_progress)
+        for _ in range(-(-job.setting.measured_bytes // _BLOCK_BYTES)):
+            writeback.wrote(file.write(block))
+            ranks.report_progress()
+        writeback.finish()
+    return time.perf_counter() - began
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def _blocking(stage: int, setting: Setting) -> str:
+    return f"ZeRO-{stage}, blocking, {setting.sizes[0]} to {setting.sizes[1]}"
+
+
+def _background(stage: int, setting: Setting) -> str:
+    into = f"ZeRO-{stage} into ZeRO-{_NEXT_STAGE[stage]}"
+    return f"{into}, background, {setting.sizes[0]} to {setting.sizes[1]}"
+
+
+def rows_of(records: Sequence[Record], setting: Setting) -> list[Row]:
+    """Return the rows of the worlds, and of what cannot be checked here."""
+    saves, loads = setting.sizes
+    rows = [
+        _row(_processes("save", saves), records, range(saves - 1)),
+        _row(_processes("load", loads), records, range(loads)),
+        *(_row(_blocking(stage, setting), records, range(loads)) for stage in STAGES),
+        *(_row(_background(stage, setting), records, range(loads)) for stage in STAGES),
+        _row(OTHERS_RAISE, records, range(saves - 1)),
+        _row(INTACT, records, range(loads)),
+        _row(NEXT_SAVE, records, range(loads)),
+        _speed_row(records, setting),
+    ]
+    if saves == 1:
+        why = "there is one device: start more ranks with torchrun"
+        rows.append(Row("another number of devices", "not checked", why))
+    if setting.device == "cpu":
+        why = "CPUs were used: torch finds no GPU, or DS_ACCELERATOR=cpu is set"
+        rows.append(Row("on GPUs", "not checked", why))
+    return rows
+
+
+def _row(check: str, records: Sequence[Record], needed: range) -> Row:
+    """Return a row that fails if a rank had a problem, and holds if all needed ranks succeeded."""
+    mine = [record for record in records if record.check == check]
+    if wrong := [record for record in mine if record.problem]:
+        others = len({record.rank for record in wrong}) - 1
+        more = f" (and {others} other ranks)" if others else ""
+        return Row(check, "FAILS", f"rank {wrong[0].rank}{more}: {wrong[0].problem}")
+    if not needed:
+        return Row(check, "not checked", "there is one rank")
+    if not set(needed) <= {record.rank for record in mine}:
+        return Row(check, "not checked", "the processes did not get that far")
+    return Row(check, "holds")
+
+
+def _speed_row(records: Sequence[Record], setting: Setting) -> Row:
+    found = [r.value for r in records if r.check == SPEED and r.value]
+    row = _row(SPEED, records, range(setting.sizes[0]))
+    if row.result != "holds":
+        return row
+    raw_s, publish_s, stall_s = zip(*found, strict=True)
+    size_bytes = setting.measured_bytes
+    each = [format_bytes(size_bytes / seconds) for seconds in (max(raw_s), min(raw_s))]
+    total = format_bytes(size_bytes * len(found) / max(raw_s))
+    details = (
+        f"{format_bytes(size_bytes)} per rank; write and sync: {each[0]}/s to {each[1]}/s per "
+        f"rank, {total}/s in total; background save: published after {max(publish_s):.2f} s "
+        f"({max(publish_s) / max(raw_s):.1f} times a write), training stalled for "
+        f"{max(stall_s):.3f} s"
+    )
+    return replace(row, result="measured", details=details)
