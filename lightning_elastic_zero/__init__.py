@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult
     from lightning_elastic_zero.core.manifest import Manifest
     from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+    from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
     from lightning_elastic_zero.save_interval import optimal_save_interval
     from lightning_elastic_zero.selftest import run_selftest
@@ -65,6 +66,7 @@ __all__ = [
     "convert_checkpoint",
     "describe_dumps",
     "diff_checkpoints",
+    "elastic",
     "fingerprint_checkpoint",
     "inspect_checkpoint",
     "load_checkpoint",
@@ -74,6 +76,7 @@ __all__ = [
     "run_selftest",
     "save_checkpoint",
     "verify_checkpoint",
+    "wrap_initialize",
 ]
 
 _MODULE_OF_NAME = {
@@ -89,6 +92,7 @@ _MODULE_OF_NAME = {
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
     "describe_dumps": "lightning_elastic_zero.formats.dumps_describe",
     "diff_checkpoints": "lightning_elastic_zero.tools.differences",
+    "elastic": "lightning_elastic_zero.integrations.huggingface",
     "fingerprint_checkpoint": "lightning_elastic_zero.tools.fingerprint",
     "inspect_checkpoint": "lightning_elastic_zero.tools.inspection",
     "load_checkpoint": "lightning_elastic_zero.api",
@@ -98,6 +102,7 @@ _MODULE_OF_NAME = {
     "run_selftest": "lightning_elastic_zero.selftest",
     "save_checkpoint": "lightning_elastic_zero.api",
     "verify_checkpoint": "lightning_elastic_zero.tools.verification",
+    "wrap_initialize": "lightning_elastic_zero.integrations.huggingface",
 }
 
 

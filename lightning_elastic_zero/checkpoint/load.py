@@ -596,12 +596,13 @@ class _Load:
         scope = RestoreScope(
             optimizer_state=training and self.options.optimizer_state,
             hyperparameters=resumes and source.info.hyperparameters,
-            lr_scheduler=resumes,
+            lr_scheduler=resumes and self.options.lr_scheduler,
             strict=self.options.strict,
             strict_optimizer=self.options.strict_optimizer or not training,
         )
         buffers = list(buffer_pairs(shared.buffers, self.live.module_buffers()))
         check_compatible(source.manifest, here, scope, self.where, buffers)
+        self.options.check(source.manifest)
         self._check_optimizer(scope)
         if shared.lr_scheduler is not None and scope.lr_scheduler:
             self.live.check_scheduler(shared.lr_scheduler)

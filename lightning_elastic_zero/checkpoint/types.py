@@ -37,6 +37,10 @@ def show_nothing(_doing: str, _count: int, _total: int, /) -> None:
     """Show nothing of what is done."""
 
 
+def accept_any(_manifest: Manifest, /) -> None:
+    """Refuse no checkpoint."""
+
+
 class LiveState(Protocol):
     """What a live engine offers; ``lightning_elastic_zero.engine`` implements it twice."""
 
@@ -120,6 +124,8 @@ class LoadOptions:
     """False: a fresh optimizer on the saved weights."""
     hyperparameters: bool = True
     """False: learning rate, weight decay, ... stay as they are configured now."""
+    lr_scheduler: bool = True
+    """False: the engine's scheduler stays as it is, even if hyperparameters are restored."""
     strict: bool = True
     """False: frozen parameters and buffers may be missing, or too many; with a fresh optimizer
     trained parameters too."""
@@ -133,6 +139,8 @@ class LoadOptions:
     """Compare the state that is live after the load with the fingerprint that its save recorded."""
     show: ShowBytes = show_nothing
     """Told how far this rank is."""
+    check: Callable[[Manifest], None] = accept_any
+    """Called on each rank before anything is changed; raises to refuse the checkpoint."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names in the checkpoint, and what they are in the model."""
     rank_entry_path: tuple[str, ...] = ()

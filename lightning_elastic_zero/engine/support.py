@@ -7,12 +7,13 @@ DeepSpeed as it is installed: the accelerator that it uses, its operators, its o
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import util
 from pathlib import Path
@@ -650,3 +651,28 @@ def recovery_script() -> Path | None:
         return None
     script = Path(next(iter(spec.submodule_search_locations))) / "utils" / "zero_to_fp32.py"
     return script if script.is_file() else None
+
+
+def replace_initialize(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Make ``deepspeed.initialize`` pass each engine through a function, until it is undone.
+
+    Args:
+        wrap: called with each engine; returns it.
+
+    Returns:
+        A function that restores ``deepspeed.initialize``.
+    """
+    import deepspeed  # noqa: PLC0415 (takes seconds)
+
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        engine, *rest = original(*args, **kwargs)
+        return (wrap(engine), *rest)
+
+    def restore() -> None:
+        deepspeed.initialize = original
+
+    deepspeed.initialize = initialize
+    return restore

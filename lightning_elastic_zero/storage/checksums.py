@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ import xxhash
 
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.paths import sync_directory
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 """Flags of ``sync_file_range``."""
@@ -312,6 +314,23 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Write a small file in one step: readers see the old content or the new one.
+
+    Raises:
+        SaveError: it cannot be written; the old content is intact.
+    """
+    new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    write_durably(new, data)
+    with as_save_error(path):
+        try:
+            new.replace(path)
+        except OSError:
+            new.unlink()
+            raise
+        sync_directory(path.parent)
 
 
 @contextmanager

@@ -28,7 +28,12 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import files as range_file
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter, write_durably
+from lightning_elastic_zero.storage.checksums import (
+    CHUNK_BYTES,
+    ChecksummedWriter,
+    replace_durably,
+    write_durably,
+)
 from lightning_elastic_zero.storage.files import READ_BYTES, VerifiedFile
 from lightning_elastic_zero.storage.leftovers import repair_target
 from lightning_elastic_zero.storage.paths import check_local_path, existing_path, real_path
@@ -131,6 +136,27 @@ def files_with_runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     """Draw a file's size and sorted runs of it: touching, empty, and at the borders of chunks."""
     chunks, tail = draw(st.integers(0, 12)), draw(st.sampled_from([0, 1, TAIL_BYTES]))
     return chunks * CHUNK_BYTES + tail, _runs_of(draw, chunks * CHUNK_BYTES + tail)
+
+
+class TestReplaceDurably:
+    """A small file is replaced in one step."""
+
+    def test_only_the_named_file_changes(self, tmp_path: Path) -> None:
+        """What lies next to it stays, and nothing is left behind."""
+        (tmp_path / "latest").write_text("global_step5")
+        (tmp_path / "other").write_text("mine")
+        replace_durably(tmp_path / "latest", b"global_step10/checkpoint")
+        assert (tmp_path / "latest").read_text() == "global_step10/checkpoint"
+        assert (tmp_path / "other").read_text() == "mine"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "other"]
+
+    def test_a_directory_stays(self, tmp_path: Path) -> None:
+        """A directory of that name is refused, with nothing left behind."""
+        (tmp_path / "latest").mkdir()
+        (tmp_path / "latest" / "mine").touch()
+        with pytest.raises(SaveError):
+            replace_durably(tmp_path / "latest", b"new")
+        assert [path.name for path in tmp_path.rglob("*")] == ["latest", "mine"]
 
 
 class TestReadRuns:

@@ -66,6 +66,13 @@ class StatusRequest:
     pid: int
 
 
+@dataclass(frozen=True)
+class ImportRequest:
+    """Modules that ranks forked from now on find imported; the answer is None."""
+
+    modules: tuple[str, ...]
+
+
 def main(folder: str) -> None:
     """Import what is dear, then fork a world of ranks or a program for each request."""
     import torch
@@ -98,6 +105,11 @@ def main(folder: str) -> None:
                 pickle.loads(request.pickled_call)()  # noqa: S301 - from the test session
                 return  # to where the code of any program comes to its end
             session.send(pid)
+        elif isinstance(request, ImportRequest):
+            for module in request.modules:
+                importlib.import_module(module)
+            gc.freeze()
+            session.send(None)
         elif isinstance(request, StatusRequest):
             session.send(_STATUSES.get(request.pid))
         else:

@@ -140,6 +140,12 @@ class ForkServer:
         )
         return Program(connection, int(connection.recv()), stdout, stderr)
 
+    def import_modules(self, *modules: str) -> None:
+        """Import modules once, for all ranks and programs that are started from now on."""
+        connection = self._connection or self._start_process()
+        connection.send(_fork_server.ImportRequest(modules))
+        connection.recv()
+
     def close(self) -> None:
         """End the process, and whoever it has started."""
         if self._process is not None and self._connection is not None:

@@ -58,7 +58,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "display_timer",
         "errors",
     },
-    "integrations": {"trainer", "api", "checkpoint", "storage", "core", "errors"},
+    "integrations": {
+        "trainer",
+        "api",
+        "checkpoint",
+        "engine",
+        "formats",
+        "data_progress",
+        "storage",
+        "coordination",
+        "core",
+        "errors",
+    },
 }
 """What each module, or package of modules, may import of the others; its own modules always."""
 

@@ -30,6 +30,7 @@ LEFT = "tests/core/test_user_files.py::TestLeftovers::"
 LINKS = "tests/core/test_user_files.py::TestLinks::"
 DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays"
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
+LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_named_file_changes"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
 EXPORTS = "tests/tools/test_convert.py::test_nothing_is_overwritten_and_"
 KILLED_EXPORT = "tests/tools/test_convert_killed.py::test_somebody_elses_file_stays"
@@ -61,6 +62,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
+    # `latest`, a pointer by DeepSpeed's convention; what it names stays.
+    ("storage/checksums.py", "replace_durably", "new.replace"): LATEST_FILE,
+    ("storage/checksums.py", "replace_durably", "new.unlink"): LATEST_FILE,
     # Into the staging directory, which this process has just made.
     ("checkpoint/save.py", "_complete", "shutil.copyfile"): (
         RACES + "test_abandoning_leaves_what_is_not_of_the_save"

@@ -32,6 +32,8 @@ PUBLIC = {
     "plan_resume",
     "run_selftest",
     "verify_checkpoint",
+    "elastic",
+    "wrap_initialize",
     "load_checkpoint",
     "save_checkpoint",
     "CheckpointMonitor",

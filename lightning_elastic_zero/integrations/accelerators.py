@@ -1,0 +1,282 @@
+"""What ``Accelerator.load_state`` needs on another number of ranks, besides the engines."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.checkpointing import load_accelerator_state
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DeepSpeedSchedulerWrapper, DistributedType
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.integrations.engines import (
+    EngineCheckpoints,
+    Loaded,
+    Options,
+    is_elastic,
+    is_engine,
+)
+
+log = logging.getLogger(__name__)
+
+_SCHEDULERS = "schedulers"
+"""Entry of an engine's record: how each of accelerate's schedulers is stepped."""
+
+BATCH_NAMES = ("the DataLoader's batch_size", "gradient_accumulation_steps")
+"""What a user of accelerate calls the two settings that make up the global batch."""
+
+
+@dataclass(slots=True)
+class AcceleratorBinding:
+    """The bound methods of one Accelerator, and the engines that it has prepared."""
+
+    accelerator: Any
+    """accelerate's; untyped."""
+    options: Options
+    batch_names: tuple[str, str] = BATCH_NAMES
+    on_load: Callable[[Loaded], None] = lambda _: None
+    """Called after each load of an engine."""
+    skip_repeated: bool = False
+    """See ``EngineCheckpoints``."""
+    loaded: Loaded | None = None
+    """The first engine's load within ``load_state``."""
+
+    def bind(self) -> None:
+        """Bind the engines that there are and will be, and ``load_state``.
+
+        Raises:
+            UnsupportedError: the Accelerator does not run DeepSpeed.
+        """
+        accelerator = self.accelerator
+        if accelerator.distributed_type != DistributedType.DEEPSPEED:
+            msg = (
+                f"elastic() was given an Accelerator of type {accelerator.distributed_type}: it "
+                "must run DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...), or start the "
+                "script with accelerate launch --use_deepspeed"
+            )
+            raise UnsupportedError(msg)
+        prepare, load_state = accelerator.prepare, accelerator.load_state
+        save_state = accelerator.save_state
+
+        @functools.wraps(type(accelerator).prepare)
+        def elastic_prepare(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
+            prepared = prepare(*args, **kwargs)
+            self._bind_engines(prepared if isinstance(prepared, tuple) else (prepared,))
+            return prepared
+
+        @functools.wraps(type(accelerator).load_state)
+        def elastic_load_state(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
+            self.loaded = None
+            loaded = load_state(*args, **kwargs)
+            self._after_load()
+            return loaded
+
+        @functools.wraps(type(accelerator).save_state)
+        def elastic_save_state(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
+            self.wait()  # accelerate deletes old checkpoints before it saves a new one
+            return save_state(*args, **kwargs)
+
+        accelerator.prepare = types.MethodType(elastic_prepare, accelerator)
+        accelerator.load_state = types.MethodType(elastic_load_state, accelerator)
+        accelerator.save_state = types.MethodType(elastic_save_state, accelerator)
+        accelerator.wait_for_save = self.wait
+        self._bind_engines(accelerator._models)  # noqa: SLF001 (there is no public list)
+
+    def wait(self) -> None:
+        """Wait until the last save of each engine is published; collective."""
+        for engine in self.accelerator._models:  # noqa: SLF001 (there is no public list)
+            if is_elastic(engine):
+                engine.wait_for_save()
+
+    def _bind_engines(self, prepared: Any) -> None:
+        for engine in prepared:
+            if not is_engine(engine) or is_elastic(engine):
+                continue
+            EngineCheckpoints(
+                engine,
+                self.options,
+                batch_names=self.batch_names,
+                record=lambda: {_SCHEDULERS: [_units_of(s) for s in self._schedulers()]},
+                on_load=self._on_load,
+                skip_repeated=self.skip_repeated,
+            ).bind()
+
+    def _on_load(self, loaded: Loaded) -> None:
+        if self.loaded is None:
+            self.loaded = loaded
+        self.on_load(loaded)
+
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        """Return the schedulers that accelerate saves, in its order."""
+        prepared = self.accelerator._schedulers  # noqa: SLF001 (there is no public list)
+        return [s for s in prepared if not isinstance(s, DeepSpeedSchedulerWrapper)]
+
+    def _after_load(self) -> None:
+        """Restore what accelerate keeps in units of the old run, or in files per rank."""
+        accelerator, loaded = self.accelerator, self.loaded
+        if loaded is None:
+            return
+        was, now = loaded.world_size, accelerator.num_processes
+        accumulate = accelerator.gradient_accumulation_steps
+        recorded = loaded.record.get(_SCHEDULERS, [])
+        for index, scheduler in enumerate(self._schedulers()):
+            known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
+            _convert(scheduler, Units(*map(int, known)), now, accumulate)
+        if was == now and loaded.accumulate == accumulate:
+            return
+        # Files are per rank; a rank that has none takes another's random state, as all ranks began
+        # with one seed. The counter of micro-batches is rank 0's everywhere: ranks whose counters
+        # differ would end their windows at different batches.
+        restored = load_accelerator_state(
+            loaded.load_dir, [], [], [], [], process_index=0, scaler=None
+        )
+        if "step" in restored:
+            steps, in_window = divmod(restored["step"], loaded.accumulate)
+            accelerator.step = steps * accumulate
+            if in_window:
+                log.warning(
+                    "%s was saved after %d of %d micro-batches of an optimizer step; their "
+                    "gradients are not in it, and the step begins anew",
+                    loaded.load_dir,
+                    in_window,
+                    loaded.accumulate,
+                )
+        source = accelerator.process_index % was
+        load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
+        if (differences := list(self._data_differences())) and accelerator.is_main_process:
+            log.warning(
+                "This run has %d ranks, the one that saved %s had %d: %s",
+                now,
+                loaded.load_dir,
+                was,
+                "; ".join(differences),
+            )
+
+    def _data_differences(self) -> Iterator[str]:
+        """Yield why samples of the steps to come may differ from those of the old run."""
+        accelerator = self.accelerator
+        if accelerator.dataloader_config.use_stateful_dataloader:
+            yield "use_stateful_dataloader keeps one rank's position, which no other rank can use"
+        for loader in accelerator._dataloaders:  # noqa: SLF001 (there is no public list)
+            if not isinstance(loader, DataLoader):
+                continue
+            if isinstance(loader.dataset, IterableDataset):
+                yield "an iterable dataset is read again up to the resumed batch"
+                continue
+            sampler = loader.sampler
+            if not accelerator.use_seedable_sampler and "Random" in type(sampler).__name__:
+                yield (
+                    "the shuffled order has no seed of its own: pass "
+                    "DataLoaderConfiguration(use_seedable_sampler=True) to the run that saves too"
+                )
+            count = len(loader.dataset)  # type: ignore[arg-type]  # it has a sampler
+            samples = _samples_of_batch(loader) * accelerator.gradient_accumulation_steps
+            if count % samples:
+                yield (
+                    f"{count} samples are not a multiple of the {samples} of a step: "
+                    "the last step of an epoch is filled up with other samples"
+                )
+
+
+def _samples_of_batch(loader: Any) -> int:
+    return int(loader.total_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How accelerate counts one optimizer step in a scheduler of the user's."""
+
+    steps: int
+    """Calls of ``step()``: one for each rank, as a rule."""
+    extra_counts: int
+    """Added to ``_step_count`` besides: one for each micro-batch before the last."""
+
+    def applies_to(self, scheduler: AcceleratedScheduler) -> bool:
+        """Whether accelerate multiplies the steps of a scheduler at all."""
+        return bool(scheduler.step_with_optimizer) and not scheduler.split_batches
+
+
+def _units_of(scheduler: AcceleratedScheduler) -> list[int]:
+    """Return the units of a scheduler, as plain data."""
+    inner = scheduler.scheduler
+    if isinstance(inner, _InOldUnits):
+        units = vars(inner)["_units"]
+        return [units.steps, units.extra_counts]
+    state = scheduler.gradient_state
+    extra = state.num_steps - 1 if state.adjust_scheduler else 0
+    return [_ranks(), extra]
+
+
+def _ranks() -> int:
+    from accelerate.state import AcceleratorState  # noqa: PLC0415 (a process has one at a time)
+
+    return int(AcceleratorState().num_processes)
+
+
+def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate: int) -> None:
+    """Make a scheduler that was just loaded go on where the old run was.
+
+    accelerate calls ``step()`` once for each rank, so the counters are in units of the old run.
+    A ``LambdaLR`` takes its functions from this run, which are in this run's units: its counter is
+    scaled. Others restore their constants (``T_max``, ``total_steps``) from the checkpoint: they
+    keep the old units, and are stepped as often as the old run stepped them.
+    """
+    inner = scheduler.scheduler
+    if isinstance(inner, _InOldUnits):
+        inner = vars(inner)["_inner"]
+        scheduler.scheduler = inner
+    if not saved.applies_to(scheduler):
+        return
+    if _has_functions_of_this_run(inner):
+        if saved.steps != now:
+            inner.last_epoch = inner.last_epoch * now // saved.steps
+    elif (saved.steps, saved.extra_counts) != (now, accumulate - 1):
+        scheduler.scheduler = _InOldUnits(inner, saved, now)
+
+
+def _has_functions_of_this_run(scheduler: Any) -> bool:
+    """Whether a scheduler computes rates by functions that are not in its state."""
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if functions is None:
+        return False
+    kept = scheduler.state_dict().get("lr_lambdas") or []
+    return not any(kept)
+
+
+class _InOldUnits:
+    """A scheduler that takes the old run's number of steps whenever accelerate takes this run's.
+
+    accelerate calls ``step()`` ``calls`` times for an optimizer step: the first call takes all
+    steps, the others none. It reads and adds to ``_step_count``; what it adds is ignored, and the
+    old run's additions are made in its place.
+    """
+
+    def __init__(self, inner: Any, units: Units, calls: int) -> None:
+        vars(self).update(_inner=inner, _units=units, _calls=calls, _call=0)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Take the steps of one optimizer step at the first of its calls."""
+        own = vars(self)
+        inner, units, first = own["_inner"], own["_units"], own["_call"] == 0
+        own["_call"] = (own["_call"] + 1) % own["_calls"]
+        if first:
+            inner._step_count += units.extra_counts  # noqa: SLF001 (accelerate's own count)
+            total = getattr(inner, "total_steps", None)
+            for _ in range(units.steps):
+                if total is None or inner._step_count <= total:  # noqa: SLF001 (likewise)
+                    inner.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_step_count" and vars(self)["_call"]:
+            return 0  # accelerate asks before each call whether the schedule is over
+        return getattr(vars(self)["_inner"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "_step_count":
+            setattr(vars(self)["_inner"], name, value)

@@ -1,0 +1,437 @@
+"""The two checkpoint methods of a DeepSpeed engine, with its folders and tags.
+
+``engine.save_checkpoint(save_dir, tag)`` writes a checkpoint of this library into ``save_dir/tag``
+and its name into ``save_dir/latest``, and ``load_checkpoint`` reads every kind of checkpoint from
+there. The methods are bound on the instance; no class and no module is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import types
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_elastic_zero.api import engine_handle, load_options
+from lightning_elastic_zero.checkpoint.load import load_engine
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.types import (
+    CheckpointStats,
+    LoadOptions,
+    LoadResult,
+    SaveOptions,
+)
+from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
+from lightning_elastic_zero.core.options import check_client_state, check_count, check_flag
+from lightning_elastic_zero.data_progress.batches import plan_batches
+from lightning_elastic_zero.engine.support import recovery_script
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.formats.deepspeed_tags import LATEST_UNIVERSAL, is_deepspeed
+from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
+from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
+from lightning_elastic_zero.storage.paths import check_local_path
+
+log = logging.getLogger(__name__)
+
+RECORD = "lightning_elastic_zero"
+"""Key of this package's own entry in the client state of an engine."""
+
+_OWN_SUFFIX = "-elastic"
+"""Appended to a tag whose folder DeepSpeed itself has written."""
+
+BATCH_NAMES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""What a plain engine calls the two settings that make up the global batch."""
+
+
+def is_engine(value: object) -> bool:
+    """Whether something is an engine of DeepSpeed, which is not imported for it."""
+    return any(cls.__name__ == "DeepSpeedEngine" for cls in type(value).__mro__)
+
+
+def is_elastic(value: object) -> bool:
+    """Whether the checkpoint methods of an engine, Accelerator or Trainer are bound already."""
+    return "wait_for_save" in vars(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of ``elastic``, checked."""
+
+    load: LoadOptions
+    times: Timeouts
+    allow_global_batch_change: bool
+    save_module_weights: bool
+    async_save: bool
+    max_snapshot_bytes: int | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        allow_global_batch_change: bool = False,
+        strict_optimizer: bool = True,
+        rename: Mapping[str, str] | None = None,
+        allow_pickle: bool = False,
+        fallback: bool = False,
+        fingerprint: bool = False,
+        save_module_weights: bool = False,
+        async_save: bool = False,
+        max_snapshot_bytes: int | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        absent_timeout_s: float = ABSENT_TIMEOUT_S,
+    ) -> Options:
+        """Check the options; see ``elastic``.
+
+        Raises:
+            ValueError: one has a value that it cannot have.
+        """
+        return cls(
+            load_options(
+                load_optimizer_state=True,
+                load_hyperparameters=True,
+                strict_optimizer=strict_optimizer,
+                rename=rename,
+                allow_pickle=allow_pickle,
+                fallback=fallback,
+                fingerprint=fingerprint,
+            ),
+            Timeouts.of(stall_timeout_s, absent_timeout_s),
+            check_flag("allow_global_batch_change", allow_global_batch_change),
+            check_flag("save_module_weights", save_module_weights),
+            check_flag("async_save", async_save),
+            check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that has succeeded, for what a loop restores besides the engine."""
+
+    load_dir: Path
+    """As the loop passed it."""
+    result: LoadResult
+    record: Mapping[str, Any]
+    """This package's entry in the client state; empty for checkpoints of other software."""
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks of the run that saved."""
+        return self.result.manifest.world_size
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per optimizer step in the run that saved."""
+        return max(1, self.result.manifest.progress.gradient_accumulation_steps)
+
+
+class EngineCheckpoints:
+    """Saves and loads of one engine; ``bind`` makes them the engine's own methods."""
+
+    def __init__(
+        self,
+        engine: Any,
+        options: Options,
+        *,
+        batch_names: tuple[str, str] = BATCH_NAMES,
+        record: Callable[[], Mapping[str, Any]] = dict,
+        on_load: Callable[[Loaded], None] = lambda _: None,
+        skip_repeated: bool = False,
+    ) -> None:
+        """Begin without a save.
+
+        Args:
+            engine: what ``deepspeed.initialize`` returned.
+            options: see ``elastic``.
+            batch_names: the user's names of micro-batch size and accumulation, for messages.
+            record: called at each save; what it returns comes back in ``Loaded.record``.
+            on_load: called on every rank after each load.
+            skip_repeated: whether a save that repeats the last one (same folder, step and options)
+                is skipped: the Trainer saves twice where ZeRO-3 weights are not gathered.
+        """
+        self._engine = engine
+        self._options = options
+        self._batch_names = batch_names
+        self._record = record
+        self._on_load = on_load
+        self._skip_repeated = skip_repeated
+        self._last_save: tuple[object, ...] | None = None
+        self._manager = CheckpointManager(
+            options.times,
+            background=options.async_save,
+            max_snapshot_bytes=options.max_snapshot_bytes,
+            on_published=self._on_published if options.async_save else lambda _: None,
+        )
+        self._names_tag: set[Path] = set()
+        """Saves in the background that ``latest`` is to name."""
+        self._warned_objects: set[str] | None = None if options.load.allow_pickle else set()
+
+    def bind(self) -> None:
+        """Make ``save`` and ``load`` the engine's methods, with DeepSpeed's signatures."""
+        engine, cls = self._engine, type(self._engine)
+
+        @functools.wraps(cls.save_checkpoint)  # transformers inspects the signature
+        def save_checkpoint(_engine: object, *args: Any, **kwargs: Any) -> bool:
+            return self.save(*args, **kwargs)
+
+        @functools.wraps(cls.load_checkpoint)
+        def load_checkpoint(_engine: object, *args: Any, **kwargs: Any) -> Any:
+            return self.load(*args, **kwargs)
+
+        engine.save_checkpoint = types.MethodType(save_checkpoint, engine)
+        engine.load_checkpoint = types.MethodType(load_checkpoint, engine)
+        engine.wait_for_save = self.wait
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save into ``save_dir/tag``; the meaning of ``DeepSpeedEngine.save_checkpoint``.
+
+        Raises:
+            SaveError, UnsupportedError, RanksError: see ``save_checkpoint`` of this package.
+        """
+        engine = self._engine
+        folder = check_local_path(save_dir)
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        state = dict(check_client_state(client_state))
+        this_save = (
+            folder,
+            tag,
+            engine.global_steps,
+            engine.micro_steps,
+            exclude_frozen_parameters,
+        )
+        if self._skip_repeated and not state and this_save == self._last_save:
+            return True
+        self._last_save = None
+        handle = engine_handle(engine)
+        if record := dict(self._record()):
+            state[RECORD] = record
+        options = SaveOptions(
+            exclude_frozen=exclude_frozen_parameters,
+            module_weights=self._options.save_module_weights,
+            fingerprint=self._options.load.fingerprint,
+            warned_objects=self._warned_objects,
+        )
+        with self._ranks("save", folder / tag) as ranks:
+            name = ranks.broadcast(f"save {tag}: choose a folder", lambda: _free_name(folder, tag))
+            path = folder / name
+            if self._options.async_save:
+                self._manager.start(handle, ranks.rank)
+                if save_latest:
+                    self._names_tag.add(path)
+            if not self._manager.save_async(handle, path, ranks, state, options):
+                self._manager.save(handle, path, ranks, state, options)
+                if save_latest:
+                    ranks.broadcast(f"save {tag}: latest", lambda: write_latest(folder, name))
+        self._last_save = this_save
+        return True
+
+    def _on_published(self, stats: CheckpointStats) -> None:
+        """Name a checkpoint that was written in the background; on rank 0, in its thread."""
+        path = Path(stats.path)
+        if path in self._names_tag:
+            self._names_tag.discard(path)
+            write_latest(path.parent, path.name)
+
+    def wait(self) -> None:
+        """Wait until the last save is published; collective.
+
+        Raises:
+            ElasticZeroError: it failed; the checkpoint before it is intact.
+        """
+        if self._options.async_save:
+            with self._ranks("wait for", "the last save") as ranks:
+                self._manager.wait_until_finished(ranks)
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def load(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+        """Load what ``load_dir`` holds; the meaning of ``DeepSpeedEngine.load_checkpoint``.
+
+        Returns:
+            The checkpoint's directory and its client state. ``(None, None)``, with a warning, if no
+            tag is given and the folder has no checkpoint.
+
+        Raises:
+            UnsupportedError: ``custom_load_fn`` is given.
+            CheckpointMismatchError: the checkpoint does not fit the model, or another number of
+                samples per optimizer step.
+            ElasticZeroError: as ``load_checkpoint`` of this package.
+        """
+        if custom_load_fn is not None:
+            msg = (
+                "load_checkpoint(custom_load_fn=...) is not supported: this library restores the "
+                "weights itself. Leave the argument out, and map names by elastic(..., rename={})"
+            )
+            raise UnsupportedError(msg)
+        folder = check_local_path(load_dir)
+        handle = engine_handle(self._engine)
+        optimizer = load_optimizer_states and not load_module_only
+        options = replace(
+            self._options.load,
+            optimizer_state=optimizer,
+            hyperparameters=optimizer or (load_lr_scheduler_states and not load_module_only),
+            lr_scheduler=load_lr_scheduler_states,
+            strict=load_module_strict,
+            check=self._check_global_batch if optimizer else self._options.load.check,
+        )
+        tag = None if tag is None else str(tag)
+        with self._ranks("load", folder / (tag or LATEST)) as ranks:
+            step = f"load {folder}: find the checkpoint"
+            found = ranks.broadcast(step, lambda: find_checkpoint(folder, tag))
+            if found is None:
+                log.warning(
+                    "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "
+                    "save_checkpoint was given, or a tag",
+                    folder,
+                    LATEST,
+                )
+                return None, None
+            result = load_engine(handle, found, ranks, options)
+        self._last_save = None
+        record = result.client_state.pop(RECORD, {})
+        self._log(result)
+        self._on_load(Loaded(Path(load_dir), result, record if isinstance(record, dict) else {}))
+        return result.stats.path, dict(result.client_state)
+
+    def _log(self, result: LoadResult) -> None:
+        manifest, engine = result.manifest, self._engine
+        log.info(
+            "Loaded %s (%s) on %d ranks at step %d, %d samples per step: %.1f MB in %.2f s%s",
+            result.stats.path,
+            result.source_summary or f"saved on {manifest.world_size} ranks, ZeRO-{manifest.stage}",
+            _world_size(engine),
+            engine.global_steps,
+            engine.train_batch_size(),
+            result.stats.bytes / 1e6,
+            result.stats.seconds,
+            f"; {result.fingerprint_result}" if result.fingerprint_result else "",
+        )
+
+    def _check_global_batch(self, manifest: Manifest) -> None:
+        """Refuse a checkpoint with another number of samples per optimizer step.
+
+        Raises:
+            CheckpointMismatchError: it differs, and the options do not allow that.
+        """
+        was, engine = manifest.progress.global_batch_size, self._engine
+        now, world_size = int(engine.train_batch_size()), _world_size(engine)
+        if was is None or was == now or self._options.allow_global_batch_change:
+            return
+        micro = engine.train_micro_batch_size_per_gpu()
+        accumulate = engine.gradient_accumulation_steps()
+        names = self._batch_names
+        msg = (
+            f"the checkpoint was saved with {was} samples per optimizer step on "
+            f"{manifest.world_size} ranks; this run has {now} ({names[0]}={micro} x "
+            f"{names[1]}={accumulate} x {world_size} ranks). The learning rate schedule, the steps "
+            "per epoch and the position in the data depend on it. "
+            f"{_keeping(was, micro, world_size, names)} "
+            "Or pass elastic(..., allow_global_batch_change=True)"
+        )
+        raise CheckpointMismatchError(msg)
+
+    def _ranks(self, verb: str, path: object) -> closing[Ranks]:
+        """Return the ranks for one call, which others may never make."""
+        call = f"{verb} {path} at step {self._engine.global_steps}"
+        return closing(connect_ranks(self._options.times, "elastic-zero engine", call))
+
+
+def _world_size(engine: Any) -> int:
+    """Return the data-parallel ranks that share a global batch."""
+    of_rank = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    return int(engine.train_batch_size()) // int(of_rank)
+
+
+def _keeping(samples: int, micro: int, world_size: int, names: tuple[str, str]) -> str:
+    """Return the settings that keep a global batch on this number of ranks."""
+    try:
+        plan = plan_batches(samples, micro, world_size)
+    except UnsupportedError:
+        counts = [n for n in range(1, samples + 1) if samples % n == 0]
+        near = sorted(sorted(counts, key=lambda count: abs(count - world_size))[:4])
+        of_rank, rest = divmod(samples, world_size)
+        if rest:
+            listed = ", ".join(map(str, near))
+            return f"{samples} samples cannot be shared by {world_size} ranks: use {listed} ranks."
+        return f"To keep {samples}, set {names[0]}={of_rank}, {names[1]}=1."
+    return (
+        f"To keep {samples}, set {names[0]}={plan.largest_micro_batch}, "
+        f"{names[1]}={plan.accumulate}."
+    )
+
+
+def _free_name(folder: Path, tag: str) -> str:
+    """Return the name of the folder to save a tag into: DeepSpeed's own files are not replaced."""
+    path = folder / tag
+    if is_deepspeed(path) and not is_checkpoint(path):
+        log.warning(
+            "%s was written by DeepSpeed and is kept: this save goes to %s%s",
+            path,
+            path,
+            _OWN_SUFFIX,
+        )
+        return f"{tag}{_OWN_SUFFIX}"
+    return tag
+
+
+def find_checkpoint(folder: Path, tag: str | None) -> str | None:
+    """Return the path of the checkpoint that a folder and a tag mean; None if there is none.
+
+    Where both DeepSpeed and this library have saved one tag, the later save counts.
+    """
+    if tag is not None:
+        stock, own = folder / tag, folder / f"{tag}{_OWN_SUFFIX}"
+        if is_checkpoint(own) and _written(own) >= _written(stock):
+            return str(own)
+        return str(stock)
+    try:
+        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        marks = (MANIFEST_NAME, LATEST_UNIVERSAL, ".metadata")
+        known = folder.is_file() or any((folder / mark).exists() for mark in marks)
+        return str(folder) if known else None
+    inner = folder / name.removesuffix(f"/{TAG}")
+    return str(inner if is_checkpoint(inner) else folder)
+
+
+def _written(folder: Path) -> float:
+    """Return when the newest file of a tag was written, in seconds; -1 if there is none."""
+    if is_checkpoint(folder):
+        return (folder / MANIFEST_NAME).stat().st_mtime
+    return max((file.stat().st_mtime for file in folder.glob("*.pt")), default=-1.0)
+
+
+def write_latest(folder: Path, name: str) -> None:
+    """Name the newest checkpoint of a folder, as DeepSpeed's tools look for it; on rank 0.
+
+    Raises:
+        SaveError: the system refused.
+    """
+    replace_durably(folder / LATEST, f"{name}/{TAG}".encode())
+    script, target = recovery_script(), folder / RECOVERY_SCRIPT
+    if script is not None and not target.exists():
+        write_durably(target, script.read_bytes())

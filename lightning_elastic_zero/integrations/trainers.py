@@ -1,0 +1,313 @@
+"""What ``Trainer.train(resume_from_checkpoint=...)`` needs on another number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import re
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.manifest import load_json
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.integrations.accelerators import AcceleratorBinding
+from lightning_elastic_zero.integrations.engines import (
+    Loaded,
+    Options,
+    find_checkpoint,
+    is_elastic,
+)
+from lightning_elastic_zero.storage.paths import read_file
+
+log = logging.getLogger(__name__)
+
+BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""What ``TrainingArguments`` calls the two settings that make up the global batch."""
+
+
+class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+    """Completes a resume of one Trainer: random states, and a warning of what cannot be exact."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaded: Loaded | None = None
+        self._rng_due = False
+
+    def on_load(self, loaded: Loaded) -> None:
+        """Note what the engine has loaded."""
+        self._loaded = loaded
+        self._rng_due = loaded.world_size != self._trainer.args.world_size
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Warn of data that another number of ranks reads in another order."""
+        loaded, args = self._loaded, self._trainer.args
+        if loaded is None or not args.should_log:
+            return
+        progress = loaded.result.manifest.progress
+        same = loaded.world_size == args.world_size and (
+            loaded.accumulate == args.gradient_accumulation_steps
+        )
+        if args.ignore_data_skip:
+            log.warning("ignore_data_skip=True: the resumed epoch begins again at its first sample")
+        if not same and (differences := list(self._data_differences(progress.global_batch_size))):
+            log.warning(
+                "This run has %d ranks, the one that saved %s had %d: %s",
+                args.world_size,
+                loaded.load_dir,
+                loaded.world_size,
+                "; ".join(differences),
+            )
+
+    def _data_differences(self, samples: int | None) -> Iterator[str]:
+        """Yield why samples of the steps to come may differ from those of the old run."""
+        trainer, args = self._trainer, self._trainer.args
+        if isinstance(trainer.train_dataset, IterableDataset):
+            yield "an iterable dataset is read again up to the resumed batch"
+            return
+        grouping = getattr(args, "train_sampling_strategy", "") == "group_by_length"
+        if grouping or getattr(args, "group_by_length", False):
+            yield "group_by_length orders samples by batch size and accumulation"
+        if not trainer.accelerator.dataloader_config.use_seedable_sampler:
+            yield (
+                "the shuffled order has no seed of its own: leave use_seedable_sampler=True in "
+                "accelerator_config"
+            )
+        if trainer.accelerator.dataloader_config.use_stateful_dataloader:
+            yield "use_stateful_dataloader keeps one rank's position, which no other rank can use"
+        count = _length(trainer.train_dataset)
+        if not samples or not count or not (rest := count % samples):
+            return
+        if args.dataloader_drop_last:
+            yield (
+                f"{count} samples are not a multiple of the {samples} of a step, and "
+                "dataloader_drop_last makes the steps of an epoch depend on the number of ranks: "
+                f"epochs may end at another step. Leave out {rest} samples"
+            )
+        else:
+            yield (
+                f"{count} samples are not a multiple of the {samples} of a step: the last step of "
+                "an epoch is filled up with other samples"
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Restore random states where the Trainer does: before an epoch that begins anew."""
+        if self._rng_due and (args.ignore_data_skip or not self._in_epoch(args, state)):
+            self._restore_rng()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Restore random states where the Trainer does: after the batches that are skipped."""
+        if self._rng_due:
+            self._restore_rng()
+
+    def _in_epoch(self, args: Any, state: Any) -> bool:
+        loader = self._trainer.callback_handler.train_dataloader
+        length = _length(loader)
+        if not length:
+            return bool(state.global_step)
+        steps = max(1, -(-length // args.gradient_accumulation_steps))
+        return bool(state.global_step % steps)
+
+    def _restore_rng(self) -> None:
+        """Give a rank for which no random state was saved that of another rank.
+
+        All ranks of a Trainer begin with one seed, and samplers of a later ``train()`` take their
+        seed from the generator: a stream of a seed of its own would give ranks other data orders.
+        """
+        self._rng_due = False
+        loaded, args = self._loaded, self._trainer.args
+        if loaded is None:
+            return
+        own = _rng_file(loaded.load_dir, args.process_index, args.world_size)
+        source = args.process_index % loaded.world_size
+        other = _rng_file(loaded.load_dir, source, loaded.world_size)
+        if own.is_file() or not other.is_file():
+            return  # The Trainer itself has restored it, or there is none.
+        numpy: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
+        with torch.serialization.safe_globals(numpy):
+            states = torch.load(other, weights_only=True, map_location="cpu")
+        _set_rng(states, args.device)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Wait for a save in the background."""
+        self._loaded, self._rng_due = None, False
+        self._trainer.wait_for_save()
+
+
+def _rng_file(folder: Path, rank: int, world_size: int) -> Path:
+    """Return where the Trainer keeps a rank's random state."""
+    return folder / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
+
+
+def _reconstruct() -> object:
+    """Return NumPy's function that unpickles arrays, under the name that this release has."""
+    return np.zeros(0).__reduce__()[0]
+
+
+def _set_rng(states: Mapping[str, Any], device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002 (the global one, as the Trainer)
+    torch.random.set_rng_state(states["cpu"])
+    kept = states.get(device.type) if device.type != "cpu" else None
+    if isinstance(kept, (list, tuple)):  # one for each device that a rank could see
+        kept = kept[device.index or 0] if (device.index or 0) < len(kept) else kept[0]
+    if kept is not None:
+        torch.get_device_module(device).set_rng_state(kept, device)
+
+
+def _length(sized: Any) -> int:
+    """Return a length; 0 if there is none."""
+    try:
+        return len(sized)
+    except TypeError:
+        return 0
+
+
+def bind_trainer(trainer: Any, options: Options) -> None:
+    """Bind the engines that a Trainer makes, its sweeps included.
+
+    Raises:
+        UnsupportedError: the Trainer does not run DeepSpeed, or an option does not suit it.
+    """
+    args = trainer.args
+    if not trainer.is_deepspeed_enabled:
+        msg = (
+            "elastic() was given a Trainer without DeepSpeed: pass "
+            "TrainingArguments(deepspeed=<config>), or start it with accelerate launch "
+            "--use_deepspeed"
+        )
+        raise UnsupportedError(msg)
+    if args.save_on_each_node:
+        msg = (
+            "elastic() needs one output_dir that all ranks share, and save_on_each_node=True is "
+            "set: set it to False, and give an output_dir on a shared filesystem"
+        )
+        raise UnsupportedError(msg)
+    if options.async_save and args.save_total_limit == 1:
+        msg = (
+            "async_save=True with save_total_limit=1: the Trainer would delete the only checkpoint "
+            "while the next one is being written. Set save_total_limit=2"
+        )
+        raise UnsupportedError(msg)
+    if is_elastic(trainer):
+        return
+    callback = ResumeCallback(trainer)
+
+    def bind_accelerator() -> None:
+        if not is_elastic(trainer.accelerator):
+            AcceleratorBinding(
+                trainer.accelerator,
+                options,
+                batch_names=BATCH_NAMES,
+                on_load=callback.on_load,
+                skip_repeated=True,
+            ).bind()
+
+    create, train = trainer.create_accelerator_and_postprocess, trainer.train
+
+    @functools.wraps(type(trainer).create_accelerator_and_postprocess)
+    def elastic_create(_trainer: object) -> None:
+        create()  # sweeps make an Accelerator for each trial
+        bind_accelerator()
+
+    @functools.wraps(type(trainer).train)
+    def elastic_train(
+        _trainer: object,
+        resume_from_checkpoint: str | bool | None = None,
+        *more: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if options.load.fallback and resume_from_checkpoint:
+            resume_from_checkpoint = newest_sound_folder(
+                Path(args.output_dir), resume_from_checkpoint, options
+            )
+        return train(resume_from_checkpoint, *more, **kwargs)
+
+    trainer.create_accelerator_and_postprocess = types.MethodType(elastic_create, trainer)
+    trainer.train = types.MethodType(elastic_train, trainer)
+    trainer.wait_for_save = lambda: _wait(trainer)
+    trainer.add_callback(callback)
+    bind_accelerator()
+
+
+def _wait(trainer: Any) -> None:
+    trainer.accelerator.wait_for_save()
+
+
+def newest_sound_folder(output_dir: Path, asked: str | Literal[True], options: Options) -> str:
+    """Return the folder to resume from: the one asked for, or an intact one before it. Collective.
+
+    Args:
+        output_dir: the Trainer's.
+        asked: a ``checkpoint-<step>`` folder; True: the newest one in ``output_dir``.
+        options: see ``elastic``.
+
+    Raises:
+        CheckpointNotFoundError: none is intact.
+    """
+    problems: list[str] = []
+    with closing(connect_ranks(options.times, "elastic-zero engine", f"resume {asked}")) as ranks:
+        step = f"resume from {output_dir if asked is True else asked}"
+        for folder in ranks.broadcast(step, lambda: _candidates(output_dir, asked)):
+            try:
+                ranks.run_all(f"{step}: verify {folder}", partial(_verify, Path(folder), ranks))
+            except (
+                CheckpointCorruptedError,
+                CheckpointFormatError,
+                CheckpointNotFoundError,
+            ) as error:
+                problems.append(f"{folder}: {error}")
+                continue
+            if problems and ranks.rank == 0:
+                log.warning("Resuming from %s, since %s", folder, "; ".join(problems))
+            return str(folder)
+    found = "; ".join(problems) or f"{output_dir} has no folder checkpoint-<step>"
+    msg = f"fallback=True found no intact checkpoint to resume from: {found}"
+    raise CheckpointNotFoundError(msg)
+
+
+def _candidates(output_dir: Path, asked: str | Literal[True]) -> list[str]:
+    """Return the folder asked for, and those of earlier steps next to it, the newest first."""
+    first = None if asked is True else Path(str(asked))
+    found = {}
+    for folder in (first.parent if first else output_dir).glob("checkpoint-*"):
+        if (number := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and folder.is_dir():
+            found[int(number[1])] = folder
+    if first is not None:
+        number = re.fullmatch(r"checkpoint-(\d+)", first.name)
+        found = {step: path for step, path in found.items() if number and step < int(number[1])}
+    steps = sorted(found, reverse=True)
+    return [*([str(first)] if first else []), *(str(found[step]) for step in steps)]
+
+
+def _verify(folder: Path, ranks: Ranks) -> None:
+    """Verify what a resume reads of a folder; each rank its part of the state."""
+    state = folder / "trainer_state.json"
+    try:
+        load_json(read_file(state))
+    except (OSError, ValueError) as error:
+        msg = f"{state} cannot be read ({error}): the save was not finished"
+        raise CheckpointFormatError(msg) from error
+    path = find_checkpoint(folder, None)
+    if path is None:
+        msg = f"{folder} has no DeepSpeed checkpoint: the save was not finished"
+        raise CheckpointNotFoundError(msg)
+    with closing(open_checkpoint(Path(path), on_progress=ranks.report_progress)) as source:
+        source.check_all()
+        source.verify_whole(ranks.rank, ranks.world_size, lambda _: ranks.report_progress())

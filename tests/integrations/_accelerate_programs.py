@@ -1,0 +1,144 @@
+"""What ranks run with accelerate's own loop."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
+from accelerate.state import AcceleratorState
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader
+
+from lightning_elastic_zero import elastic
+from tests.integrations._hf_programs import (
+    GLOBAL_BATCH,
+    MICRO,
+    Run,
+    Tokens,
+    _seen,
+    all_seen,
+    ds_config,
+    seed_everything,
+    state_of,
+    tiny_model,
+    use_gloo,
+    warnings_of,
+)
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """A run of accelerate's loop."""
+
+    stage: int = 2
+    save_at: tuple[int, ...] = ()
+    folder: str = ""
+    load: str = ""
+    start: int = 0
+    """Optimizer steps that are done when the run begins."""
+    steps: int = 12
+    schedule: str = "lambda"
+    samples: int = 72
+    bound: bool = True
+    seedable: bool = True
+    state_at: tuple[int, ...] = ()
+    models: int = 1
+    micro: tuple[int, int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+
+
+def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
+    """Return a schedule as users of accelerate make it: in steps of all ranks."""
+    total = steps * times
+    if kind == "lambda":
+        return LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / total))
+    if kind == "cosine":
+        return CosineAnnealingLR(optimizer, T_max=total)
+    return OneCycleLR(optimizer, max_lr=0.02, total_steps=total)
+
+
+def loop(case: LoopCase) -> Run:
+    """Train for some steps, saving and loading as asked."""
+    run = Run()
+    with warnings_of(run):
+        _loop(case, run)
+    return run
+
+
+def _loop(case: LoopCase, run: Run) -> None:
+    use_gloo()
+    seed_everything(7)
+    micro, accumulate = case.micro or MICRO[dist.get_world_size()]
+    config = ds_config(case.stage, {})
+    config["train_micro_batch_size_per_gpu"] = micro
+    config["gradient_accumulation_steps"] = accumulate
+    config["train_batch_size"] = micro * accumulate * dist.get_world_size()
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        gradient_accumulation_steps=accumulate,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=case.seedable),
+    )
+    if case.bound:
+        assert elastic(accelerator, **case.options) is accelerator
+    model = tiny_model(case.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(Tokens(case.samples), batch_size=micro, shuffle=True)
+    schedule = scheduler_of(case.schedule, optimizer, 12, accelerator.num_processes)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if case.load:
+        accelerator.load_state(case.load)
+        run.first_state = state_of(model)
+    run.draws[-1] = float(torch.rand(()))
+    _seen.clear()
+    losses: list[float] = []
+    step, per_epoch = case.start, case.samples // GLOBAL_BATCH
+    while step < case.steps:
+        loader.set_epoch(step // per_epoch)
+        skip = step % per_epoch * accumulate
+        batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+        model.train()
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                losses.append(float(loss))
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            step += 1
+            mean = torch.tensor(losses).mean()
+            losses.clear()
+            run.losses[step] = float(accelerator.reduce(mean, "mean"))
+            run.samples[step] = all_seen()
+            run.rates[step] = optimizer.param_groups[0]["lr"]
+            if step in case.state_at:
+                run.states[step] = state_of(model)
+            if step in case.save_at:
+                accelerator.save_state(f"{case.folder}/step_{step}")
+            if step == case.steps:
+                break
+    if case.bound:
+        accelerator.wait_for_save()
+    run.log.append({"step": accelerator.step})
+    model.destroy()
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    gc.collect()
+
+
+def stock_failure(case: LoopCase) -> str:
+    """Run a loop that must fail; return how, on this rank."""
+    try:
+        loop(case)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,323 @@
+"""What ranks run with Hugging Face's Trainer and accelerate, and what they see of it.
+
+State is read by DeepSpeed's own functions, which share no code with this library.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from lightning_elastic_zero import elastic
+
+State = dict[str, torch.Tensor]
+
+GLOBAL_BATCH = 12
+MICRO = {1: (2, 6), 2: (2, 3), 3: (2, 2)}
+"""Micro-batch and accumulation that keep the global batch on so many ranks."""
+
+_seen: list[int] = []
+
+
+class StoppedError(Exception):
+    """A run was stopped on purpose, on all ranks."""
+
+
+def use_gloo() -> None:
+    """Make accelerate run DeepSpeed on CPU ranks: it has no such backend itself."""
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+
+
+def seed_everything(seed: int) -> None:
+    """Seed as transformers does: all ranks alike."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (the global one, as transformers)
+    torch.manual_seed(seed)
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of random tokens, each with its index."""
+
+    def __init__(self, count: int = 96, length: int = 8) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, 32, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index]
+        return {"input_ids": tokens, "labels": tokens, "index": torch.tensor(index)}
+
+
+class TinyModel(GPT2LMHeadModel):  # type: ignore[misc]  # untyped
+    """A random GPT-2 that notes which samples it is trained on."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, index: Any = None) -> Any:
+        if self.training:
+            _seen.extend(index.tolist())
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+def tiny_model(dropout: float = 0.0) -> TinyModel:
+    torch.manual_seed(3)
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
+    return TinyModel(
+        GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, **rates)
+    )
+
+
+def state_of(engine: Any) -> State:
+    """Return all masters and moments, whole, on rank 0. Collective."""
+    found: State = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            values = {"master": safe_get_full_fp32_param(parameter)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                values[key] = _moment(engine.optimizer, parameter, key)
+            found |= {
+                f"{name}/{key}": value.detach().cpu().clone() for key, value in values.items()
+            }
+    return found if dist.get_rank() == 0 else {}
+
+
+def _moment(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
+    """Return a whole moment; DeepSpeed's function for ZeRO-1/2 knows those of one group only."""
+    if hasattr(parameter, "ds_id"):
+        moment: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
+        return moment
+    whole = torch.zeros(parameter.numel())
+    mapping = parameter._hp_mapping
+    if mapping is not None:
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        held, place = mapping.hp_fragment_address, mapping.lp_fragment_address
+        part = optimizer.optimizer.state[flat][key].narrow(0, held.start, held.numel)
+        whole.narrow(0, place.start, place.numel).copy_(part)
+    dist.all_reduce(whole)
+    return whole.view(parameter.shape)
+
+
+def all_seen() -> list[int]:
+    """Return the samples that all ranks have trained on since the last call, sorted. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(_seen))
+    _seen.clear()
+    return sorted(index for of_rank in gathered for index in of_rank)
+
+
+@dataclass
+class Run:
+    """What one rank saw of a run."""
+
+    first_state: State = field(default_factory=dict)
+    """When training began: after the load, before the first step."""
+    states: dict[int, State] = field(default_factory=dict)
+    """After the steps that were asked for."""
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    draws: dict[int, float] = field(default_factory=dict)
+    """The first random number after each step, without drawing it."""
+    log: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TrainerCase:
+    """A run of the Trainer."""
+
+    output_dir: str
+    stage: int = 3
+    resume: str | bool | None = None
+    stop_at: int | None = None
+    state_at: tuple[int, ...] = ()
+    bound: bool = True
+    """Whether ``elastic`` is called."""
+    samples: int = 96
+    micro: tuple[int, int] | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+    lora: bool = False
+    evaluate: bool = False
+
+
+def ds_config(stage: int, more: dict[str, Any]) -> dict[str, Any]:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # DeepSpeed allocates a whole bucket, and the ranks fill uninitialised memory with NaN.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+    }
+    zero = {**config["zero_optimization"], **more.get("zero_optimization", {})}  # type: ignore[dict-item]
+    return {**config, **more, "zero_optimization": zero}
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]  # untyped
+    """Notes what a Trainer's run does."""
+
+    def __init__(self, run: Run, case: TrainerCase) -> None:
+        self.run, self.case = run, case
+        self.trainer: Any = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        _seen.clear()
+        if self.case.resume:
+            self.run.first_state = state_of(self.trainer.model_wrapped)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step = state.global_step
+        self.run.samples[step] = all_seen()
+        self.run.rates[step] = self.trainer.optimizer.param_groups[0]["lr"]
+        kept = torch.get_rng_state()
+        self.run.draws[step] = float(torch.rand(()))
+        torch.set_rng_state(kept)
+        if step in self.case.state_at:
+            self.run.states[step] = state_of(self.trainer.model_wrapped)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in (logs or {}):
+            self.run.losses[state.global_step] = logs["loss"]
+        self.run.log.append({"step": state.global_step, **(logs or {})})
+
+
+class Stop(TrainerCallback):  # type: ignore[misc]  # untyped
+    """Ends a run as a kill would, after a step and what is saved at it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise StoppedError
+
+
+@contextmanager
+def warnings_of(run: Run) -> Iterator[None]:
+    """Collect what this library warns of."""
+    import logging
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                run.warnings.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning_elastic_zero"), Keep()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def make_trainer(case: TrainerCase, run: Run) -> Any:
+    """Return a Trainer for a case; on every rank."""
+    use_gloo()
+    micro, accumulate = case.micro or MICRO[dist.get_world_size()]
+    args = {
+        "num_train_epochs": 2,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "linear",
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "seed": 11,
+        "optim": "adamw_torch",
+        "dataloader_pin_memory": False,
+        "weight_decay": 0.01,
+        **case.args,
+    }
+    arguments = TrainingArguments(
+        output_dir=case.output_dir,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulate,
+        deepspeed=ds_config(case.stage, case.config),
+        **args,
+    )
+    model: Any = tiny_model(case.dropout)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(4)
+        model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.0))
+    data = Tokens(case.samples)
+    watch = Watch(run, case)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=Tokens(12) if case.evaluate else None,
+        callbacks=[watch, *([Stop(case.stop_at)] if case.stop_at else [])],
+    )
+    watch.trainer = trainer
+    if case.bound:
+        assert elastic(trainer, **case.options) is trainer
+    return trainer
+
+
+def train(case: TrainerCase) -> Run:
+    """Run a Trainer to its end, or to where it is stopped."""
+    run = Run()
+    with warnings_of(run):
+        trainer = make_trainer(case, run)
+        try:
+            trainer.train(resume_from_checkpoint=case.resume)
+            run.states[-1] = state_of(trainer.model_wrapped)
+        except StoppedError:
+            pass
+        finally:
+            if hasattr(trainer, "wait_for_save"):
+                trainer.wait_for_save()
+            close(trainer)
+    return run
+
+
+def failure_of(case: TrainerCase) -> str:
+    """Run a Trainer that must fail; return how, on this rank."""
+    try:
+        train(case)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def close(trainer: Any) -> None:
+    """Give up an engine and what accelerate keeps of it."""
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is not None:
+        engine.destroy()
+    trainer.accelerator.free_memory()
+    trainer.model_wrapped = trainer.deepspeed = None
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    gc.collect()

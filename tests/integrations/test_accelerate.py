@@ -1,0 +1,146 @@
+"""accelerate's own loop goes on, on any number of ranks, where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine._worker_pool import Pools
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.integrations._accelerate_programs import LoopCase, loop, stock_failure
+from tests.integrations._hf_programs import Run
+
+Reference = Callable[..., tuple[Path, list[Run]]]
+
+
+@pytest.fixture(scope="session")
+def whole_loop(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Return a run of 12 steps that saved at step 8, in the second epoch; made once."""
+    made: dict[str, tuple[Path, list[Run]]] = {}
+
+    def give(world: int = 2, **case: Any) -> tuple[Path, list[Run]]:
+        name = f"{world}-{sorted(case.items())}"
+        if name not in made:
+            folder = tmp_path_factory.mktemp("accelerate")
+            run = LoopCase(folder=str(folder), save_at=(8,), state_at=(8,), **case)
+            made[name] = (folder, hf_ranks.run(world, partial(loop, run)))
+        return made[name]
+
+    return give
+
+
+def assert_continues(run: Run, whole: Run, steps: range) -> None:
+    """Fail unless samples and rates are those of the whole run, and losses up to sum order."""
+    for step in steps:
+        assert run.samples[step] == whole.samples[step], step
+        assert run.rates[step] == pytest.approx(whole.rates[step], rel=1e-12, abs=1e-15), step
+        assert abs(run.losses[step] - whole.losses[step]) < 2e-6, step
+    assert sorted(run.samples) == [*steps]
+
+
+CASES = [
+    pytest.param(
+        stage,
+        world,
+        schedule,
+        marks=[pytest.mark.essential] if (stage, world, schedule) == (2, 3, "cosine") else [],
+    )
+    for stage in (1, 2, 3)
+    for world in (3, 1)
+    for schedule in ("lambda", "cosine", "onecycle")
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("stage", "world", "schedule"), CASES)
+def test_a_loop_goes_on_exactly_on_other_counts(
+    stage: int, world: int, schedule: str, whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """State is equal bit for bit; samples, rates and losses go on."""
+    folder, (whole, *_) = whole_loop(stage=stage, schedule=schedule)
+    case = LoopCase(stage=stage, schedule=schedule, load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(world, partial(loop, case))
+    assert run.first_state.keys() == whole.states[8].keys()
+    for name, tensor in whole.states[8].items():
+        assert torch.equal(run.first_state[name], tensor), name
+    assert_continues(run, whole, range(9, 13))
+    assert run.warnings == []
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["lambda", "cosine", "onecycle"])
+def test_a_loop_is_resized_twice(
+    schedule: str, whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """3 ranks, then 2, then 1: the schedule is that of 3 ranks."""
+    folder, (whole, *_) = whole_loop(world=3, schedule=schedule)
+    second = LoopCase(
+        schedule=schedule,
+        load=f"{folder}/step_8",
+        start=8,
+        folder=str(tmp_path),
+        save_at=(10,),
+    )
+    run, *_ = hf_ranks.run(2, partial(loop, second))
+    assert_continues(run, whole, range(9, 13))
+    third = LoopCase(schedule=schedule, load=f"{tmp_path}/step_10", start=10)
+    run, *_ = hf_ranks.run(1, partial(loop, third))
+    assert_continues(run, whole, range(11, 13))
+
+
+@pytest.mark.engine
+def test_additional_ranks_draw_as_the_others(whole_loop: Reference, hf_ranks: Pools) -> None:
+    """A rank for which no random state was saved takes that of a rank that saved one."""
+    folder, _ = whole_loop(stage=2, schedule="cosine")
+    case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8, steps=9)
+    runs = hf_ranks.run(3, partial(loop, case))
+    assert len({run.draws[-1] for run in runs}) == 1
+    fresh = hf_ranks.run(3, partial(loop, LoopCase(steps=0)))
+    assert fresh[0].draws[-1] != runs[0].draws[-1]
+
+
+@pytest.mark.engine
+def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> None:
+    """``pytorch_model`` as DeepSpeed wrote it is loaded on another count."""
+    folder, (whole, *_) = whole_loop(stage=2, schedule="cosine", bound=False)
+    case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    for name, tensor in whole.states[8].items():
+        assert torch.equal(run.first_state[name], tensor), name
+    assert_continues(run, whole, range(9, 13))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
+    """Stock never trains on fresh weights from our folders."""
+    folder, _ = whole_loop(stage=2, schedule="cosine")
+    case = LoopCase(load=f"{folder}/step_8", start=8, bound=False)
+    assert all(hf_ranks.run(world, partial(stock_failure, case)))
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"seedable": False}, "use_seedable_sampler=True"),
+        ({"samples": 76}, "the last step of an epoch is filled up with other samples"),
+    ],
+)
+def test_what_cannot_be_exact_is_warned_of(
+    case: dict[str, Any], words: str, whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """One warning names the difference."""
+    folder, _ = whole_loop(**case)
+    run, *_ = hf_ranks.run(3, partial(loop, LoopCase(load=f"{folder}/step_8", start=8, **case)))
+    assert [words in warning for warning in run.warnings] == [True]

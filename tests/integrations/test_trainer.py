@@ -1,0 +1,339 @@
+"""The Trainer goes on, on any number of ranks, where it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from tests.engine._worker_pool import Pools
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.integrations._hf_programs import Run, State, TrainerCase, failure_of, train
+
+STEPS = range(11, 17)
+"""After checkpoint-10, to the end of the second epoch."""
+
+Reference = Callable[..., tuple[Path, list[Run]]]
+
+essential = pytest.mark.essential
+
+
+@pytest.fixture(scope="session")
+def reference(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Return a run to its end, which saved at steps 5, 10 and 15; made once per session."""
+    made: dict[str, tuple[Path, list[Run]]] = {}
+
+    def give(world: int = 2, **case: Any) -> tuple[Path, list[Run]]:
+        name = f"{world}-{sorted(case.items())}"
+        if name not in made:
+            folder = tmp_path_factory.mktemp("trainer")
+            run = partial(train, TrainerCase(str(folder), state_at=(10,), **case))
+            made[name] = (folder, hf_ranks.run(world, run))
+        return made[name]
+
+    return give
+
+
+@pytest.fixture
+def resumed(hf_ranks: Pools, tmp_path: Path) -> Callable[..., list[Run]]:
+    """Return how a run went on from a copy of a folder."""
+
+    def resume(folder: Path, world: int, step: int = 10, **case: Any) -> list[Run]:
+        copy = tmp_path / f"on-{world}"
+        shutil.copytree(folder, copy)
+        resume_from = str(copy / f"checkpoint-{step}")
+        return hf_ranks.run(
+            world, partial(train, TrainerCase(str(copy), resume=resume_from, **case))
+        )
+
+    return resume
+
+
+def assert_equal(found: State, wanted: State) -> None:
+    """Fail unless the same elements have the same bits."""
+    assert found.keys() == wanted.keys()
+    assert wanted
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_continues(run: Run, whole: Run, steps: range = STEPS) -> None:
+    """Fail unless a resumed run does what the whole one did: samples, rates, losses."""
+    assert {step: run.samples[step] for step in steps} == {s: whole.samples[s] for s in steps}
+    assert {step: run.rates[step] for step in steps} == {s: whole.rates[s] for s in steps}
+    assert sorted(run.samples) == [*steps]
+    for step in steps:
+        assert abs(run.losses[step] - whole.losses[step]) < 2e-6, step
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Return the log of the last trainer_state.json, without times."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert isinstance(state["log_history"], list)
+    return [
+        {key: entry[key] for key in ("step", "learning_rate")} for entry in state["log_history"]
+    ]
+
+
+COUNTS = [
+    pytest.param(stage, world, marks=[essential] if (stage, world) == (3, 3) else [])
+    for stage in (1, 2, 3)
+    for world in (3, 1)
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("stage", "world"), COUNTS)
+def test_a_run_goes_on_exactly_on_other_counts(
+    stage: int,
+    world: int,
+    reference: Reference,
+    resumed: Callable[..., list[Run]],
+    tmp_path: Path,
+) -> None:
+    """State is equal bit for bit; samples, rates, losses and trainer_state.json go on."""
+    folder, (whole, *_) = reference(stage=stage)
+    saved = sorted(path.name for path in (folder / "checkpoint-10").iterdir())
+    assert "global_step10" in saved
+    run, *_ = resumed(folder, world, stage=stage, args={"save_total_limit": 2})
+    assert_equal(run.first_state, whole.states[10])
+    assert_continues(run, whole)
+    assert run.warnings == []
+    copy = tmp_path / f"on-{world}"
+    kept = sorted(path.name for path in copy.glob("checkpoint-*"))
+    assert kept == ["checkpoint-15", "checkpoint-16"]
+    assert history(copy / "checkpoint-16") == history(folder / "checkpoint-16")
+    masters = {n.removesuffix("/master"): t for n, t in whole.states[10].items() if "/master" in n}
+    converted = get_fp32_state_dict_from_zero_checkpoint(str(folder / "checkpoint-10"))
+    for name, tensor in masters.items():
+        assert torch.equal(converted[name], tensor), name
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_is_resized_twice(
+    stage: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """3 ranks, then 2, then 1: the run is that of 3 ranks."""
+    folder, (whole, *_) = reference(world=3, stage=stage)
+    shutil.copytree(folder / "checkpoint-5", tmp_path / "run" / "checkpoint-5")
+    for world, first, last in ((2, 6, 10), (1, 11, 16)):
+        case = TrainerCase(
+            str(tmp_path / "run"),
+            stage=stage,
+            resume=True,
+            stop_at=last if last < 16 else None,
+        )
+        run, *_ = hf_ranks.run(world, partial(train, case))
+        assert_continues(run, whole, range(first, last + 1))
+
+
+@pytest.mark.engine
+def test_another_global_batch_is_refused(
+    reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Before the first step, with the settings that keep it; an option allows it."""
+    folder, _ = reference(stage=3)
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    case = TrainerCase(str(copy), resume=str(copy / "checkpoint-10"), micro=(2, 3))
+    failures = hf_ranks.run(3, partial(failure_of, case))
+    for failure in failures:
+        assert "CheckpointMismatchError" in failure
+        assert "12 samples per optimizer step on 2 ranks; this run has 18" in failure
+        assert "per_device_train_batch_size=2, gradient_accumulation_steps=2" in failure
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_another_global_batch_is_allowed(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """With the option, the run goes on from the same state."""
+    folder, (whole, *_) = reference(stage=3)
+    options = {"allow_global_batch_change": True}
+    run, *_ = resumed(folder, 3, micro=(2, 3), options=options)
+    assert_equal(run.first_state, whole.states[10])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_stock_run_is_resumed_past_its_own_folders(
+    stage: int, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
+) -> None:
+    """DeepSpeed's folders are loaded on another count, and stay where the run saves again."""
+    folder, (whole, *_) = reference(stage=stage, bound=False)
+    assert list((folder / "checkpoint-15").glob("global_step15/*_states.pt"))
+    run, *_ = resumed(folder, 3, stage=stage)
+    assert_equal(run.first_state, whole.states[10])
+    assert_continues(run, whole)
+    later = tmp_path / "on-3" / "checkpoint-15"
+    stock = [path.name for path in later.glob("global_step15/*.pt")]
+    assert sorted(stock) == sorted(p.name for p in folder.glob("checkpoint-15/global_step15/*.pt"))
+    assert (later / "latest").read_text() == "global_step15-elastic/checkpoint"
+    assert any("is kept" in warning for warning in run.warnings)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("stage", "world"), [(2, 2), (3, 2), (2, 3), (3, 3), (2, 1)])
+def test_a_script_without_the_line_fails(
+    stage: int, world: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Stock never trains on fresh weights from our folders."""
+    folder, _ = reference(stage=stage)
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    case = TrainerCase(str(copy), stage=stage, resume=str(copy / "checkpoint-10"), bound=False)
+    assert all(hf_ranks.run(world, partial(failure_of, case)))
+
+
+@pytest.mark.engine
+def test_additional_ranks_have_random_states(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """A rank for which none was saved takes that of a rank that saved one."""
+    folder, whole = reference(stage=3, dropout=0.1)
+    runs = resumed(folder, 3, dropout=0.1)
+    assert runs[2].draws == runs[0].draws
+    assert whole[0].draws[10] == whole[1].draws[10]  # as the Trainer seeds all ranks alike
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("damage", ["unfinished", "bytes"])
+def test_fallback_takes_the_folder_before(
+    damage: str, reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A folder that a kill left unfinished, or whose bytes changed, is passed over."""
+    folder, (whole, *_) = reference(stage=3)
+    copy = tmp_path / "run"
+    for step in (10, 15):
+        shutil.copytree(folder / f"checkpoint-{step}", copy / f"checkpoint-{step}")
+    newest = copy / "checkpoint-15"
+    if damage == "unfinished":
+        (newest / "trainer_state.json").unlink()
+    else:
+        shard = max(newest.rglob("*optim_states.pt"), key=lambda path: path.name)
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    case = TrainerCase(str(copy), resume=True, options={"fallback": True})
+    run, *_ = hf_ranks.run(3, partial(train, case))
+    assert_equal(run.first_state, whole.states[10])
+    assert any("checkpoint-15" in warning for warning in run.warnings)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_background_saves_are_resumed(
+    hf_ranks: Pools, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
+) -> None:
+    """With async_save, each folder names its checkpoint once that is published."""
+    folder, (whole, *_) = reference(stage=3, options={"async_save": True, "fingerprint": True})
+    for step in (5, 10, 15, 16):
+        text = (folder / f"checkpoint-{step}" / "latest").read_text()
+        assert text == f"global_step{step}/checkpoint"
+    run, *_ = resumed(folder, 3, options={"async_save": True, "fingerprint": True})
+    assert_equal(run.first_state, whole.states[10])
+    assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("gather", [False, True])
+def test_adapters_are_saved_small_and_the_best_is_loaded(
+    gather: bool, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
+) -> None:
+    """LoRA: frozen weights are left out; rotation and load_best_model_at_end work."""
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "save_total_limit": 3,
+    }
+    zero = {"stage3_gather_16bit_weights_on_model_save": gather}
+    case: dict[str, Any] = {
+        "stage": 3,
+        "lora": True,
+        "evaluate": True,
+        "args": args,
+        "config": {"zero_optimization": zero},
+    }
+    folder, (whole, *_) = reference(**case)
+    files = (folder / "checkpoint-10" / "global_step10").rglob("*.pt")
+    assert sum(path.stat().st_size for path in files) < 40_000
+    run, *_ = resumed(folder, 3, **case)
+    assert_equal(run.first_state, whole.states[10])
+    assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_models_alone_are_no_resume(hf_ranks: Pools, tmp_path: Path) -> None:
+    """save_only_model writes no engine state, and a resume from it is refused."""
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    case = TrainerCase(
+        str(tmp_path),
+        args={"save_only_model": True, "num_train_epochs": 1},
+        config={"zero_optimization": zero},
+    )
+    hf_ranks.run(2, partial(train, case))
+    assert not list(tmp_path.glob("checkpoint-5/global_step*"))
+    resume = TrainerCase(str(tmp_path), resume=str(tmp_path / "checkpoint-5"))
+    failures = hf_ranks.run(3, partial(failure_of, resume))
+    assert all("Can't find a valid checkpoint" in failure for failure in failures)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_deepspeeds_own_optimizer_and_scheduler_go_on(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """The engine's scheduler is restored with the engine."""
+    parameters = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}
+    scheduler = {"type": "WarmupDecayLR", "params": {**parameters, "total_num_steps": 16}}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+    config = {"optimizer": optimizer, "scheduler": scheduler}
+    folder, (whole, *_) = reference(stage=2, config=config)
+    run, *_ = resumed(folder, 3, stage=2, config=config)
+    assert_equal(run.first_state, whole.states[10])
+    assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("samples", "args", "words"),
+    [
+        (100, {}, "the last step of an epoch is filled up with other samples"),
+        (100, {"dataloader_drop_last": True}, "Leave out 4 samples"),
+        (96, {"ignore_data_skip": True}, "begins again at its first sample"),
+        (
+            96,
+            {"accelerator_config": {"use_seedable_sampler": False}},
+            "leave use_seedable_sampler=True",
+        ),
+    ],
+)
+def test_what_cannot_be_exact_is_warned_of(
+    samples: int,
+    args: dict[str, Any],
+    words: str,
+    reference: Reference,
+    resumed: Callable[..., list[Run]],
+) -> None:
+    """One warning names the difference."""
+    folder, _ = reference(stage=2, samples=samples, args=args)
+    run, *_ = resumed(folder, 3, stage=2, samples=samples, args=args)
+    assert [words in warning for warning in run.warnings] == [True]
